@@ -1,0 +1,59 @@
+"""The light client between algorithms and machinery: a handful of verbs, as protocols only.
+
+`trainer/` implements them in this process. An algorithm that speaks these verbs runs unchanged on whatever
+implements them next. The cut (`forward_backward`, `optim_step`, `sample`, `save`) follows the Tinker API's
+(https://tinker-docs.thinkingmachines.ai); losses are plain sums, divided once by counts of the whole batch.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from tunix.types import Batch, Completion, Loss, Metrics, Sampling, Sequence
+
+
+class Client(Protocol):
+    """What an algorithm may ask of the machinery. Nothing here names a mesh, a model or an optimizer."""
+
+    def step(self, batch: Batch, loss: Loss) -> Metrics:
+        """One update: gradients of the loss and their application, compiled together with donated buffers."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
+        """Adds the gradients of the batch's loss to those not yet applied."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Applies the gradients gathered so far and clears them."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
+        """The loss and its metrics over all the batches, forward only, each divided by its count over all of them."""
+        ...
+
+    def logprobs(self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy") -> list[np.ndarray]:
+        """For each sequence the `[T]` log-probs of its tokens, 0 for the first; forward only."""
+        ...
+
+    def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
+        """`n` completions for each prompt of token ids, from the published weights."""
+        ...
+
+    def publish(self) -> int:
+        """From now on `sample` uses the current weights. Returns their version."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes the whole train state as one folder, atomically."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Restores what `save` wrote, bit for bit, onto this client's mesh."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Writes a Hugging Face folder, or a PEFT adapter where an adapter is trained and asked for."""
+        ...

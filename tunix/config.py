@@ -1,0 +1,208 @@
+"""The sections of a recipe: typed, frozen, unknown keys refused. Loads without jax.
+
+The names are a contract with users. Each algorithm's own section lives beside it (`algorithms/*/config.py`); how the
+sections make a recipe is in `recipe.py`. Rules that concern one section are checked here, before any device wakes.
+"""
+
+import re
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Family = Literal["llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+DType = Literal["float32", "bfloat16"]
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+_NAMES: tuple[tuple[str, Family], ...] = (
+    (r"gemma-?3", "gemma3"),
+    (r"gemma-?2-", "gemma2"),
+    (r"gemma", "gemma"),
+    (r"qwen-?3", "qwen3"),
+    (r"qwen", "qwen2"),
+    (r"llama", "llama"),
+)
+
+
+def family_of_name(name: str) -> Family | None:
+    """The family that a hub id such as `google/gemma-3-1b-it` names, or None."""
+    return next((family for pattern, family in _NAMES if re.search(pattern, name.lower())), None)
+
+
+class Config(BaseModel):
+    """A frozen section that forbids unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Config):
+    """Which weights, and in which precision."""
+
+    path: str | None = None
+    """Hub id, local folder, or the folder of a run."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` trains from scratch: give `family`, and `preset` or `sizes`."""
+    family: Family | None = None
+    preset: str | None = None
+    """A published size, such as `llama3.2-1b` (`tunix check` names them)."""
+    sizes: dict[str, int] = {}
+    """Sizes that replace the preset's: vocab_size, d_model, num_layers, num_heads, num_kv_heads, head_dim, ffn, ..."""
+    tokenizer: str | None = None
+    """For `init: random`: a folder, `bytes`, or `bpe` (trained on the training rows to fill sizes.vocab_size)."""
+    dtype: DType = "bfloat16"
+    """Of the computation; log-probs, norms and softmax are always float32."""
+    param_dtype: DType | None = None
+    """Of the stored weights; float32 where they train, else the compute dtype."""
+    remat: Literal["none", "block"] = "none"
+    """`block` recomputes each layer in the backward pass: a third more work for far fewer activations."""
+
+    @model_validator(mode="after")
+    def _source(self) -> "ModelConfig":
+        if self.init == "pretrained":
+            if self.path is None:
+                raise ValueError("path is missing: a hub id, a folder, or `init: random` to train from scratch")
+            for key in ("preset", "sizes", "tokenizer"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} only means something with `init: random`; the folder says it itself")
+        elif self.path is not None:
+            raise ValueError(f"path is {self.path!r}, but `init: random` reads no weights: leave one of them out")
+        elif self.family is None and self.preset is None:
+            raise ValueError(f"`init: random` wants a family ({', '.join(FAMILIES)}) or a preset")
+        return self
+
+
+class AdapterConfig(Config):
+    """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    rslora: bool = False
+    """Scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Module names as Hugging Face spells them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("targets")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        known = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        names = () if value == "all-linear" else value
+        if value != "all-linear" and not names:
+            raise ValueError("targets is empty: nothing would train")
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no module of these models; they have {', '.join(known)}")
+        return value
+
+
+class DataConfig(Config):
+    """Where the rows come from and how they become sequences."""
+
+    train: str
+    """Hub id, folder, .jsonl, .parquet, .arrow, or `module:function` / `file.py:function` that returns the rows."""
+    eval: str | None = None
+    """Likewise; held-out rows for `eval/loss`."""
+    split: str = "train"
+    """Split of `train` where it has splits."""
+    eval_split: str | None = None
+    """Split of `eval`; with `eval` left out, that split of `train`."""
+    format: Literal["auto", "messages", "prompt_completion", "text", "tokens"] = "auto"
+    """Shape of a row; `auto` reads it off the first row's columns."""
+    columns: dict[str, str] = {}
+    """Our column -> theirs, for instance {prompt: question, completion: answer}."""
+    max_length: Positive = 1024
+    """Tokens of a sequence, and of a packed row."""
+    on_overflow: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to a longer one; it is counted either way."""
+    shuffle: bool = True
+    """False takes the rows in file order."""
+    packing: bool = True
+    """Several sequences in a row; never changes the result."""
+    chat_template: str | None = None
+    """For a tokenizer without one: `gemma`, `llama3`, `chatml`, or a .jinja file. Replaces the folder's own."""
+
+
+class OptimizerConfig(Config):
+    """The update rule (optax). Keys that the chosen rule does not read are refused."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 1.0e-5
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: Annotated[float, Field(ge=0)] = 0.0
+    """Below 1 a share of all steps, else a number of steps; the rate rises linearly from 0."""
+    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the rate that linear and cosine end at."""
+    b1: Fraction | None = None
+    b2: Fraction | None = None
+    eps: Annotated[float, Field(gt=0)] | None = None
+    momentum: Fraction | None = None
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled; on matrices only, never on norms and biases."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global norm that gradients are clipped to; null for none."""
+
+    @model_validator(mode="after")
+    def _read(self) -> "OptimizerConfig":
+        reads = {"adamw": ("b1", "b2", "eps"), "adafactor": ("eps",), "lion": ("b1", "b2"), "muon": ("b1", "b2", "eps", "momentum"), "sgd": ("momentum",)}  # fmt: skip
+        for key in ("b1", "b2", "eps", "momentum"):
+            if getattr(self, key) is not None and key not in reads[self.name]:
+                raise ValueError(f"{key} changes nothing for {self.name}, which reads {', '.join(reads[self.name])}")
+        if self.schedule == "constant" and "end" in self.model_fields_set:
+            raise ValueError("end changes nothing for a constant schedule")
+        return self
+
+
+class MeshConfig(Config):
+    """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp, weights over fsdp and tensor."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "MeshConfig":
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(size == 0 or size < -1 for size in sizes):
+            raise ValueError(f"sizes are positive, or -1 for what is left, not data={self.data} fsdp={self.fsdp} tensor={self.tensor}")  # fmt: skip
+        if sizes.count(-1) > 1:
+            raise ValueError("only one axis can be -1")
+        return self
+
+
+class CheckpointConfig(Config):
+    """How often the train state is written, and which are kept."""
+
+    every: Positive = 100
+    keep: Positive = 3
+    """The last n; older ones are deleted."""
+    best: bool = True
+    """Also the one with the lowest eval/loss so far, where there is an evaluation."""
+
+
+class LoggingConfig(Config):
+    """metrics.jsonl is always written."""
+
+    every: Positive = 1
+    """Steps between rows."""
+    wandb: str | None = None
+    """Project name; WANDB_MODE=offline works."""
+    tensorboard: bool = False
+
+
+class EvalConfig(Config):
+    """Evaluation on `data.eval` while training."""
+
+    every: Positive = 50
+    """Steps between evaluations; the last step is always evaluated."""
+    rows: Positive = 256
+    """Rows of `data.eval` that are read, from its start."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Greedy completions of held-out prompts, shown and written before and after training."""
+    sample_tokens: Positive = 48
+    """Tokens of such a completion at most."""

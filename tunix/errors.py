@@ -1,0 +1,27 @@
+"""The errors that a user meets: what was wrong, where, and what to do about it.
+
+Everything that a person can cause (a recipe, a file, a mesh) raises `UserError`; the command line prints its text
+without a traceback and exits with 2. Everything else is a defect of ours and rises with its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend. The message names the key or file, the value and the remedy."""
+
+
+class Interrupted(Exception):
+    """A run that SIGINT or SIGTERM stopped after a checkpoint; the command line exits with 130."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint such as ` Did you mean 'steps'?`, or nothing when no known name is near.
+
+    Args:
+        name: what the user wrote.
+        known: what could have been meant.
+    """
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

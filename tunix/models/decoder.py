@@ -1,0 +1,153 @@
+"""The decoder: one text for Llama, Gemma and Qwen. What differs between them is in `DecoderConfig`.
+
+Tokens -> embeddings -> a scan over stacked blocks -> final norm -> hidden states `[B T D]`. The logits are the business
+of `head.py`, which never holds them all. Packed rows are the normal form: positions restart and attention stays within
+a segment.
+
+Axes: B rows, T time, V vocabulary, D model, F ffn, N query heads, K kv heads, H head dim, L layers.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tunix.mesh import constrain
+from tunix.models.config import DecoderConfig
+from tunix.models.layers import Norm, Projection, attention, rope_tables, rotate, weight
+
+Adapt = Callable[["Block", nnx.Rngs], "Block"]
+
+
+class Block(nnx.Module):
+    """One layer: attention and a gated ffn, each behind a norm and added to the residual."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c, bias = config, config.qkv_bias
+        d, n, k, h, f = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn
+        self.config = config
+        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
+        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
+        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
+        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2)
+        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
+        norm = {"eps": c.norm_eps, "offset": c.norm_offset}
+        self.pre_attn_norm = Norm(d, "embed", **norm)
+        self.pre_mlp_norm = Norm(d, "embed", **norm)
+        self.post_attn_norm = Norm(d, "embed", **norm) if c.post_norms else None
+        self.post_mlp_norm = Norm(d, "embed", **norm) if c.post_norms else None
+        self.q_norm = Norm(h, "head", **norm) if c.qk_norm else None
+        self.k_norm = Norm(h, "head", **norm) if c.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"],
+        rope: tuple[jax.Array, jax.Array],
+        window: Int[Array, ""] | None,
+    ) -> Float[Array, "B T D"]:
+        y = self.attend(self.pre_attn_norm(x), segment_ids, rope, window)
+        x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
+        y = self.feed_forward(self.pre_mlp_norm(x))
+        x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        return constrain(x, "rows", None, None)
+
+    def attend(
+        self, x: jax.Array, segment_ids: jax.Array, rope: tuple[jax.Array, jax.Array], window: jax.Array | None
+    ) -> jax.Array:
+        """The attention's output `[B T D]` for normed inputs."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        c = self.config
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        return self.o(attention(q, k, v, segment_ids, window=window, scale=scale, softcap=c.attention_softcap))
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """The gated ffn's output `[B T D]` for normed inputs."""
+        gate = self.gate(x)
+        gate = jax.nn.silu(gate) if self.config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down(gate * self.up(x))
+
+
+class Table(nnx.Module):
+    """A `[V D]` table: the embedding, or an untied head."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        # A tied table is also the head, whose logits want unit scale; Gemma multiplies sqrt(D) back on the way in.
+        self.w = weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), std=config.d_model**-0.5)
+
+
+class Decoder(nnx.Module):
+    """The whole model with its layers stacked `[L ...]`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, adapt: Adapt | None = None, remat: bool = False):
+        """Args:
+        adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
+        remat: recompute each layer in the backward pass.
+        """
+        self.config, self.remat = config, remat
+        self.embed = Table(config, rngs)
+        self.head = None if config.tied else Table(config, rngs)
+        self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def stack(rngs: nnx.Rngs) -> Block:
+            block = Block(config, rngs)
+            return block if adapt is None else adapt(block, rngs)
+
+        self.layers = stack(rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        *,
+        dtype: Literal["float32", "bfloat16"],
+        noise: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm, in `dtype`; `noise` is added to the embeddings (NEFTune)."""
+        c = self.config
+        x = self.embed.w[...][tokens].astype(dtype)
+        if c.scale_embeddings:
+            x = x * jnp.asarray(c.d_model**0.5, dtype)
+        if noise is not None:
+            x = x + noise.astype(dtype)
+        x = constrain(x, "rows", None, None)
+        choose = self._layer_kinds(positions)
+        graph, stacked = nnx.split(self.layers)
+
+        def layer(x: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
+            weights, local = inputs
+            # Cast layer by layer, so that float32 masters never exist a second time as a whole bf16 model.
+            block = nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype), weights))
+            return block(x, segment_ids, *choose(local)), None
+
+        if self.remat:
+            layer = jax.checkpoint(layer)
+        local = jnp.asarray(c.local_layers or (False,) * c.num_layers)
+        x, _ = jax.lax.scan(layer, x, (nnx.to_pure_dict(stacked), local))
+        return self.norm(x)
+
+    def _layer_kinds(self, positions: jax.Array) -> Callable[[jax.Array], tuple]:
+        """A function from a layer's `local` flag to its rope tables and its window: one block text serves both kinds."""
+        c = self.config
+        everywhere = rope_tables(positions, c.rope, c.head_dim)
+        if c.window is None or not any(c.local_layers):
+            return lambda local: (everywhere, None)
+        nearby = everywhere if c.rope_local is None else rope_tables(positions, c.rope_local, c.head_dim)
+        whole = jnp.int32(positions.shape[1])
+
+        def choose(local: jax.Array) -> tuple:
+            rope = jax.tree.map(lambda near, far: jnp.where(local, near, far), nearby, everywhere)
+            return rope, jnp.where(local, jnp.int32(c.window), whole)
+
+        return choose

@@ -1,0 +1,132 @@
+"""The pieces of a decoder block: projections, norms, rope and attention.
+
+Each weight's shape, dtype, logical axes and initialiser stand where the module is built. Projections are einsums with
+their contracted axes first, which is what the adapters of `lora/` rely on.
+
+Axes: B rows, T time, D model, F ffn, N query heads, K kv heads, G = N / K, H head dim.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tunix.mesh import Axes
+from tunix.models.config import Rope
+
+BLOCK_Q = 128
+"""Queries of one attention block: a block skips the keys after its last query, half of the scores for long rows."""
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
+    """A normal-initialised float32 weight that knows its logical axes."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+class Projection(nnx.Module):
+    """`einsum(spec, x, w) + b`. The contracted axes of `w` come first."""
+
+    def __init__(
+        self, spec: str, shape: tuple[int, ...], axes: Axes, rngs: nnx.Rngs, *, contracted: int, bias: bool = False
+    ):
+        self.spec = spec
+        self.w = weight(rngs, shape, axes, std=math.prod(shape[:contracted]) ** -0.5)
+        self.b = nnx.Param(jnp.zeros(shape[contracted:], jnp.float32), axes=axes[contracted:]) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum(self.spec, x, self.w[...])
+        return y if self.b is None else y + self.b[...]
+
+
+class Norm(nnx.Module):
+    """RMSNorm over the last axis, in float32: `x / rms(x) * w`, or `* (1 + w)` with an offset (Gemma)."""
+
+    def __init__(self, size: int, axis: str, *, eps: float, offset: bool):
+        self.eps, self.offset = eps, offset
+        self.w = nnx.Param((jnp.zeros if offset else jnp.ones)((size,), jnp.float32), axes=(axis,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        scale = self.w[...].astype(jnp.float32) + float(self.offset)
+        return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + self.eps) * scale).astype(x.dtype)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """`[H / 2]` float32 frequencies after scaling, and the factor on cos and sin.
+
+    llama3: Dubey et al. 2024, https://arxiv.org/abs/2407.21783. yarn: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "default":
+        return plain, 1.0
+    slow = plain / rope.factor
+    if rope.kind == "linear":
+        return slow, 1.0
+    if rope.kind == "llama3":
+        turns = rope.original_length * plain / (2 * np.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(keep, 0.0, 1.0)
+        return ((1 - keep) * slow + keep * plain).astype(np.float32), 1.0
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    factor = 0.1 * math.log(rope.factor) + 1.0 if rope.attention_factor is None else rope.attention_factor
+    return (ramp * slow + (1 - ramp) * plain).astype(np.float32), factor
+
+
+def rope_tables(positions: Int[Array, "B T"], rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[B T H/2]` in float32."""
+    frequencies, factor = inverse_frequencies(rope, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]) -> jax.Array:
+    """Rotates the pairs (i, i + H/2) of each head by their position's angle, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    window: Int[Array, ""] | None,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B T N H"]:
+    """Causal attention within segments, block by block of queries so that keys of the future are never multiplied.
+
+    Args:
+        window: positions that a query sees, itself included; None for all of its segment.
+        scale: multiplies q.k.
+        softcap: `softcap * tanh(scores / softcap)` before the mask.
+    """
+    rows, length, heads, dim = q.shape
+    groups = heads // k.shape[2]
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, length, k.shape[2], groups, dim)
+    blocks = []
+    for start in range(0, length, BLOCK_Q):
+        stop = min(start + BLOCK_Q, length)
+        scores = jnp.einsum("BQKGH,BTKH->BKGQT", q[:, start:stop], k[:, :stop], preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        ahead = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
+        seen = (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]) & (ahead >= 0)
+        if window is not None:
+            seen &= ahead < window
+        scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        blocks.append(jnp.einsum("BKGQT,BTKH->BQKGH", weights, v[:, :stop]))
+    return jnp.concatenate(blocks, axis=1).reshape(rows, length, heads, dim)

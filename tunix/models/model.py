@@ -1,0 +1,156 @@
+"""A decoder as pure functions over a flat dict of arrays: the only way the rest of the house meets a model.
+
+`Model` splits the NNX module once. Its parameters are `{"layers/q/w": array, ...}`: one flat dict that jits, shards,
+checkpoints and filters by name. Adapters of `lora/` appear in it as `layers/q/w_lora_a` and `..._lora_b`.
+
+Axes: B rows, T time, D model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from tunix.config import DType
+from tunix.mesh import Axes, sharding
+from tunix.models.config import DecoderConfig
+from tunix.models.decoder import Adapt, Decoder
+from tunix.models.head import token_logprobs
+
+Params = dict[str, jax.Array]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith(("_lora_a", "_lora_b"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model's structure and precision, without its weights."""
+
+    config: DecoderConfig
+    dtype: DType = "float32"
+    """Of the computation."""
+    remat: bool = False
+    """Recompute each layer in the backward pass."""
+    adapt: Adapt | None = field(default=None, compare=False)
+    """How blocks are adapted (`lora.adapt`), if they are."""
+
+    @cached_property
+    def _split(self) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
+        abstract = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
+        graph, state = nnx.split(abstract)
+        return graph, {"/".join(path): variable for path, variable in nnx.to_flat_state(state)}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter; stacked ones start with L."""
+        return {name: variable.shape for name, variable in self._split[1].items()}
+
+    @cached_property
+    def axes(self) -> dict[str, Axes]:
+        """Logical axes of each parameter; an adapter's follow its base's."""
+        return {name: _axes(name, variable) for name, variable in self._split[1].items()}
+
+    def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
+        """Where each parameter lives on a mesh."""
+        return {name: sharding(self.axes[name], shape, mesh) for name, shape in self.shapes.items()}
+
+    def init(self, key: PRNGKeyArray, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
+        """Random values for the parameters named in `dtypes`, made where they live; the others are never computed."""
+
+        def make(key: PRNGKeyArray) -> Params:
+            flat = _flatten(nnx.to_pure_dict(nnx.split(self._build(nnx.Rngs(key)))[1]))
+            return {name: flat[name].astype(dtype) for name, dtype in dtypes.items()}
+
+        places = self.shardings(mesh)
+        return jax.jit(make, out_shardings={name: places[name] for name in dtypes})(key)
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        *,
+        noise: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm."""
+        decoder = nnx.merge(self._split[0], _nest(params))
+        return decoder(tokens, positions, segment_ids, dtype=self.dtype, noise=noise)
+
+    def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """All logits, float32. For few tokens: sampling and tests."""
+        logits = jnp.einsum("BTD,VD->BTV", hidden, self.table(params), preferred_element_type=jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def table(self, params: Params) -> Float[Array, "V D"]:
+        """The head's table in the compute dtype."""
+        return params["embed/w" if self.config.tied else "head/w"].astype(self.dtype)
+
+    def logprobs(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        needed: Bool[Array, "B T"],
+        *,
+        entropy: bool = False,
+        noise: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
+        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise)
+        # The state at t - 1 predicts token t; the first token of a segment is predicted by nothing.
+        needed = (needed & (positions > 0))[:, 1:]
+        found = token_logprobs(
+            hidden[:, :-1],
+            self.table(params),
+            tokens[:, 1:],
+            needed,
+            softcap=self.config.logit_softcap,
+            entropy=entropy,
+        )
+        logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
+        return logprobs, spread
+
+    def _build(self, rngs: nnx.Rngs) -> Decoder:
+        return Decoder(self.config, rngs, adapt=self.adapt, remat=self.remat)
+
+
+def _axes(name: str, variable: nnx.Variable) -> Axes:
+    axes: Axes = variable.get_metadata("axes")
+    rank = len(variable.shape) - name.startswith("layers/")
+    if name.endswith("_lora_a"):
+        axes = (*axes[: rank - 1], "rank")
+    elif name.endswith("_lora_b"):
+        axes = ("rank", *axes[len(axes) - rank + 1 :])
+    return ("layers", *axes) if name.startswith("layers/") else axes
+
+
+def _nest(flat: Mapping[str, jax.Array]) -> dict:
+    nested: dict = {}
+    for name, value in flat.items():
+        *path, last = name.split("/")
+        node = nested
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return nested
+
+
+def _flatten(nested: dict, prefix: str = "") -> Params:
+    flat: Params = {}
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}/")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,148 @@
+"""The records that cross the floors of the house, in the order in which data meets them.
+
+`Sequence` (one example as token ids) -> `Batch` (sequences packed in rows) -> `LossInputs` (what a loss reads)
+-> `LossOutputs` (what a loss returns). `Completion` is what a sampler gives back.
+
+Axes: B rows, T time, S sequences of a batch. A row holds several sequences as segments that never see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num
+
+Over = Literal["tokens", "sequences"]
+Metrics = Mapping[str, jax.Array]
+"""Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One example: its token ids, which of them are trained, and named values for losses that need them."""
+
+    tokens: np.ndarray
+    """`[T]` int32: every token, the prompt and the stop token included."""
+    loss_mask: np.ndarray
+    """`[T]` bool: True where the token is a target of the loss. The first token never is: nothing predicts it."""
+    weight: float = 1.0
+    """Multiplies the sequence's share of the loss and of its denominators; 0 leaves the sequence out."""
+    per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Named `[T]` float values, such as `old_logprobs`."""
+    per_sequence: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers, such as `advantage`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Sequences packed in rows. Padding has segment 0, mask False and sequence 0."""
+
+    tokens: Int[Array | np.ndarray, "B T"]
+    """Token ids, 0 in the padding."""
+    positions: Int[Array | np.ndarray, "B T"]
+    """Position within the sequence, from 0."""
+    segment_ids: Int[Array | np.ndarray, "B T"]
+    """1, 2, ... along a row; a segment sees only itself."""
+    loss_mask: Bool[Array | np.ndarray, "B T"]
+    """Targets of the loss."""
+    sequence_ids: Int[Array | np.ndarray, "B T"]
+    """Index of the token's sequence in the `[S]` arrays."""
+    weights: Float[Array | np.ndarray, "S"]
+    """Weight of each sequence; 0 where the last batch of an epoch has fewer than S."""
+    lengths: Float[Array | np.ndarray, "S"]
+    """Trained tokens of each sequence, at least 1 so that it can divide."""
+    counts: Mapping[str, Float[Array | np.ndarray, ""]]
+    """The denominators of the whole batch, weighted: `tokens`, `sequences`. Taken before any split."""
+    per_token: Mapping[str, Num[Array | np.ndarray, "B T"]] = field(default_factory=dict)
+    """Named per-token values."""
+    per_sequence: Mapping[str, Num[Array | np.ndarray, "S"]] = field(default_factory=dict)
+    """Named per-sequence values."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss reads: arrays aligned with the batch's tokens."""
+
+    batch: Batch
+    """The rows that the log-probs belong to."""
+    logprobs: Float[Array, "B T"]
+    """`log p(token_t | tokens before t)`; 0 where nothing is trained."""
+    entropy: Float[Array, "B T"] | None = None
+    """Entropy in nats of the distribution that token t was drawn from, where the loss asks for it."""
+
+    def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
+        """Spreads per-sequence values over the tokens of each sequence."""
+        return values_S[self.batch.sequence_ids]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Term:
+    """One summand of the loss, not yet reduced. The framework masks, weights and divides it, once."""
+
+    values: Float[Array, "B T"]
+    """Per-token values; those outside of the mask do not matter."""
+    over: Over | float = field(metadata={"static": True}, default="tokens")
+    """`tokens`: mean over all trained tokens. `sequences`: mean over sequences of each one's token mean.
+    A number: sum over tokens / number, then the mean over sequences (Dr. GRPO's constant length)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossOutputs:
+    """What a loss returns: terms that are summed, and metrics that are only reported (means over trained tokens)."""
+
+    terms: Mapping[str, Term]
+    """By name; the loss is their sum."""
+    metrics: Mapping[str, Float[Array, "B T"]] = field(default_factory=dict)
+    """Per-token values by metric name."""
+
+    def add(self, name: str, values: Float[Array, "B T"], over: Over | float = "tokens") -> LossOutputs:
+        """The same outputs with one more term."""
+        return replace(self, terms={**self.terms, name: Term(values, over)})
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A pure loss function and what it needs of the model; equal losses share one compiled step."""
+
+    function: Callable[[LossInputs], LossOutputs]
+    """`LossInputs -> LossOutputs`; traced once."""
+    entropy: bool = False
+    """Whether `inputs.entropy` is read; it costs a little of the head's time."""
+    embedding_noise: float = 0.0
+    """NEFTune's alpha: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Nothing is read from a folder's generation_config.json."""
+
+    max_tokens: int = 64
+    """Tokens of a completion at most, the stop token included."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end a completion, kept as its last token."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a sampler returns for one request."""
+
+    tokens: np.ndarray
+    """`[T]` int32, the stop token included where there is one."""
+    logprobs: np.ndarray
+    """`[T]` float32: log-probs of the tokens after the sampling transform."""
+    finish: Literal["stop", "length"]
+    """Why it ended."""
+    version: int
+    """The version of the weights that drew it."""
+    sampling: Sampling
+    """The settings used."""
