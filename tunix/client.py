@@ -8,13 +8,14 @@ implements them next. The cut (`forward_backward`, `optim_step`, `sample`, `save
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from tunix.types import Batch, Completion, Loss, Metrics, Sampling, Sequence
 
 
+@runtime_checkable
 class Client(Protocol):
     """What an algorithm may ask of the machinery. Nothing here names a mesh, a model or an optimizer."""
 
@@ -54,6 +55,6 @@ class Client(Protocol):
         """Restores what `save` wrote, bit for bit, onto this client's mesh."""
         ...
 
-    def export(self, path: Path) -> None:
-        """Writes a Hugging Face folder, or a PEFT adapter where an adapter is trained and asked for."""
+    def export(self, path: Path, adapter: bool = False) -> None:
+        """Writes a Hugging Face folder, or the trained adapter alone as a PEFT folder."""
         ...

@@ -35,6 +35,21 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: Any) -> Any:
+        # pydantic takes true for 1: `steps: true` would train one step.
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError(f"{str(value).lower()} does not fit: this key is no switch")
+        return value
+
+
+class AlgorithmConfig(Config):
+    """What the section of every algorithm has; each adds its own keys in `algorithms/*/config.py`."""
+
+    name: str
+    """A name that `recipe.py` knows, or `file.py:Class` for an algorithm of one's own."""
+
 
 class ModelConfig(Config):
     """Which weights, and in which precision."""
@@ -126,6 +141,9 @@ class DataConfig(Config):
     """Several sequences in a row; never changes the result."""
     chat_template: str | None = None
     """For a tokenizer without one: `gemma`, `llama3`, `chatml`, or a .jinja file. Replaces the folder's own."""
+    template_kwargs: dict[str, str | bool | int] = {}
+    """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
+    would write today's date, which a run that goes on tomorrow could not repeat."""
 
 
 class OptimizerConfig(Config):
@@ -153,7 +171,7 @@ class OptimizerConfig(Config):
         for key in ("b1", "b2", "eps", "momentum"):
             if getattr(self, key) is not None and key not in reads[self.name]:
                 raise ValueError(f"{key} changes nothing for {self.name}, which reads {', '.join(reads[self.name])}")
-        if self.schedule == "constant" and "end" in self.model_fields_set:
+        if self.schedule == "constant" and self.end:
             raise ValueError("end changes nothing for a constant schedule")
         return self
 

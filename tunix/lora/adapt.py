@@ -49,7 +49,9 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         x = jnp.zeros((1, 1, decoder.d_model))
         here = jnp.zeros((1, 1), jnp.int32)
         rope = rope_tables(here, decoder.rope, decoder.head_dim)
-        return qwix.apply_lora_to_model(block, provider, x, here, rope, None, rngs=rngs)
+        adapted = qwix.apply_lora_to_model(block, provider, x, here, rope, None, rngs=rngs)
+        assert isinstance(adapted, Block)
+        return adapted
 
     return apply
 

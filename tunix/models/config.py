@@ -5,6 +5,9 @@ from typing import Literal
 
 from tunix.config import Family
 
+Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
+"""(field, id or ids): tuples, so that a config can be a key of compiled functions."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -70,5 +73,5 @@ class DecoderConfig:
     """For each layer whether it is local; empty where none is."""
     rope_local: Rope | None = None
     """Gemma 3: rope of the local layers; None for `rope`."""
-    stops: tuple[tuple[str, int | list[int] | None], ...] = ()
+    stops: Stops = ()
     """bos_token_id, eos_token_id, pad_token_id of the folder, carried to the export."""

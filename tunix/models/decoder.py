@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def _layer_kinds(self, positions: jax.Array) -> Callable[[jax.Array], tuple]:
-        """A function from a layer's `local` flag to its rope tables and its window: one block text serves both kinds."""
+        """A function from a layer's `local` flag to its rope tables and window: one block text serves both kinds."""
         c = self.config
         everywhere = rope_tables(positions, c.rope, c.head_dim)
         if c.window is None or not any(c.local_layers):

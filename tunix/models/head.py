@@ -130,16 +130,18 @@ def _backward(softcap, entropy, saved, cotangents):
             d_logits -= weight * p * (log_p + _pick(spread, order)[..., None])
         if softcap is not None:
             d_logits *= 1 - (logits / softcap) ** 2
-        d_logits = d_logits.astype(table.dtype)
+        # The barrier has the gradient of the logits made once, not fused (and made again) into each product below.
+        d_logits = jax.lax.optimization_barrier(d_logits.astype(table.dtype))
         new = jnp.einsum("BCV,VD->BCD", d_logits, table).astype(hidden.dtype)
         d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, new, i * chunk, 1)
-        return d_hidden, d_table + jnp.einsum("BCV,BCD->VD", d_logits, h, preferred_element_type=jnp.float32)
+        # As [D V]: the operand that a CPU has to transpose is then the narrow one.
+        return d_hidden, d_table + jnp.einsum("BCD,BCV->DV", h, d_logits, preferred_element_type=jnp.float32)
 
-    start = (jnp.zeros((rows, visit.order.shape[1], width), hidden.dtype), jnp.zeros(table.shape, jnp.float32))
+    start = (jnp.zeros((rows, visit.order.shape[1], width), hidden.dtype), jnp.zeros(table.shape[::-1], jnp.float32))
     d_hidden, d_table = jax.lax.fori_loop(0, visit.number, body, start)
     d_hidden = jnp.where(needed[..., None], _pick(d_hidden, visit.back), 0)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
-    return d_hidden, d_table.astype(table.dtype), *nothing
+    return d_hidden, d_table.T.astype(table.dtype), *nothing
 
 
 _token_logprobs.defvjp(_forward, _backward)

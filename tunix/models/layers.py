@@ -18,7 +18,11 @@ from tunix.mesh import Axes
 from tunix.models.config import Rope
 
 BLOCK_Q = 128
-"""Queries of one attention block: a block skips the keys after its last query, half of the scores for long rows."""
+"""Queries of an attention block at least: a block skips the keys after its last query, nearly half of all scores."""
+MOST_BLOCKS = 4
+"""Blocks of a row at most; each is compiled on its own."""
+HIDDEN = -1e30
+"""Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
@@ -78,7 +82,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     low = max(math.floor(dimension(rope.beta_fast)), 0)
     high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
-    factor = 0.1 * math.log(rope.factor) + 1.0 if rope.attention_factor is None else rope.attention_factor
+    factor = 0.1 * math.log(max(rope.factor, 1.0)) + 1.0 if rope.attention_factor is None else rope.attention_factor
     return (ramp * slow + (1 - ramp) * plain).astype(np.float32), factor
 
 
@@ -114,19 +118,26 @@ def attention(
         softcap: `softcap * tanh(scores / softcap)` before the mask.
     """
     rows, length, heads, dim = q.shape
-    groups = heads // k.shape[2]
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, length, k.shape[2], groups, dim)
+    kv_heads = k.shape[2]
+    # Heads first, and the queries of a group as one matrix: plain batched products, which every backend does best.
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     blocks = []
-    for start in range(0, length, BLOCK_Q):
-        stop = min(start + BLOCK_Q, length)
-        scores = jnp.einsum("BQKGH,BTKH->BKGQT", q[:, start:stop], k[:, :stop], preferred_element_type=jnp.float32)
+    size = max(BLOCK_Q, -(-length // MOST_BLOCKS))
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        queries = q[:, :, :, start:stop].reshape(rows, kv_heads, -1, dim)
+        scores = jnp.einsum("BKMH,BKTH->BKMT", queries, k[:, :, :stop], preferred_element_type=jnp.float32)
+        scores = scores.reshape(rows, kv_heads, -1, stop - start, stop)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         ahead = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
         seen = (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]) & (ahead >= 0)
         if window is not None:
             seen &= ahead < window
-        scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        blocks.append(jnp.einsum("BKGQT,BTKH->BQKGH", weights, v[:, :stop]))
-    return jnp.concatenate(blocks, axis=1).reshape(rows, length, heads, dim)
+        # A finite bias: it is added once per pair, where a select would compare again for every head.
+        scores += jnp.where(seen, 0.0, HIDDEN)[:, None, None]
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(rows, kv_heads, -1, stop)
+        mixed = jnp.einsum("BKMT,BKTH->BKMH", weights, v[:, :, :stop])
+        blocks.append(mixed.reshape(rows, kv_heads, -1, stop - start, dim))
+    return jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, dim)

@@ -46,7 +46,7 @@ class Model:
     def _split(self) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
         abstract = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
-        return graph, {"/".join(path): variable for path, variable in nnx.to_flat_state(state)}
+        return graph, {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,29 @@
+"""Every test runs with checked annotations, on 8 virtual CPU devices, with compiled programs kept between runs.
+
+jaxtyping and beartype check shapes and types of every function of tunix that is called; a wrong axis fails the test.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+# Programs run once or twice here: the compiler need not try hard.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Compiling is most of the tests' time; programs are the same from run to run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path("~/.cache/tunix/tests").expanduser()))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("tunix", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def _away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative outputs such as runs/ land in the test's own folder."""
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,92 @@
+"""Packing loses nothing, splits nothing, and counts what losses divide by."""
+
+import numpy as np
+import pytest
+
+from tunix.data.packing import pack, waste
+from tunix.types import Sequence
+
+
+def sequence(tokens, mask=None, weight=1.0, **per_token):
+    tokens = np.asarray(tokens, np.int32)
+    mask = np.ones(len(tokens), bool) if mask is None else np.asarray(mask, bool)
+    return Sequence(tokens, mask, weight, {name: np.asarray(values, np.float32) for name, values in per_token.items()})
+
+
+def test_by_hand():
+    # Lengths 2, 5, 3 into rows of 6: the 5 opens row 0 and leaves 1; the 3 opens row 1, the 2 fits behind it.
+    batch = pack([sequence([1, 2], weight=0.5), sequence([3, 4, 5, 6, 7], [1, 0, 0, 1, 1]), sequence([8, 9, 8])], 4, 6)
+    assert batch.tokens.tolist() == [[3, 4, 5, 6, 7, 0], [8, 9, 8, 1, 2, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 2, 2, 0]]
+    assert batch.sequence_ids.tolist() == [[1, 1, 1, 1, 1, 0], [2, 2, 2, 0, 0, 0]]
+    # First tokens are never trained, though every mask began with True.
+    assert batch.loss_mask.astype(int).tolist() == [[0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 1, 0]]
+    assert batch.weights.tolist() == [0.5, 1, 1, 0]
+    assert batch.lengths.tolist() == [1, 2, 2, 1]
+    assert {name: float(count) for name, count in batch.counts.items()} == {"tokens": 0.5 * 1 + 2 + 2, "sequences": 2.5}
+    assert waste(batch) == pytest.approx(2 / 12)
+
+
+def test_without_packing_each_has_its_row():
+    sequences = [sequence([1, 2], old=[0, 5]), sequence([3, 4, 5], old=[0, 6, 7])]
+    batch = pack(sequences, 2, 4, packing=False)
+    assert batch.tokens.tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]]
+    assert batch.sequence_ids.tolist() == [[0, 0, 0, 0], [1, 1, 1, 0]]
+    assert batch.per_token["old"].tolist() == [[0, 5, 0, 0], [0, 6, 7, 0]]
+    packed = pack(sequences, 2, 8)
+    assert packed.per_token["old"].tolist() == [[0, 6, 7, 0, 5, 0, 0, 0]]
+    for name in batch.counts:
+        assert batch.counts[name] == packed.counts[name]
+
+
+def test_every_sequence_can_be_read_back():
+    rng = np.random.default_rng(0)
+    sequences = [
+        Sequence(
+            rng.integers(1, 99, n).astype(np.int32),
+            np.r_[False, True, rng.random(n - 2) < 0.5],
+            per_token={"x": rng.random(n).astype(np.float32)},
+            per_sequence={"advantage": float(i)},
+        )
+        for i, n in enumerate(np.clip(rng.lognormal(4.5, 0.8, 500), 2, 512).astype(int))
+    ]
+    batch = pack(sequences, 512, 512)
+    assert waste(batch) < 0.05  # ragged data, as in the issue
+    real = batch.segment_ids > 0
+    for i, original in enumerate(sequences):
+        place = real & (batch.sequence_ids == i)
+        assert len(set(np.nonzero(place)[0])) == 1, "in one row"
+        assert len(set(batch.segment_ids[place])) == 1
+        assert batch.tokens[place].tolist() == original.tokens.tolist()
+        assert batch.positions[place].tolist() == list(range(len(original.tokens)))
+        assert batch.loss_mask[place].tolist() == original.loss_mask.tolist()
+        assert batch.per_token["x"][place].tolist() == original.per_token["x"].tolist()
+        assert batch.per_sequence["advantage"][i] == i
+        assert batch.lengths[i] == original.loss_mask.sum()
+    assert real.sum() == sum(len(s.tokens) for s in sequences)
+    assert not batch.loss_mask[~real].any()
+    assert batch.weights.sum() == 500
+    for row in batch.segment_ids:  # segments are 1, 2, ... and then padding
+        used = row[row > 0]
+        assert (np.diff(used) >= 0).all()
+        assert set(used) == set(range(1, used.max() + 1))
+        assert not row[len(used) :].any()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "message"),
+    [
+        ([], "0 sequences do not fill a batch of 1 to 2"),
+        ([sequence([1, 2])] * 3, "3 sequences do not fill"),
+        ([sequence(range(9))], "9 to 9 tokens; 1 to 8 fit"),
+        ([sequence([])], "0 to 0 tokens"),
+        ([sequence([1, 2], [1, 0])], "no token of the batch is trained"),
+        ([sequence([1, 2], x=[1, 2]), sequence([1, 2])], "sequence 1 names other values"),
+        ([sequence([1, 2], x=[1])], "x of sequence 0 has 1 values for 2 tokens"),
+        ([sequence([1, 2], [1])], "loss_mask of sequence 0 has 1 values for 2 tokens"),
+    ],
+)
+def test_what_cannot_be_packed(sequences, message):
+    with pytest.raises(ValueError, match=message):
+        pack(sequences, 2, 8)

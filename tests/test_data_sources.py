@@ -1,0 +1,148 @@
+"""Every kind of source gives the same rows, and every mistake is named with what there is instead."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from tunix.data.sources import open_rows
+from tunix.errors import UserError
+
+ROWS = [{"text": f"row {i} é", "n": i} for i in range(2500)]  # more than one batch of Arrow rows
+
+
+def write_jsonl(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def write_arrow(path, writer):
+    table = pyarrow.Table.from_pylist(ROWS)
+    with writer(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=700)
+    return path
+
+
+def check(rows, expected=ROWS):
+    assert len(rows) == len(expected)
+    for i in (0, 1, 699, 700, 1023, 1024, len(expected) - 1):
+        if i < len(expected):
+            assert rows[i] == expected[i]
+
+
+def test_files_and_values_give_the_same_rows(tmp_path):
+    check(open_rows(str(write_jsonl(tmp_path / "a.jsonl"))))
+    check(open_rows(write_parquet(tmp_path / "a.parquet"), "train"))
+    check(open_rows(write_arrow(tmp_path / "stream.arrow", pyarrow.ipc.new_stream)))
+    check(open_rows(write_arrow(tmp_path / "file.arrow", pyarrow.ipc.new_file)))
+    check(open_rows(ROWS))
+    check(open_rows(row for row in ROWS))
+    check(open_rows(datasets.Dataset.from_list(ROWS)))
+    check(open_rows({"train": [], "test": ROWS}, "test"))
+
+
+def test_saved_datasets(tmp_path):
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk(tmp_path / "one")
+    check(open_rows(str(tmp_path / "one")))
+    datasets.DatasetDict({"train": whole, "test": whole.select([2, 3])}).save_to_disk(tmp_path / "two")
+    check(open_rows(str(tmp_path / "two")))
+    check(open_rows(str(tmp_path / "two"), "test"), ROWS[2:4])
+    with pytest.raises(UserError, match=r"two has no split 'tets'; it has 'train', 'test'\. Did you mean 'test'\?"):
+        open_rows(str(tmp_path / "two"), "tets")
+
+
+def test_folders_of_files(tmp_path):
+    for i in range(2):
+        write_parquet(tmp_path / f"hub/data/train-0000{i}-of-00002.parquet", ROWS[i * 1250 : (i + 1) * 1250])
+    write_jsonl(tmp_path / "hub/data/validation.jsonl", ROWS[:3])
+    check(open_rows(str(tmp_path / "hub")))
+    check(open_rows(str(tmp_path / "hub"), "validation"), ROWS[:3])
+    with pytest.raises(UserError, match="it has 'train', 'validation'"):
+        open_rows(str(tmp_path / "hub"), "test")
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / f"sub/{split}/part-0.jsonl", ROWS[: 5 if split == "test" else 2500])
+    check(open_rows(str(tmp_path / "sub"), "test"), ROWS[:5])
+    for name, part in (("b", ROWS[1000:]), ("a", ROWS[:1000])):  # no split in the names: one split, in file order
+        write_jsonl(tmp_path / f"plain/{name}.jsonl", part)
+    check(open_rows(str(tmp_path / "plain"), "train"))
+
+
+def test_functions(tmp_path, monkeypatch):
+    (tmp_path / "my_rows.py").write_text(
+        "def good():\n    return ({'text': str(i)} for i in range(3))\n\ndef bad():\n    return 3\n\nvalue = 3\n"
+    )
+    expected = [{"text": "0"}, {"text": "1"}, {"text": "2"}]
+    check(open_rows(f"{tmp_path}/my_rows.py:good"), expected)
+    check(open_rows("my_rows.py:good", "train"), expected)
+    monkeypatch.syspath_prepend(tmp_path)
+    check(open_rows("my_rows:good"), expected)
+    for spec, message in {
+        "my_rows:bad": "my_rows:bad gives 3, not a list or an iterable",
+        "my_rows:value": "is a int, not a function",
+        "my_rows:goood": "has no 'goood'. Did you mean 'good'",
+        "my_rows.py:goood": "has no 'goood'. Did you mean 'good'",
+        "gone.py:rows": r"there is no file gone\.py",
+        "gone_module:rows": "No module named 'gone_module'",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            open_rows(spec)
+
+
+def test_jsonl_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n\n  \r\n{"n": 2}\r\n{"n": }\n[3]\n{"n": "\xff"}\n{"n": 4}')  # no newline at the end
+    rows = open_rows(path)
+    assert len(rows) == 6
+    assert [rows[0], rows[1], rows[5]] == [{"n": 1}, {"n": 2}, {"n": 4}]
+    for i, message in {
+        2: r"a\.jsonl, line 5 is not JSON: ",
+        3: r"line 6 is \[3\], not an object",
+        4: "line 7 is not",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            rows[i]
+
+
+def test_what_is_not_there(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "broken.arrow").write_bytes(b"no")
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "good.jsonl")
+    for spec, message in {
+        "gone.jsonl": r"gone\.jsonl: there is no such file or folder \(looked from ",
+        "./gone": r"\./gone: there is no such file",
+        "a/b/c": "a/b/c: there is no such file",
+        "empty.jsonl": r"empty\.jsonl is empty",
+        "blank.jsonl": r"blank\.jsonl is empty",
+        "table.csv": r"table\.csv: rows are read from \.jsonl, \.parquet, \.arrow, not from '\.csv'",
+        "broken.parquet": r"broken\.parquet is no whole \.parquet file",
+        "broken.arrow": r"broken\.arrow is no whole \.arrow file",
+        "folder": r"folder holds no \.jsonl, \.parquet, \.arrow file",
+        "nobody/nothing": "nobody/nothing is neither a file here nor a dataset that the hub gives: .*network",
+        "nothing": "nothing is neither a file here nor a dataset",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            open_rows(spec)
+    with pytest.raises(UserError, match=r"good\.jsonl has no split 'test'; it has 'train'"):
+        open_rows("good.jsonl", "test")
+    for values, message in (
+        ([], "the given rows is empty"),
+        ([3], "row 1 of the given rows is 3"),
+        ("x", "no such|hub"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_rows(values)[0]

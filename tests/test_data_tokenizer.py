@@ -1,0 +1,108 @@
+"""Tokenizers made on the spot are what transformers loads, and loaded ones tell their special ids truly."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from tunix.data.templates import MARKERS
+from tunix.data.tokenizer import bpe_tokenizer, bytes_tokenizer, load_tokenizer
+from tunix.errors import UserError
+
+TEXTS = [
+    "def sort(list, *, key=None): return 12345 numbers, it's done.\n\n",
+    "the the then there é ü 日本 🙂 e\u0301",
+] * 20
+TEXT = "the numbers 12345,\n\n it's there é 🙂 <end_of_turn> <|im_end|> \t x"
+MODEL_TYPES = {
+    "gemma": ("gemma", "gemma2", "gemma3_text", "gemma3"),
+    "llama3": ("llama",),
+    "chatml": ("qwen2", "qwen3"),
+}
+
+
+@pytest.mark.parametrize("template", MODEL_TYPES)
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_made_tokenizers_survive_saving(tmp_path, template, kind):
+    made = bytes_tokenizer(template) if kind == "bytes" else bpe_tokenizer(TEXTS, 400, template)
+    specials = 3 + len(MARKERS[template])
+    assert made.vocab_size == 256 + specials if kind == "bytes" else made.vocab_size > 256 + specials
+    for model_type in MODEL_TYPES[template]:
+        folder = tmp_path / model_type
+        made.save(folder)
+        # transformers picks the tokenizer's class by the model's type, and some classes rebuild the splitter.
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        hf, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+        assert ours is not None
+        assert len(hf) == ours.vocab_size == made.vocab_size
+        assert hf.encode(TEXT, add_special_tokens=False) == ours.encode(TEXT) == made.encode(TEXT)
+        assert hf.encode(TEXT) == made.encode(TEXT, bos=made.adds_bos)
+        assert ours.chat_template == hf.chat_template == made.chat_template
+        for field in ("bos_id", "eos_id", "pad_id", "adds_bos", "stop_ids"):
+            assert getattr(ours, field) == getattr(made, field)
+
+
+def test_ids_of_made_tokenizers():
+    tokenizer = bytes_tokenizer()
+    assert [tokenizer.decode([i]) for i in range(5)] == ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id, tokenizer.stop_ids) == (0, 1, 2, (1, 4))
+    assert tokenizer.encode("aé", bos=True) == [2, 5 + ord("a"), 5 + 0xC3, 5 + 0xA9]
+    assert tokenizer.decode(tokenizer.encode("a  b\x00 é 🙂\n")) == "a  b\x00 é 🙂\n"
+    assert tokenizer.decode([2, 5 + ord("a"), 1], skip_special=True) == "a"
+    assert (bytes_tokenizer("gemma").adds_bos, bytes_tokenizer("chatml").adds_bos) == (True, False)
+    assert bytes_tokenizer("llama3").vocab_size == 262
+
+
+def test_offsets_cover_every_character():
+    tokenizer = bpe_tokenizer(TEXTS, 400)
+    ids, offsets = tokenizer.encode_with_offsets("the then  there")
+    assert ids == tokenizer.encode("the then  there")
+    assert offsets[0, 0] == 0
+    assert (offsets[1:, 0] == offsets[:-1, 1]).all()
+    assert tokenizer.encode_with_offsets("")[1].shape == (0, 2)
+
+
+def test_bpe_is_deterministic_and_merges():
+    one, two = bpe_tokenizer(TEXTS, 320), bpe_tokenizer(iter(TEXTS), 320)
+    assert one.hf.get_vocab() == two.hf.get_vocab()
+    assert len(one.encode(TEXTS[0])) < len(bytes_tokenizer().encode(TEXTS[0]))
+    assert one.decode(one.encode(TEXT)) == TEXT
+    with pytest.raises(UserError, match=r"at least 261 ids .* not 260"):
+        bpe_tokenizer(TEXTS, 260)
+
+
+def test_stop_ids_come_from_generation_config_too(tmp_path):
+    bytes_tokenizer().save(tmp_path)
+    for eos, expected in ((9, (1, 4, 9)), ([1, 7], (1, 4, 7)), (None, (1, 4))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "temperature": 0.1}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        assert tokenizer.stop_ids == expected
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json is not JSON"):
+        load_tokenizer(tmp_path)
+
+
+def test_folders_without_a_whole_tokenizer(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no vocabulary: tokenizer\.json is missing"):
+        load_tokenizer(tmp_path)
+    bytes_tokenizer().save(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="the tokenizer does not load"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="there is no such folder"):
+        load_tokenizer(tmp_path / "gone")
+
+
+def test_no_eos_is_an_error_only_where_it_is_needed(tmp_path):
+    bytes_tokenizer().save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.stop_ids == (4,)
+    with pytest.raises(UserError, match="names no eos_token"):
+        assert tokenizer.eos_id

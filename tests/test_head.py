@@ -1,0 +1,78 @@
+"""The chunked head against the plain one: `log_softmax` over all logits, which is what it must never hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix.models import head
+from tunix.models.head import chunk_length, token_logprobs
+
+B, T, V, D = 3, 13, 50, 8
+
+
+@pytest.fixture
+def arrays() -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden, table = jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (V, D))
+    targets, needed = jax.random.randint(keys[2], (B, T), 0, V), jax.random.bernoulli(keys[3], 0.6, (B, T))
+    return hidden, table, targets, needed.at[1].set(False)  # a row where nothing counts
+
+
+def plain(hidden: jax.Array, table: jax.Array, targets: jax.Array, needed: jax.Array, softcap: float | None):
+    logits = jnp.einsum("BTD,VD->BTV", hidden, table)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    log_p = jax.nn.log_softmax(logits)
+    taken = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    return jnp.where(needed, taken, 0), jnp.where(needed, -(jnp.exp(log_p) * log_p).sum(-1), 0)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("budget", [1 << 24, 4 * B * V, B * V])  # all at once; four tokens a chunk; one
+def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap, budget):
+    monkeypatch.setattr(head, "CHUNK_LOGITS", budget)
+    hidden, table, targets, needed = arrays
+    pull = jax.random.normal(jax.random.key(5), (2, B, T))
+
+    def ours(hidden, table):
+        values = token_logprobs(hidden, table, targets, needed, softcap=softcap, entropy=True)
+        return sum(jnp.sum(p * v) for p, v in zip(pull, values, strict=True)), values
+
+    def theirs(hidden, table):
+        values = plain(hidden, table, targets, needed, softcap)
+        return sum(jnp.sum(p * v) for p, v in zip(pull, values, strict=True)), values
+
+    (_, values), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, table)
+    (_, expected), wanted = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, table)
+    for found, right in zip((*values, *gradients), (*expected, *wanted), strict=True):
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+
+
+def test_nothing_needed_gives_zeros(arrays):
+    hidden, table, targets, needed = arrays
+    gradient = jax.grad(lambda h: token_logprobs(h, table, targets, needed & False, softcap=None, entropy=False)[0].sum())
+    assert not np.any(gradient(hidden))
+
+
+def test_the_logits_of_a_large_vocabulary_are_never_held():
+    rows, length, vocab, width = 2, 512, 32_768, 16
+    shape = jax.ShapeDtypeStruct
+
+    def loss(hidden, table, targets, needed):
+        return token_logprobs(hidden, table, targets, needed, softcap=None, entropy=True)[0].sum()
+
+    compiled = (
+        jax.jit(jax.grad(loss, (0, 1)))
+        .lower(
+            shape((rows, length, width), jnp.float32),
+            shape((vocab, width), jnp.float32),
+            shape((rows, length), jnp.int32),
+            shape((rows, length), jnp.bool_),
+        )
+        .compile()
+    )
+    all_logits = rows * length * vocab * 4
+    chunk = rows * chunk_length(rows, length, vocab) * vocab * 4
+    assert chunk <= all_logits / 2
+    # A chunk's logits, its probabilities and the gradient's table; all logits alone would be twice the first.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * chunk + 4 * vocab * width * 4

@@ -1,0 +1,185 @@
+"""The house keeps its staircase: imports point down only, nothing goes in circles, and the front door is instant.
+
+The import graph is read from the source with `ast`, so imports inside of functions count like any other; those that
+only a type checker reads do not.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tunix"
+
+# Every file and folder directly below tunix/ stands on a floor; a new one has to be given its own here.
+FLOORS = (
+    ("errors", "types", "config", "client", "reading", "reference", "files"),
+    ("models", "lora", "mesh"),
+    ("data",),
+    ("rollout",),
+    ("algorithms",),
+    ("trainer",),
+    (
+        "recipe",
+        "shrink",
+        "source",
+        "samples",
+        "recorder",
+        "loop",
+        "assemble",
+        "run",
+        "score",
+        "show",
+        "cli",
+        "__init__",
+    ),
+)
+# `Recipe.run` opens the room that reads recipes: the one call back up, made when it is called and never on import.
+DOOR = ("recipe", "run")
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    """`data.tiny` -> its file. A folder's own text is `data.__init__`."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def resolved(dotted: str, known: dict[str, Path]) -> str | None:
+    """The module of ours that `tunix.a.b.name` reaches: the longest prefix that is a file or a folder."""
+    parts = dotted.split(".")
+    if parts[0] != "tunix":
+        return None
+    for length in range(len(parts), 1, -1):
+        for name in (".".join(parts[1:length]), ".".join([*parts[1:length], "__init__"])):
+            if name in known:
+                return name
+    return "__init__"
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that a file imports, those for type checkers left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write the whole name, not a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imported(node)
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports."""
+    known = modules()
+    edges: dict[str, set[str]] = {}
+    for name, path in known.items():
+        targets = (resolved(dotted, known) for dotted in imported(ast.parse(path.read_text())))
+        # `tunix/__init__.py` loads before everything and hands out `Recipe` only when asked: it is nobody's target.
+        edges[name] = {
+            target for target in targets if target not in (None, name, "__init__") and (name, target) != DOOR
+        }
+    return edges
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """One cycle of the graph, or nothing."""
+    done: set[str] = set()
+
+    def walk(node: str, trail: list[str]) -> list[str]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(edges.get(node, ())):
+            if found := walk(target, [*trail, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := walk(node, []))), [])
+
+
+def test_every_room_has_a_floor():
+    strangers = sorted({room(module) for module in modules()} - FLOOR.keys())
+    assert not strangers, f"give them a floor in FLOORS: {strangers}"
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_point_down(module: str):
+    """Down, or to the same floor: a file may use its neighbours as long as nothing goes in circles."""
+    upward = [target for target in graph()[module] if FLOOR[room(target)] > FLOOR[room(module)]]
+    assert not upward, f"{module} imports upward: {upward}"
+
+
+def test_no_file_is_in_a_circle():
+    assert circle(graph()) == []
+
+
+def test_no_folder_is_in_a_circle():
+    folders: dict[str, set[str]] = {}
+    for module, targets in graph().items():
+        here = ".".join(module.split(".")[:-1]) or module
+        there = {".".join(target.split(".")[:-1]) or target for target in targets}
+        folders.setdefault(here, set()).update(there - {here})
+    # A folder and those inside of it are one house, so only an edge between two of them counts.
+    assert circle(folders) == []
+
+
+def test_a_circle_would_be_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_the_recipe_reads_configs_only_and_they_need_words_only():
+    edges = graph()
+    for module in (name for name in edges["recipe"] if room(name) == "algorithms"):
+        assert module.endswith(".config")
+        assert {FLOOR[room(target)] for target in edges[module]} <= {0}
+
+
+def test_algorithms_do_not_know_the_machinery():
+    """They speak to the client's protocol: no trainer, no model, no mesh."""
+    forbidden = {"models", "lora", "mesh", "trainer"}
+    for module, targets in graph().items():
+        if room(module) == "algorithms":
+            assert not {room(target) for target in targets} & forbidden, module
+
+
+def loaded(code: str, *argv: str) -> set[str]:
+    """Top-level modules that a fresh python has after running `code`."""
+    script = f"import sys\n{code}\nprint('LOADED', *sorted({{m.split('.')[0] for m in sys.modules}}))"
+    result = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(result.stdout.rsplit("LOADED", 1)[1].split())
+
+
+HEAVY = {"jax", "flax", "transformers", "datasets", "grain", "wandb", "torch", "orbax", "optax"}
+CALL = "from tunix.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: print()"
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import tunix", "import tunix\nassert tunix.__version__", "from tunix.cli import main\nmain(['--help'])"],
+)
+def test_the_front_door_is_instant(code: str):
+    assert not loaded(code) & {*HEAVY, "pydantic", "yaml", "numpy", "rich"}
+
+
+def test_help_of_a_command_is_instant():
+    assert not loaded(CALL, "run", "--help") & {*HEAVY, "pydantic", "yaml", "numpy", "rich"}
+
+
+@pytest.mark.parametrize("tiny", [(), ("--tiny",)])
+def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
+    names = loaded(CALL, "check", "recipes/quickstart.yaml", "steps=3", *tiny)
+    assert "pydantic" in names
+    assert not names & HEAVY

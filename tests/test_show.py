@@ -1,0 +1,92 @@
+"""`tunix inspect` shows what is trained on, in colour or in brackets, and an accounting that adds up."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tunix.cli import main
+from tunix.recipe import Recipe
+from tunix.show import show
+
+ROWS = [
+    {"prompt": "Two?", "completion": "2."},
+    {"prompt": "Nothing :train: [bold]?", "completion": "", "weight": 0.5},
+    {"prompt": "A long one?", "completion": "word " * 20},
+    {"prompt": "p" * 60, "completion": "beyond the end"},
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    model = "{init: random, family: gemma, sizes: {vocab_size: 320}, tokenizer: bytes}"
+    path = tmp_path / "r.yaml"
+    path.write_text(f"model: {model}\ndata: {{train: rows.jsonl, max_length: 48}}\n")
+    return path
+
+
+def test_trained_spans_stand_in_brackets_and_text_stays_as_it_is(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--rows", "4"]) == 0
+    out = capsys.readouterr().out
+    # <bos>, four bytes, two bytes, <eos>; the completion and its <eos> are trained.
+    assert "row 1: 8 tokens, 3 trained\n<bos>Two?[[2.<eos>]]\n" in out
+    assert "weight 0.5\n<bos>Nothing :train: [bold]?[[<eos>]]\n" in out
+    assert "row 3: 48 tokens, 36 trained, cut at 48\n" in out
+    assert "row 4: dropped, nothing to train on within max_length\n" in out
+
+
+def test_the_accounting_adds_up(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    counts = {name: int(count) for name, count in re.findall(r"^ +([a-z ]*[a-z]) +(\d+)", out, re.MULTILINE)}
+    assert counts["rows"] == len(ROWS) == counts["kept"] + counts["dropped"]
+    assert (counts["truncated"], counts["dropped"]) == (1, 1)
+    assert re.search(r"^ +1  nothing to train on within max_length$", out, re.MULTILINE)
+    # Lengths: 1 + 4 + 2 + 1, 1 + 23 + 0 + 1, and 48 after the cut. Trained: 3, 1, and 48 - 1 - 11.
+    assert counts["tokens"] == 8 + 25 + 48
+    assert counts["trained"] == 3 + 1 + 36
+    # 48 fills a row, 25 + 8 share the other: 15 of 96 places stay empty.
+    assert counts["packed rows"] == 2
+    assert "15.6% empty" in out
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colours_on_a_terminal_only(recipe: Path, no_color: bool):
+    file = io.StringIO()
+    show(
+        Recipe.load(recipe),
+        1,
+        Console(file=file, force_terminal=True, color_system="standard", no_color=no_color, highlight=False),
+    )
+    out = file.getvalue()
+    assert ("[[2.<eos>]]" in out) is no_color
+    assert ("\x1b[1;32m2.<eos>" in out) is not no_color
+
+
+def test_rows_of_ids_need_no_tokenizer(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    (recipe.parent / "rows.jsonl").write_text('{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}\n')
+    assert main(["inspect", str(recipe), "model.tokenizer=null"]) == 0
+    assert "5 [[6 7]]" in capsys.readouterr().out
+
+
+def test_stages_are_shown_one_by_one(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--rows", "1", "stages=[{}, {data: {max_length: 9}}]"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("stage")] == [
+        "stage runs/r/0_sft",
+        "stage runs/r/1_sft",
+    ]
+    assert "cut at 9 tokens" in out
+
+
+def test_a_bad_row_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    with (recipe.parent / "rows.jsonl").open("a") as rows:
+        rows.write('{"prompt": "a"}\n')
+    assert main(["inspect", str(recipe)]) == 2
+    assert "row 5 of rows.jsonl" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""Random tiny models that transformers builds and saves, the reference of all model tests: one table for all families.
+
+A new family adds rows here and inherits parity of logits and gradients, packing, and the round trip. Every weight is
+random, norms and biases too, so that none of them can be forgotten unseen.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunix.config import MeshConfig
+from tunix.mesh import build_mesh
+from tunix.models.families import FAMILIES, read_config
+from tunix.models.hf import load_params
+from tunix.models.model import Model, Params
+
+ROWS, LENGTH = 3, 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny configuration, in transformers' words."""
+
+    model_type: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Differences from SIZES."""
+
+    def hf_config(self) -> Any:
+        return AutoConfig.for_model(self.model_type, **{**SIZES, **self.fields})
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+# Stretched ropes start to matter beyond their original length: 8 or 16 here, of 40 positions.
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+CASES: dict[str, Case] = {
+    "llama-grouped-tied": Case("llama", {"tie_word_embeddings": True}),
+    "llama-multihead-untied-llama3": Case("llama", {"num_key_value_heads": 4, "rope_parameters": LLAMA3}),
+    "llama-multiquery-linear-wide-heads": Case(
+        "llama", {"num_key_value_heads": 1, "head_dim": 12, "rope_parameters": LINEAR}
+    ),
+    "llama-yarn": Case("llama", {"rope_parameters": YARN, "rms_norm_eps": 1e-3}),
+    "llama-yarn-attention-factor": Case("llama", {"rope_parameters": {**YARN, "attention_factor": 0.7}}),
+    "gemma-multiquery": Case("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
+    "gemma-multihead-untied": Case("gemma", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "gemma2-windows-caps": Case(
+        "gemma2",
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2-no-caps": Case(
+        "gemma2",
+        {"sliding_window": 5, "head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3-dual-rope": Case(
+        "gemma3_text",
+        {"sliding_window": 6, "layer_types": TYPES, "rope_parameters": GEMMA3_ROPE, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3-pattern-untied-multiquery": Case(
+        "gemma3_text",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "qwen2-biases-grouped": Case("qwen2", {}),
+    "qwen2-window-tied": Case(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3-wide-heads-tied": Case("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3-yarn-window": Case(
+        "qwen3",
+        {"rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 7, "layer_types": TYPES},
+    ),
+}
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight.add_(0.3 * noise)
+            else:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
+
+
+def reference_model(case: Case) -> Any:
+    """transformers' model with random weights, float32, eager attention."""
+    model = AutoModelForCausalLM.from_config(case.hf_config(), attn_implementation="eager", dtype=torch.float32)
+    randomise(model)
+    return model.eval()
+
+
+def reference_folder(case: Case, folder: Path) -> Any:
+    """Saves a random model into `folder` and returns it."""
+    model = reference_model(case)
+    model.save_pretrained(folder)
+    return model
+
+
+def one_device() -> jax.sharding.Mesh:
+    return build_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+
+
+def load(folder: Path, dtype: Any = "float32", mesh: Any = None) -> tuple[Model, Params]:
+    """Our model of a folder and its weights."""
+    model = Model(read_config(folder), dtype=dtype)
+    return model, load_params(model, folder, dict.fromkeys(model.shapes, dtype), mesh or one_device())
+
+
+def tokens(seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> np.ndarray:
+    """Random ids; never 0, whose embedding transformers gives no gradient where it is the padding id."""
+    return np.random.default_rng(seed).integers(3, SIZES["vocab_size"], (rows, length)).astype(np.int32)
+
+
+class Rows(NamedTuple):
+    """Packed rows `[B T]`, as the model takes them."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    needed: jax.Array
+
+
+def rows_of(*rows: list[np.ndarray]) -> Rows:
+    """Rows of ROWS x LENGTH, each given as its sequences; what is left over is padding."""
+    ids, positions, segments = np.zeros((3, ROWS, LENGTH), np.int32)
+    for row, held in enumerate(rows):
+        start = 0
+        for segment, sequence in enumerate(held, start=1):
+            here = (row, slice(start, start + len(sequence)))
+            ids[here], positions[here], segments[here] = sequence, np.arange(len(sequence)), segment
+            start += len(sequence)
+    return Rows(*map(jnp.asarray, (ids, positions, segments, segments > 0)))
+
+
+# One program for a model serves all tests of it. Unoptimised code is compiled twice as fast and counts the same.
+quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@partial(quick_jit, static_argnums=0)
+def our_logits(model: Model, params: Params, rows: Rows) -> jax.Array:
+    """All logits."""
+    return model.logits(params, model.hidden(params, rows.tokens, rows.positions, rows.segment_ids))
+
+
+@partial(quick_jit, static_argnums=0)
+def loss_and_gradients(model: Model, params: Params, rows: Rows) -> tuple[jax.Array, Params]:
+    """The summed negative log-prob of all tokens but each segment's first, through the chunked head."""
+    return jax.value_and_grad(lambda params: -model.logprobs(params, *rows)[0].sum())(params)
+
+
+def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:
+    """Our parameters (or gradients) under their names and in their layouts in a Hugging Face folder."""
+    found = {}
+    for name, array in params.items():
+        tensor = FAMILIES[model.config.family].tensors[name]
+        if name.startswith("layers/"):
+            found |= {tensor.key(layer): tensor.write(np.asarray(array[layer])) for layer in range(array.shape[0])}
+        else:
+            found[tensor.name] = tensor.write(np.asarray(array))
+    return found

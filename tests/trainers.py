@@ -1,0 +1,102 @@
+"""Small real decoders, ragged sequences and trainers for the tests. RICH has every switch of the decoder on."""
+
+import jax
+import numpy as np
+
+from tunix.config import AdapterConfig, DType, MeshConfig, OptimizerConfig
+from tunix.lora.adapt import adapt
+from tunix.mesh import build_mesh, row_shards
+from tunix.models.config import DecoderConfig, Rope
+from tunix.models.model import Model, is_adapter
+from tunix.trainer.client import Machinery, Trainer
+from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.trainer.passes import Cut
+from tunix.types import Sequence
+
+PLAIN = DecoderConfig(
+    family="llama",
+    vocab_size=96,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn=64,
+    activation="silu",
+    norm_eps=1e-5,
+    tied=False,
+    max_positions=256,
+    rope=Rope(theta=10_000.0),
+)
+
+RICH = DecoderConfig(
+    family="gemma3",
+    vocab_size=96,
+    d_model=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=16,
+    ffn=48,
+    activation="gelu_tanh",
+    norm_eps=1e-6,
+    tied=True,
+    max_positions=256,
+    rope=Rope(theta=1e6),
+    norm_offset=True,
+    post_norms=True,
+    qk_norm=True,
+    qkv_bias=True,
+    scale_embeddings=True,
+    attention_softcap=20.0,
+    logit_softcap=5.0,
+    window=5,
+    local_layers=(True, False, True),
+    rope_local=Rope(theta=1e4),
+)
+
+
+def sequences(number: int, seed: int = 0, longest: int = 24, vocab: int = 96) -> list[Sequence]:
+    """Ragged random sequences; about half of each one's tokens are trained."""
+    rng = np.random.default_rng(seed)
+
+    def one() -> Sequence:
+        length = int(rng.integers(4, longest + 1))
+        mask = rng.random(length) < 0.5
+        mask[0], mask[-1] = False, True
+        return Sequence(rng.integers(0, vocab, length).astype(np.int32), mask, float(rng.choice([0.5, 1.0, 2.0])))
+
+    return [one() for _ in range(number)]
+
+
+def trainer(
+    config: DecoderConfig = PLAIN,
+    *,
+    devices: int = 1,
+    mesh: MeshConfig | None = None,
+    rows: int = 4,
+    length: int = 24,
+    optimizer: OptimizerConfig | None = None,
+    adapter: AdapterConfig | None = None,
+    dtype: DType = "float32",
+    param_dtype: DType = "float32",
+    remat: bool = False,
+    seed: int = 0,
+) -> Trainer:
+    """A trainer with random weights on the first `devices` virtual devices."""
+    placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
+    model = Model(config, dtype=dtype, remat=remat, adapt=adapt(adapter, config) if adapter else None)
+    params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
+    trained = {name: x for name, x in params.items() if adapter is None or is_adapter(name)}
+    optimizer = optimizer or OptimizerConfig(learning_rate=1e-2, schedule="constant")
+    machinery = Machinery(
+        model=model,
+        mesh=placed,
+        optimizer=build_optimizer(optimizer, 100, {name: model.axes[name] for name in trained}),
+        schedule=build_schedule(optimizer, 100),
+        cut=Cut(-(-rows // row_shards(placed)) * row_shards(placed), placed),
+        length=length,
+        seed=seed,
+        adapter=adapter,
+    )
+    return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: the log-likelihood of given tokens."""

@@ -1,0 +1,31 @@
+"""Supervised fine-tuning: maximise the likelihood of the trained tokens."""
+
+from typing import Literal
+
+from tunix.algorithms.base import Algorithm
+from tunix.algorithms.sft.config import SFTConfig
+from tunix.algorithms.sft.loss import sft_loss
+from tunix.types import Loss, LossInputs, LossOutputs
+
+
+class SFT(Algorithm):
+    """Supervised fine-tuning on completions or on whole texts."""
+
+    Config = SFTConfig
+
+    def __init__(self, config: SFTConfig):
+        self.config = config
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """See `sft_loss`."""
+        return sft_loss(inputs, over=self.config.reduction)
+
+    @property
+    def train_on(self) -> Literal["completion", "all"]:
+        """As the recipe says."""
+        return self.config.train_on
+
+    @property
+    def objective(self) -> Loss:
+        """With NEFTune's noise while training, where asked."""
+        return Loss(self.loss, embedding_noise=self.config.neftune_alpha)

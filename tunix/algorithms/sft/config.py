@@ -1,0 +1,19 @@
+"""The `algorithm` section of a recipe for supervised fine-tuning. Loads without jax."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tunix.config import AlgorithmConfig
+
+
+class SFTConfig(AlgorithmConfig):
+    """Which tokens are trained, and how their losses become one number."""
+
+    name: str = "sft"
+    train_on: Literal["completion", "all"] = "completion"
+    """`completion`: the assistant's turns with their stop tokens. `all`: every token but the first."""
+    reduction: Literal["tokens", "sequences"] = "tokens"
+    """`tokens`: mean over the batch's trained tokens. `sequences`: mean over sequences of each one's token mean."""
+    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Noise on the embeddings while training (Jain et al. 2023, https://arxiv.org/abs/2310.05914); 5 is usual."""

@@ -1,0 +1,1 @@
+"""Rows become sequences become packed batches: sources, tokenizer, chat rendering, packing, and Grain's order."""

@@ -1,0 +1,151 @@
+"""Rows from the documentation that comes with Python itself: a signature as the prompt, its docstring's first line.
+
+A real and small task that is on every machine, so the quickstart needs no download. `train` and `held_out` split by a
+hash of the answer, so that no held-out answer was ever trained on, under whatever name. The same Python version gives
+the same rows in the same order, whatever else is installed or imported.
+"""
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+HELD_OUT_PERCENT = 10
+
+# Modules whose import has no effect that anyone would notice; those that a platform lacks are skipped.
+_MODULES = """
+    abc argparse array ast asyncio.events asyncio.locks asyncio.queues asyncio.streams asyncio.tasks base64 bdb binascii
+    bisect bz2 calendar cmath cmd code codecs codeop collections collections.abc colorsys compileall concurrent.futures
+    configparser contextlib contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib dis doctest
+    email.charset email.generator email.header email.headerregistry email.message email.parser email.policy email.utils
+    enum errno filecmp fileinput fnmatch fractions ftplib functools gc getopt getpass gettext glob graphlib gzip hashlib
+    heapq hmac html html.parser http.client http.cookiejar http.cookies http.server imaplib importlib.abc
+    importlib.machinery importlib.metadata importlib.resources importlib.util inspect io ipaddress itertools json
+    json.decoder json.encoder keyword linecache locale logging logging.config logging.handlers lzma mailbox marshal math
+    mimetypes mmap modulefinder multiprocessing.connection multiprocessing.managers multiprocessing.pool netrc numbers
+    operator optparse os os.path pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath pprint
+    profile pstats py_compile pyclbr queue quopri random re reprlib runpy sched secrets select selectors shelve shlex
+    shutil signal smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable
+    sys tabnanny tarfile tempfile textwrap threading time timeit token tokenize trace traceback tracemalloc
+    types typing unicodedata unittest.case unittest.loader unittest.mock unittest.result unittest.runner unittest.suite
+    urllib.error urllib.parse urllib.request urllib.robotparser uuid warnings wave weakref webbrowser
+    wsgiref.handlers wsgiref.headers wsgiref.simple_server wsgiref.util xml.dom.minidom xml.dom.pulldom
+    xml.etree.ElementTree xml.sax.handler xml.sax.saxutils xml.sax.xmlreader xmlrpc.client xmlrpc.server zipapp zipfile
+    zipimport zlib zoneinfo builtins
+"""
+MODULES = tuple(_MODULES.split())
+
+_LONGEST = 160
+"""Characters of a signature; a longer one says little and fills a row."""
+_CONSTANTS = (type(None), bool, int, float, str, bytes)
+
+
+def train() -> list[dict[str, str]]:
+    """About nine rows in ten: `{"prompt": "heapq.heappop(heap, /)\\n", "completion": "Pop the smallest item ..."}`."""
+    return [row for row in _rows() if not _is_held_out(row["completion"])]
+
+
+def held_out() -> list[dict[str, str]]:
+    """The other rows; none of their completions is in `train`."""
+    return [row for row in _rows() if _is_held_out(row["completion"])]
+
+
+def _is_held_out(answer: str) -> bool:
+    return int(hashlib.sha256(answer.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
+
+
+@functools.cache
+def _rows() -> list[dict[str, str]]:
+    """All rows, each once, sorted by prompt.
+
+    A bare interpreter reads them: what this process has imported may have patched the standard library (transformers
+    adds methods to logging.Logger, ipykernel replaces input), and a resumed run must find the same rows.
+    """
+    found = subprocess.run([sys.executable, "-I", "-S", __file__], check=True, stdout=subprocess.PIPE).stdout
+    return [{"prompt": prompt, "completion": line} for prompt, line in json.loads(found)]
+
+
+def _read() -> list[tuple[str, str]]:
+    """Prompt and answer of everything that is documented, in this process."""
+    warnings.simplefilter("ignore")  # deprecated modules and names say so when touched
+    pairs = {
+        (name + _signature(thing) + "\n", line)
+        for module in MODULES
+        for name, thing in _documented(module)
+        if (line := _first_line(thing, name))
+    }
+    return sorted(pairs)
+
+
+def _documented(name: str) -> Iterator[tuple[str, Any]]:
+    """Qualified name and object of a module's own public functions and classes, and of the methods of those."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return
+    prefix = "" if name == "builtins" else name + "."
+    for attribute, thing in list(vars(module).items()):  # looking may load more
+        if attribute.startswith("_") or not (callable(thing) and _is_home(thing, name)):
+            continue
+        yield prefix + attribute, thing
+        if isinstance(thing, type):
+            for method, function in vars(thing).items():
+                if not method.startswith("_") and _is_method(function):
+                    yield f"{prefix}{attribute}.{method}", function
+
+
+def _is_home(thing: Any, module: str) -> bool:
+    """Whether `module` is where users find it: it was not imported from another module of the list."""
+    home = thing.__module__ if isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType) else None
+    return home == module or home not in MODULES
+
+
+def _is_method(thing: Any) -> bool:
+    return inspect.isroutine(thing) or isinstance(
+        thing, property | classmethod | staticmethod | functools.cached_property
+    )
+
+
+def _signature(thing: Any) -> str:
+    """`(obj, *, skipkeys=False)`, with plain constants for defaults only; `(...)` where Python knows none."""
+    if isinstance(thing, property | functools.cached_property):
+        return ""
+    try:
+        found = inspect.signature(thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing)
+    except (ValueError, TypeError, AttributeError):  # Python 3.13 stumbles over select.epoll.register
+        return "(...)"
+    text = str(found.replace(parameters=[_plain(parameter) for parameter in found.parameters.values()]))
+    return text if len(text) <= _LONGEST else "(...)"
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with `...` for a default that may differ between runs or machines: an object, or a path."""
+    default = parameter.default
+    if default is parameter.empty or (type(default) in _CONSTANTS and "/" not in str(default)):
+        return parameter
+    return parameter.replace(default=_Dots())
+
+
+class _Dots:
+    def __repr__(self) -> str:
+        return "..."
+
+
+def _first_line(thing: Any, name: str) -> str:
+    """The docstring's first line of prose; empty where there is none worth learning."""
+    doc = inspect.cleandoc(thing.__doc__) if isinstance(thing.__doc__, str) else ""
+    called = name.rsplit(".", 1)[-1] + "("
+    lines = [line.strip() for line in doc.splitlines()]
+    prose = [line for line in lines if line and called not in line and not line.startswith((">>>", "--"))]
+    return prose[0] if prose and " " in prose[0] and len(prose[0]) >= 12 else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(_read()))

@@ -1,0 +1,82 @@
+"""Chat templates for tokenizers that come without one, in our own words, and the markers that each one needs.
+
+They write what the families were trained on (Gemma's turns, Llama 3's headers, ChatML's im_start), no more: no default
+system prompt, no tools, no thinking blocks. A folder's own template always goes first.
+"""
+
+from typing import Literal, get_args
+
+TemplateName = Literal["gemma", "llama3", "chatml"]
+TEMPLATE_NAMES: tuple[TemplateName, ...] = get_args(TemplateName)
+
+# Content is a string, or a list of {"type": "text", "text": ...} parts.
+_TEXT = r"""
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content -}}
+    {%- else -%}
+        {%- for part in content -%}
+            {{- part.text -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+"""
+
+_GEMMA = r"""
+{{- bos_token -}}
+{%- set lead = namespace(text='') -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {%- if not loop.first -%}
+            {{- raise_exception('a system message can only be the first') -}}
+        {%- endif -%}
+        {%- set lead.text = text(message.content) | trim + '\n\n' -%}
+    {%- else -%}
+        {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+        {{- lead.text + text(message.content) | trim + '<end_of_turn>\n' -}}
+        {%- set lead.text = '' -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<start_of_turn>model\n' -}}
+{%- endif -%}
+"""
+
+_LLAMA3 = r"""
+{%- macro header(role) -%}
+    {{- '<|start_header_id|>' + ('ipython' if role == 'tool' else role) + '<|end_header_id|>\n\n' -}}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- header(message.role) + text(message.content) | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- header('assistant') -}}
+{%- endif -%}
+"""
+
+_CHATML = r"""
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' + text(message.content) + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+
+TEMPLATES: dict[TemplateName, str] = {
+    "gemma": (_TEXT + _GEMMA).strip(),
+    "llama3": (_TEXT + _LLAMA3).strip(),
+    "chatml": (_TEXT + _CHATML).strip(),
+}
+
+MARKERS: dict[TemplateName, tuple[str, ...]] = {
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+}
+
+STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "llama3": True, "chatml": False}
+
+END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+"""Tokens that end an assistant's turn in the families' formats, whichever of them a vocabulary holds."""

@@ -1,0 +1,305 @@
+"""Text to token ids and back: a thin wrapper over a transformers fast tokenizer, and makers for models from scratch.
+
+`load_tokenizer` reads a folder exactly as transformers' AutoTokenizer does; `bytes_tokenizer` and `bpe_tokenizer` make
+one on the spot. Encoding never adds special tokens by itself: BOS and EOS are put where the example's shape says so.
+Nothing here is ever masked by token id, so an EOS that doubles as PAD is harmless.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tunix.data.templates import END_OF_TURN, MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
+from tunix.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+# Qwen's word splitter. For a folder of model type qwen2 transformers rebuilds this one and NFC, whatever tokenizer.json
+# says, so a ChatML tokenizer is made with both: the exported folder then gives the ids that were trained on.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Token ids of text, special ids, and the chat template of one vocabulary."""
+
+    hf: PreTrainedTokenizerFast
+    """The transformers tokenizer, the authority on all of it."""
+    generation_stops: tuple[int, ...] = ()
+    """The eos ids of the folder's generation_config.json."""
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return max(len(self.hf), 1 + max(self._added, default=-1))
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """Id of the token that opens a text, if there is one."""
+        return self._id(self.hf.bos_token)
+
+    @cached_property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer's own encoding with special tokens begins with BOS."""
+        ids = self.hf.encode("a", add_special_tokens=True)
+        return self.bos_id is not None and ids[:1] == [self.bos_id]
+
+    @cached_property
+    def eos_id(self) -> int:
+        """Id of the token that ends a text.
+
+        Raises:
+            UserError: the tokenizer names none.
+        """
+        if (eos := self._id(self.hf.eos_token)) is None:
+            raise UserError(f"{self.name}: the tokenizer names no eos_token: set it in its tokenizer_config.json")
+        return eos
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: EOS, the families' end-of-turn tokens, those of generation_config.json."""
+        turns = [self._added_vocab[token] for token in END_OF_TURN if token in self._added_vocab]
+        eos = self._id(self.hf.eos_token)
+        return tuple(dict.fromkeys((*([] if eos is None else [eos]), *turns, *self.generation_stops)))
+
+    @cached_property
+    def pad_id(self) -> int:
+        """Id for padding where a file format wants one; our own batches never look at it."""
+        pad = self._id(self.hf.pad_token)
+        return self.eos_id if pad is None else pad
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source, or None."""
+        template = self.hf.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def name(self) -> str:
+        """The folder or hub id that it came from, for messages."""
+        return self.hf.name_or_path or "the tokenizer made on the spot"
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether the id is a special or added token, one that text is never merged into."""
+        return token_id in self._added
+
+    def has_token(self, token: str) -> bool:
+        """Whether `token` is one special or added token."""
+        return token in self._added_vocab
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """Ids of `text`, after BOS if asked; nothing else is added."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if not bos:
+            return ids
+        assert self.bos_id is not None, "BOS asked of a tokenizer that has none"
+        return [self.bos_id, *ids]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Ids of `text`, and `[T 2]` the first and the end character that each one covers."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Iterable[int | np.integer], skip_special: bool = False) -> str:
+        """The text of `ids`, exactly: spaces are not tidied."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def apply_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
+    ) -> str:
+        """The text of a conversation, as the folder's template writes it; what Jinja raises rises."""
+        return self.hf.apply_chat_template(  # pyright: ignore[reportReturnType]
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **template_kwargs,
+        )
+
+    def replace_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template; this one keeps its own."""
+        hf = copy.copy(self.hf)
+        hf.chat_template = template
+        return Tokenizer(hf, self.generation_stops)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes tokenizer.json, tokenizer_config.json and the template, as transformers reads them."""
+        self.hf.save_pretrained(str(folder))
+
+    def _id(self, token: object) -> int | None:
+        return None if token is None else self._backend.token_to_id(str(token))
+
+    @cached_property
+    def _added_vocab(self) -> dict[str, int]:
+        return self.hf.get_added_vocab()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._added_vocab.values())
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer:
+        """The Rust tokenizer, with offsets that cover the spaces too and nothing cut or padded.
+
+        Llama 3's post-processor trims the spaces off the offsets, which would hide that a token begins before a span.
+        """
+        backend = self.hf.backend_tokenizer
+        post = backend.post_processor
+        trims = post is not None and b'"trim_offsets":true' in post.__getstate__()
+        if not (trims or backend.truncation or backend.padding):
+            return backend
+        backend = copy.deepcopy(backend)
+        backend.post_processor = None  # pyright: ignore[reportAttributeAccessIssue]
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+
+def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
+    """The tokenizer of a local folder or a hub id; None for a folder that has none, which then serves token ids only.
+
+    Raises:
+        UserError: the folder does not exist, its tokenizer does not load or is not a fast one, or the hub is silent.
+    """
+    folder = Path(folder_or_id).expanduser()
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+            if (folder / "tokenizer_config.json").is_file():
+                raise UserError(f"{folder} has a tokenizer_config.json, but no vocabulary: tokenizer.json is missing")
+            return None
+        return Tokenizer(_load(str(folder)), _generation_stops(folder / "generation_config.json"))
+    if str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
+        raise UserError(f"{folder_or_id}: there is no such folder, so no tokenizer either")
+    return Tokenizer(_load(str(folder_or_id)), _hub_generation_stops(str(folder_or_id)))
+
+
+def _load(source: str) -> PreTrainedTokenizerFast:
+    """What AutoTokenizer makes of `source`, or a UserError."""
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the Rust library raises bare Exceptions for a broken tokenizer.json
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{source}: the tokenizer does not load: {reason} (is the name right, the file whole?)"
+        ) from error
+    if not hf.is_fast:
+        raise UserError(f"{source}: only a slow tokenizer; save a tokenizer.json with save_pretrained of a fast one")
+    return hf
+
+
+def _hub_generation_stops(name: str) -> tuple[int, ...]:
+    """Eos ids of a hub model's generation_config.json, where it has one."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    return () if path is None else _generation_stops(Path(path))
+
+
+def _generation_stops(path: Path) -> tuple[int, ...]:
+    """Eos ids in a generation_config.json; empty where it does not exist or names none."""
+    if not path.is_file():
+        return ()
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}. Mend or delete it") from error
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def bytes_tokenizer(template: TemplateName = "gemma") -> Tokenizer:
+    """One id per byte of UTF-8 after the specials `<pad> <eos> <bos>` and the template's markers; nothing to train."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+
+    vocab = {token: i for i, token in enumerate((*_specials(template), *_byte_letters()))}
+    backend = Backend(BPE(vocab=vocab, merges=[]))
+    return _finish(backend, template)
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: TemplateName = "gemma") -> Tokenizer:
+    """Byte-level BPE trained on `texts`; the same texts give the same ids. Smaller where the texts hold fewer merges.
+
+    Raises:
+        UserError: `vocab_size` has no room for the 256 bytes and the specials.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+    from tokenizers.trainers import BpeTrainer
+
+    specials = list(_specials(template))
+    least = 256 + len(specials)
+    if vocab_size < least:
+        raise UserError(f"a bpe tokenizer wants at least {least} ids (256 bytes and the specials), not {vocab_size}")
+    backend = Backend(BPE())
+    _split_words(backend, template)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=_byte_letters(), show_progress=False
+    )  # pyright: ignore[reportCallIssue]
+    backend.train_from_iterator(texts, trainer)
+    return _finish(backend, template)
+
+
+def _specials(template: TemplateName) -> tuple[str, ...]:
+    return ("<pad>", "<eos>", "<bos>", *MARKERS[template])
+
+
+def _byte_letters() -> list[str]:
+    """The 256 letters that byte-level BPE writes for the bytes 0..255: printable Latin-1 stands for itself."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _split_words(backend: tokenizers.Tokenizer, template: TemplateName) -> None:
+    """Sets how text falls into the words that merges stay inside of."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    if template == "chatml":
+        backend.normalizer = normalizers.NFC()
+        words = pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated")
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _finish(backend: tokenizers.Tokenizer, template: TemplateName) -> Tokenizer:
+    """Adds specials, BOS and template to a byte-level vocabulary whose first ids are the specials."""
+    from tokenizers import decoders
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    _split_words(backend, template)
+    backend.decoder = decoders.ByteLevel()
+    if STARTS_WITH_BOS[template]:
+        bos = ("<bos>", backend.token_to_id("<bos>"))
+        backend.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[bos])
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token=None,  # said outright, or transformers' Qwen2Tokenizer adds an id for one
+        extra_special_tokens=list(MARKERS[template]),
+    )
+    hf.chat_template = TEMPLATES[template]
+    return Tokenizer(hf)

@@ -1,0 +1,78 @@
+"""Writing so that a reader sees all of it or nothing: a temporary sibling first, then one rename.
+
+`atomic_folder` serves exports, `write_text_atomic` single files. What stood at the target before is never deleted by a
+folder; on a failure the temporary goes and the target is as it was.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tunix.errors import UserError
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path` that becomes `path` when the block ends well.
+
+    Raises:
+        UserError: `path` exists and is not an empty folder, or the disk refuses a write.
+    """
+    path = path.expanduser().resolve()
+    _refuse_taken(path)
+    temporary = _sibling(path)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.rglob("*"):
+            _sync(file)
+        _sync(temporary)
+        _refuse_taken(path)
+        temporary.rename(path)
+        _sync(path.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"could not write {path}: {error.strerror or error}. Nothing was left behind.") from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replaces the file at `path` by one that holds `text`.
+
+    Raises:
+        UserError: the disk refuses; the old file is still there.
+    """
+    temporary = _sibling(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"could not write {path}: {error.strerror or error}.") from error
+
+
+def _sibling(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def _refuse_taken(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} is there already and nothing is overwritten: choose another path, or move it away.")
+
+
+def _sync(path: Path) -> None:
+    """Asks the disk to hold what was written, so that a power cut cannot leave a renamed but empty file."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,248 @@
+"""A config.json, read field by field: what nobody asked for and is not known to be harmless is refused by name.
+
+A family's `read` takes each field that it understands; `finish` then looks at what is left. Rope comes in two
+spellings, `rope_parameters` (transformers 5, for Gemma 3 one per layer type) and `rope_theta` with `rope_scaling`;
+both may stand side by side, as we write them ourselves, if they agree.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tunix.errors import UserError
+from tunix.models.config import Rope, Stops
+
+KINDS = ("default", "linear", "llama3", "yarn")
+STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+HARMLESS = frozenset(
+    (
+        "architectures",
+        "dtype",
+        "initializer_range",
+        "model_type",
+        "name_or_path",
+        "_name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "cache_implementation",
+        "return_dict",
+        "num_labels",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "sep_token_id",
+        "cls_token_id",
+        "unk_token_id",
+    )
+)
+"""Fields that change nothing in the computation of a decoder, whatever their value."""
+
+HARMLESS_AT: Mapping[str, tuple[Any, ...]] = {
+    "attention_dropout": (0, None),
+    "hidden_dropout": (0, None),
+    "hidden_dropout_prob": (0, None),
+    "attention_probs_dropout_prob": (0, None),
+    "resid_pdrop": (0, None),
+    "embd_pdrop": (0, None),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1, None),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (True, False),
+    "quantization_config": (None,),
+}
+"""Fields that change nothing at these values only."""
+
+
+class Fields:
+    """The fields of one JSON object and which of them were asked for."""
+
+    def __init__(self, raw: Mapping[str, Any], file: Path, inside: str = ""):
+        """Args:
+        raw: the object.
+        file: where it stands, for messages.
+        inside: path of the object within the file, such as `rope_parameters.`.
+        """
+        self.raw, self.file, self.inside = raw, file, inside
+        self.asked: set[str] = set()
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raises the error for a field that cannot be used."""
+        stated = f" = {self.raw[name]!r}" if name in self.raw else ""
+        raise UserError(f"{self.file}: {self.inside}{name}{stated} {why}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The raw value; `default` only where the field is missing, not where it is null."""
+        self.asked.add(name)
+        return self.raw.get(name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer; missing and null mean `default`, and are an error where there is none."""
+        value = self.get(name)
+        if value is None:
+            if default is None:
+                self.refuse(name, "is missing; the model cannot be built without it.")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            self.refuse(name, "must be a positive integer.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; missing and null mean `default`, and are an error where there is none."""
+        value = self.get(name)
+        if value is None:
+            if default is None:
+                self.refuse(name, "is missing; the model cannot be built without it.")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self.refuse(name, "must be a positive number.")
+        return float(value)
+
+    def optional(self, name: str, default: float | None = None) -> float | None:
+        """A positive number, or None where the field is null; `default` where it is missing."""
+        return None if self.get(name, default) is None else self.number(name, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or False."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false.")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuses any value but these (or a missing field)."""
+        if name in self.raw and self.get(name) not in allowed:
+            self.refuse(name, f"is not supported here; only {' or '.join(map(repr, allowed))} is.")
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """A JSON object; empty where the field is missing or null."""
+        value = self.get(name) or {}
+        if not isinstance(value, dict):
+            self.refuse(name, "must be an object.")
+        return value
+
+    def stops(self) -> Stops:
+        """The ids that the folder names, lists as tuples."""
+        stated = {name: self.get(name) for name in STOPS if name in self.raw}
+        return tuple((name, tuple(ids) if isinstance(ids, list) else ids) for name, ids in stated.items())
+
+    def local_layers(self, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which layers are local, from `layer_types` or else `default`; empty where none is."""
+        kinds = self.get("layer_types")
+        local = default
+        if kinds is not None:
+            names = {"sliding_attention": True, "full_attention": False}
+            if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in names for kind in kinds):
+                self.refuse("layer_types", f"must name {' or '.join(names)} for each of the {layers} layers.")
+            local = tuple(names[kind] for kind in kinds)
+        return local if any(local) else ()
+
+    def rope(
+        self,
+        theta: float,
+        max_positions: int,
+        *,
+        layer_type: str | None = None,
+        theta_field: str = "rope_theta",
+        scaling_field: str | None = "rope_scaling",
+    ) -> Rope:
+        """The rope of the model, or of one layer type, from both spellings.
+
+        Args:
+            theta: the base where the file names none.
+            max_positions: the original length where a stretched rope names none.
+            layer_type: key within `rope_parameters` (Gemma 3); None where it is flat.
+            theta_field: the old spelling's field for the base.
+            scaling_field: the old spelling's field for the stretch.
+        """
+        stated = self.optional(theta_field)
+        base = theta if stated is None else stated
+        new = self.mapping("rope_parameters")
+        where = "rope_parameters."
+        if layer_type is not None:
+            new, where = Fields(new, self.file, where).mapping(layer_type), f"{where}{layer_type}."
+        blocks = [(new, where)]
+        if scaling_field is not None:
+            blocks.append((self.mapping(scaling_field), f"{scaling_field}."))
+        found = [_read_rope(Fields(block, self.file, at), base, max_positions) for block, at in blocks if block]
+        found = found or [Rope(theta=base)]
+        if any(rope != found[0] for rope in found) or (stated is not None and found[0].theta != stated):
+            self.refuse("rope_parameters", f"contradicts {theta_field} or {scaling_field} in the same file.")
+        return found[0]
+
+    def finish(self) -> None:
+        """Refuses the first field that nobody asked for and that could change the computation."""
+        for name in sorted(set(self.raw) - self.asked - HARMLESS):
+            if name in HARMLESS_AT:
+                self.only(name, *HARMLESS_AT[name])
+            else:
+                self.refuse(name, "is a field that tunix does not know for this family, so the model could differ.")
+
+
+def _read_rope(block: Fields, theta: float, max_positions: int) -> Rope:
+    kind = block.get("rope_type", block.get("type", "default"))
+    block.asked.add("type")
+    if kind not in KINDS:
+        block.refuse("rope_type" if "rope_type" in block.raw else "type", f"is not supported; {', '.join(KINDS)} are.")
+    rope = Rope(theta=block.number("rope_theta", theta), kind=kind)
+    if kind != "default":
+        rope = replace(rope, factor=block.number("factor"))
+    if kind in ("llama3", "yarn"):
+        rope = replace(rope, original_length=block.integer("original_max_position_embeddings", max_positions))
+    if kind == "llama3":
+        low, high = block.number("low_freq_factor"), block.number("high_freq_factor")
+        if high <= low:
+            block.refuse("high_freq_factor", f"must be greater than low_freq_factor = {low}.")
+        rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        block.only("truncate", True)
+        rope = replace(rope, beta_fast=block.number("beta_fast", 32.0), beta_slow=block.number("beta_slow", 1.0))
+        rope = replace(rope, attention_factor=_yarn_attention(block, rope.factor))
+    block.finish()
+    return rope
+
+
+def _yarn_attention(block: Fields, factor: float) -> float | None:
+    """The stated factor on cos and sin, or that of DeepSeek's `mscale` pair; None for the paper's."""
+    stated, mscale, all_dims = (block.optional(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if stated is not None or mscale is None or all_dims is None:
+        return stated
+    grown = 0.1 * math.log(max(factor, 1.0))
+    return (mscale * grown + 1.0) / (all_dims * grown + 1.0)
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """One rope as transformers 5 spells it."""
+    written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        written["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        written["original_max_position_embeddings"] = rope.original_length
+    if rope.kind == "llama3":
+        written |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        written |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if rope.attention_factor is not None:
+            written["attention_factor"] = rope.attention_factor
+    return written
+
+
+def write_rope_fields(rope: Rope) -> dict[str, Any]:
+    """Both spellings: a reader that only knows the old one would otherwise fall back to a wrong base without a word."""
+    scaling = {name: value for name, value in write_rope(rope).items() if name != "rope_theta"}
+    return {
+        "rope_parameters": write_rope(rope),
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+    }

@@ -1,0 +1,295 @@
+"""Hugging Face folders in and out, tensor by tensor.
+
+In: every tensor that the config asks for is looked up, its shape checked, and only then is anything read. A layer's
+tensor goes shard by shard from the file to the devices and into its place in the stacked array, which is updated in
+place; so the host holds about one tensor beyond the model itself. Out: the same way back, into an atomic folder.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.config import DType
+from tunix.errors import UserError
+from tunix.files import atomic_folder
+from tunix.mesh import sharding
+from tunix.models.config import DecoderConfig
+from tunix.models.families import FAMILIES, to_hf
+from tunix.models.family import Tensor
+from tunix.models.model import Model, Params, is_adapter
+from tunix.models.tensor_files import (
+    INDEX,
+    SINGLE,
+    Entry,
+    Stored,
+    check_tensors,
+    some,
+    tensors_of_folder,
+    write_tensors,
+)
+
+BESIDE_WEIGHTS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files that an export takes over from the folder that training started from."""
+
+HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|masked_bias)$")
+"""Buffers that older folders saved although the model computes them."""
+
+STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
+TIE_CHUNK = 1 << 24
+"""Elements compared at a time where a tied folder also holds a head."""
+
+
+def resolve_folder(path: str) -> Path:
+    """A local folder as it is, or the snapshot of a hub id (downloaded once, without pickles and code).
+
+    Raises:
+        UserError: there is no such folder, or the hub cannot give it.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{path} is a file; a model is a folder with config.json and safetensors.")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
+        raise UserError(f"{path}: there is no such folder.")
+    return _download(path)
+
+
+def _download(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{name} is neither a folder here nor a model on the hub. Check the name; if private, `hf auth login`."
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{name} is no folder here and the hub cannot be reached ({type(error).__name__}). "
+            "Download it where there is a network and give the folder's path."
+        ) from error
+
+
+def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
+    """The weights of a folder, in their target dtype and place.
+
+    Args:
+        model: says which tensors there must be; its adapters, if any, are no part of the folder.
+        folder: `model.safetensors`, or shards with their index.
+        dtypes: dtype by name of the parameters wanted: all of the base, or some.
+        mesh: where they live.
+
+    Raises:
+        UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
+    """
+    stored = _named(tensors_of_folder(folder), model.config)
+    _check(model, stored, folder)
+    table = FAMILIES[model.config.family].tensors
+    loaded: Params = {}
+    for name, dtype in dtypes.items():
+        load = _load_stacked if name.startswith("layers/") else _load_single
+        loaded[name] = load(stored, table[name], model.shapes[name], model.axes[name], dtype, mesh)
+    return loaded
+
+
+def _load_single(
+    stored: Mapping[str, Stored], tensor: Tensor, shape: tuple[int, ...], axes: Any, dtype: DType, mesh: Mesh
+) -> jax.Array:
+    return _read(stored[tensor.name], tensor, shape, sharding(axes, shape, mesh)).astype(dtype)
+
+
+def _load_stacked(
+    stored: Mapping[str, Stored], tensor: Tensor, shape: tuple[int, ...], axes: Any, dtype: DType, mesh: Mesh
+) -> jax.Array:
+    whole, single = sharding(axes, shape, mesh), sharding(axes[1:], shape[1:], mesh)
+    put = jax.jit(_put, donate_argnums=0, out_shardings=whole)
+    stack = jnp.zeros(shape, dtype, device=whole)
+    for layer in range(shape[0]):
+        stack = put(stack, _read(stored[tensor.key(layer)], tensor, shape[1:], single), layer)
+        # Without waiting, reading would run ahead and hold several tensors.
+        jax.block_until_ready(stack)
+    return stack
+
+
+def _put(stack: jax.Array, value: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), layer, 0)
+
+
+def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
+    """A tensor in the file's dtype; each device's part is read by itself."""
+    with stored.open() as piece:
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # None is for random keys only
+            return tensor.read(piece, shape, index)
+
+        return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
+
+
+def _named(stored: Mapping[str, Stored], config: DecoderConfig) -> dict[str, Stored]:
+    """The tensors by their names in a text-only folder; parts that are not text, and buffers, are left out."""
+    named: dict[str, Stored] = {}
+    for key, tensor in stored.items():
+        name = rename(key, FAMILIES[config.family].prefixes)
+        if name is not None and not HARMLESS_BUFFERS.search(name):
+            named[name] = tensor
+    return named
+
+
+def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
+    """A tensor's name in a text-only folder; None where it belongs to a part that is left out."""
+    for theirs, ours in prefixes:
+        if key.startswith(theirs):
+            return None if ours is None else ours + key.removeprefix(theirs)
+    return key
+
+
+def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors that a folder must hold -> their shapes, for our base parameters and theirs."""
+    table = FAMILIES[config.family].tensors
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if is_adapter(name):
+            continue
+        if name.startswith("layers/"):
+            wanted |= {table[name].key(layer): table[name].their_shape(shape[1:]) for layer in range(shape[0])}
+        else:
+            wanted[table[name].name] = table[name].their_shape(shape)
+    return wanted
+
+
+def _check(model: Model, stored: Mapping[str, Stored], folder: Path) -> None:
+    wanted = expected(model.config, model.shapes)
+    check_tensors(stored, wanted, folder)
+    _check_extra(model.config, [name for name in stored if name not in wanted], stored, folder)
+
+
+def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, Stored], folder: Path) -> None:
+    head, embed = (FAMILIES[config.family].tensors[name].name for name in ("head/w", "embed/w"))
+    if config.tied and head in extra:
+        if not _equal(stored[head], stored[embed]):
+            raise UserError(
+                f"{stored[head].file}: {head} differs from {embed}, although config.json ties them. "
+                "Set tie_word_embeddings to false there, or remove the tensor."
+            )
+        extra = [name for name in extra if name != head]
+    if not extra:
+        return
+    beyond = [
+        name for name in extra if (at := re.match(r"model\.layers\.(\d+)\.", name)) and int(at[1]) >= config.num_layers
+    ]
+    reason = f"The files have more layers than num_hidden_layers = {config.num_layers}." if beyond else ""
+    raise UserError(
+        f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. {reason}".rstrip()
+    )
+
+
+def _equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors hold the same values, compared a few rows at a time."""
+    if a.shape != b.shape:
+        return False
+    rows = max(TIE_CHUNK // a.shape[1], 1)
+    with a.open() as left, b.open() as right:
+        spans = [slice(start, start + rows) for start in range(0, a.shape[0], rows)]
+        return all(np.array_equal(left[span, :], right[span, :]) for span in spans)
+
+
+def save_folder(
+    path: Path,
+    config: DecoderConfig,
+    params: Mapping[str, jax.Array],
+    *,
+    source: Path | None,
+    dtype: DType | None,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
+
+    The folder appears whole or not at all. One tensor at a time is on the host.
+
+    Args:
+        path: where; must not exist, or be an empty folder.
+        config: the model.
+        params: base weights only (`lora.merge` first, where there are adapters).
+        source: the folder that training started from, or None.
+        dtype: of the written weights; None for the one that each has.
+        max_shard_bytes: above this, several files and an index.
+
+    Raises:
+        UserError: something is at `path`, or the disk refuses.
+    """
+    assert not any(map(is_adapter, params)), "merge the adapters first"
+    with atomic_folder(path) as folder:
+        fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
+        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for name in BESIDE_WEIGHTS:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        _write_shards(folder, list(_entries(config, params, dtype)), max_shard_bytes)
+
+
+def _entries(config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None) -> Iterator[Entry]:
+    """The tensors in the order of the model: embedding, layer by layer, norm, head."""
+    table = FAMILIES[config.family].tensors
+
+    def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Entry:
+        tensor, written = table[name], dtype or str(params[name].dtype)
+        make = partial(_to_host, params[name], layer, tensor.write, written)
+        return Entry(tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[written], make)
+
+    ends = {name: array.shape for name, array in params.items() if not name.startswith("layers/")}
+    inner = {name: array.shape[1:] for name, array in params.items() if name.startswith("layers/")}
+    yield entry("embed/w", None, ends.pop("embed/w"))
+    for layer in range(config.num_layers):
+        yield from (entry(name, layer, shape) for name, shape in inner.items())
+    yield from (entry(name, None, shape) for name, shape in sorted(ends.items(), reverse=True))
+
+
+def _to_host(array: jax.Array, layer: int | None, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:
+    value = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+    return write(np.asarray(value.astype(dtype)))
+
+
+def _write_shards(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(held.size for held in shards[-1]) + entry.size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    if len(shards) == 1:
+        write_tensors(folder / SINGLE, shards[0])
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / name, shard)
+        places |= {entry.key: name for entry in shard}
+    index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,224 @@
+"""From what a person writes to plain values, and from a validator's complaints to sentences that help.
+
+`read_mapping` (a YAML file) -> `overridden` (`section.key=value` from the command line) -> the recipe's models, whose
+`ValidationError` comes back here as `problems`: one line each, with the key, the value and the remedy.
+`write_yaml` is the way back.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tunix.errors import UserError, nearest
+
+Keys = Mapping[str, List[str]]
+"""The known keys of each section; those of the top level under ``."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1.2's plain words (only true and false are truth values, dates are text) and no key twice."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name; `add_implicit_resolver` copies it per class)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys all differ; PyYAML by itself keeps the last of two."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.value in lines:
+                problem = f"key {key.value!r} is given twice; the first is in line {lines[key.value]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back equal: text that looks like a number is quoted, no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """True for everything: `&id001` helps no reader."""
+        return True
+
+
+# PyYAML follows YAML 1.1, where 1e-4 is text, 010 is eight and `on` is true.
+_FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"
+for _tag, _pattern, _first in (
+    ("bool", r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("null", r"(~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0|[1-9][\d_]*)$", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("merge", r"<<$", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+.0123456789"))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of one YAML document.
+
+    Raises:
+        UserError: `where:line:column: what is wrong`.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        raise UserError(f"{place}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or it holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        beside = [other.name for other in path.parent.glob("*.y*ml")]
+        raise UserError(f"{path}: no such file.{nearest(path.name, beside)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}") from error
+    value = parse_yaml(text, str(path))
+    if not isinstance(value, dict):
+        found = "it is empty" if value is None else f"it holds {type(value).__name__} {shown(value)}"
+        raise UserError(f"{path}: a recipe is a mapping with sections such as `model:` and `data:`, but {found}")
+    return value
+
+
+def write_yaml(value: Mapping[str, Any]) -> str:
+    """YAML text that reads back equal."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The same tree with each `section.key=value` put in its place; values are read as YAML.
+
+    Raises:
+        UserError: an override is malformed, or leads through something that is not a section.
+    """
+    result = copy.deepcopy(dict(tree))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(re.fullmatch(r"\w+", part) for part in parts):
+            raise UserError(f"{override!r}: an override is written section.key=value, as in optimizer.b1=0.9")
+        if not text.strip():
+            raise UserError(f"{override!r}: no value after '='; `{key}=null` clears a key")
+        place = result
+        for depth, part in enumerate(parts[:-1], start=1):
+            place = _entered(place, part, ".".join(parts[:depth]), override)
+        _put(place, parts[-1], parse_yaml(text, f"override {override!r}"), override)
+    return result
+
+
+def _entered(place: Any, part: str, path: str, override: str) -> Any:
+    """The section or list item `part` of `place`; a section that is not there yet is made."""
+    if isinstance(place, list):
+        inner = place[_index(place, part, override)]
+    else:
+        inner = place[part] = {} if place.get(part) is None else place[part]
+    if not isinstance(inner, dict | list):
+        raise UserError(f"{override!r}: {path} is {shown(inner)}, which has no keys")
+    return inner
+
+
+def _put(place: Any, part: str, value: Any, override: str) -> None:
+    """Sets one key of a section, or one item of a list."""
+    place[_index(place, part, override) if isinstance(place, list) else part] = value
+
+
+def _index(items: list[Any], part: str, override: str) -> int:
+    """The position that `part` names."""
+    if not part.isdigit() or int(part) >= len(items):
+        raise UserError(f"{override!r}: {part!r} names none of the {len(items)} items there; they count from 0")
+    return int(part)
+
+
+def problems(error: ValidationError, keys: Keys) -> list[str]:
+    """Each complaint as `section.key: what is wrong and what to do`, in the order of the recipe's fields."""
+    wanted: dict[str, tuple[Any, list[str]]] = {}
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        # The branches of a union add parts such as "tuple[str, ...]", which are no keys.
+        path = tuple(str(part) for part in item["loc"] if "[" not in str(part))
+        key, prefix = ".".join(path), ".".join(path) + ": " if path else ""
+        context = item.get("ctx", {})
+        if item["type"] == "missing":
+            lines.append(f"{prefix}missing; the recipe has to say it")
+        elif item["type"] == "extra_forbidden":
+            lines.append(f"{prefix}unknown key{_remedy(path, keys)}")
+        elif item["type"] == "value_error":
+            lines += [prefix + line for line in str(context["error"]).splitlines()]
+        else:
+            wanted.setdefault(key, (item["input"], []))[1].append(_wanted(item["type"], context, item["msg"]))
+    return lines + [_mistaken(key, value, kinds) for key, (value, kinds) in wanted.items()]
+
+
+def _remedy(path: tuple[str, ...], keys: Keys) -> str:
+    """What an unknown key was probably meant to be: a near one, the same one of another section, or the known ones."""
+    section, name = ".".join(path[:-1]), path[-1]
+    known = list(keys.get(section, ()))
+    if hint := nearest(name, known):
+        return f".{hint}"
+    elsewhere = [f"{other}.{name}".lstrip(".") for other, theirs in keys.items() if name in theirs]
+    if elsewhere:
+        return f". Did you mean {elsewhere[0]!r}?"
+    return f"; {section or 'a recipe'} has {', '.join(known)}" if known else ""
+
+
+def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
+    """What would have been right, as a noun: `a whole number`."""
+    if kind in _BOUNDS:
+        return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
+    if kind == "literal_error":
+        return re.sub(r",? or ", ", ", context["expected"])
+    return _NOUNS.get(kind.split("_")[0], message)
+
+
+def _mistaken(key: str, value: Any, kinds: list[str]) -> str:
+    """`key: value is not ...`, with the nearest word where words were wanted."""
+    words = re.findall(r"'([^']*)'", " ".join(kinds))
+    hint = nearest(value, words) if isinstance(value, str) else ""
+    if len(kinds) > 1:
+        verdict = f"is neither {' nor '.join(kinds)}"
+    else:
+        verdict = f"is not {'one of ' if len(words) > 1 else ''}{kinds[0]}"
+    return f"{key}: {shown(value)} {verdict}{'.' if hint else ''}{hint}"
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """A value as the recipe spells it, shortened."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+_BOUNDS = {
+    "greater_than": "above",
+    "greater_than_equal": "not below",
+    "less_than": "below",
+    "less_than_equal": "not above",
+}
+_NOUNS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a section with keys",
+    "finite": "a finite number",
+    "invalid": "a name",
+}
+"""pydantic's error types, by their first word, as the noun that was wanted."""

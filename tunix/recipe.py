@@ -1,0 +1,337 @@
+"""A recipe: everything that makes a run, read from YAML and checked before any device wakes. Loads without jax.
+
+A file and its overrides -> plain sections -> each stage with the sections above it as defaults -> `Recipe`, a frozen
+value -> `run()`. `tiny()` is the same recipe with a model and data that a laptop has at hand. Every mistake is reported
+at once, by its key. `ALGORITHMS` at the end is the table of what `algorithm.name` may be.
+"""
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+
+from tunix.algorithms.sft.config import SFTConfig
+from tunix.config import (
+    AdapterConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    Family,
+    LoggingConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Positive,
+)
+from tunix.errors import UserError, nearest
+from tunix.models.families import preset, small, with_sizes
+from tunix.reading import overridden, problems, read_mapping, shown, write_yaml
+from tunix.reference import is_reference, load_object
+from tunix.shrink import CAPPED, shrunk, tiny_model
+
+if TYPE_CHECKING:
+    from tunix.run import RunResult
+
+# The keys of `model` that say where weights come from; a later stage gets them from the stage before.
+_SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
+# Keys in which a resumed run may differ: none of them changes a weight up to the step that was reached.
+_FREE = re.compile(
+    r"(stages\.\d+\.)?(output|logging|checkpoint|mesh|micro_batch_size|steps|epochs|eval|data\.eval|data\.eval_split)(\.|$)"
+)
+
+
+class Recipe(Config):
+    """One run as a value. With `stages`, its own sections are those of the first stage."""
+
+    model: ModelConfig
+    adapter: AdapterConfig | None = None
+    data: DataConfig
+    algorithm: SerializeAsAny[AlgorithmConfig] = SFTConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    eval: EvalConfig = EvalConfig()
+    batch_size: Positive = 32
+    """Sequences per update, over all devices."""
+    micro_batch_size: Positive | None = None
+    """Sequences per compiled pass; never changes the result."""
+    steps: Positive | None = None
+    """Updates; or give `epochs`. One epoch where neither is given."""
+    epochs: Positive | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    output: str
+    """The run folder; by itself `runs/<name of the recipe file>`."""
+    stages: tuple["Recipe", ...] = ()
+    """Resolved stages, run one after the other; empty where the recipe is a single run."""
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _choose(cls, value: Any) -> Any:
+        return algorithm_config(value).model_validate(value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("steps") is None and value.get("epochs") is None:
+            return {**value, "epochs": 1}
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> "Recipe":
+        if complaints := list(_disagreements(self)):
+            raise ValueError("\n".join(complaints))
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = (), tiny: bool = False) -> "Recipe":
+        """The recipe in a YAML file.
+
+        Args:
+            path: the file.
+            overrides: `section.key=value` each, as on the command line; `stages.0.steps=3` reaches into a stage.
+            tiny: a model and data for a laptop; see `tiny`. Overrides of what it caps are kept as they are.
+
+        Raises:
+            UserError: every mistake in the file and the overrides, one line each.
+        """
+        path, overrides = Path(path).expanduser(), list(overrides)
+        sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
+        recipe = cls.build(sections, str(path))
+        if not tiny:
+            return recipe
+        kept = [override for override in overrides if override.startswith(CAPPED)]
+        return cls.build(overridden(recipe.tiny(str(path)).sections(), kept), str(path))
+
+    @classmethod
+    def build(cls, sections: Mapping[str, Any], where: str = "recipe") -> "Recipe":
+        """The recipe that plain sections make, with stages resolved.
+
+        Args:
+            sections: what a YAML file holds.
+            where: the file's name, for messages.
+
+        Raises:
+            UserError: every mistake, one line each.
+        """
+        staged = sections.get("stages") not in (None, [], ())
+        parts = _stages(sections, where) if staged else [{**sections, "stages": ()}]
+        checked = [_checked(part) for part in parts]
+        recipes = tuple(part for part in checked if isinstance(part, Recipe))
+        if len(recipes) < len(checked):
+            raise UserError("\n".join(f"{where}: {line}" for line in _gathered(checked)))
+        return recipes[0].model_copy(update={"output": sections["output"], "stages": recipes}) if staged else recipes[0]
+
+    def sections(self) -> dict[str, Any]:
+        """Plain values of every key, from which `build` makes an equal recipe."""
+        if not self.stages:
+            return self.model_dump(mode="json", exclude={"stages"})
+        first, *later = self.stages
+        drop = {"stages": True, "output": True, "model": set(_SOURCE)}
+        dumped = [stage.model_dump(mode="json", exclude=drop) for stage in later]
+        return {"output": self.output, "stages": [first.model_dump(mode="json", exclude={"stages", "output"}), *dumped]}
+
+    def to_yaml(self) -> str:
+        """The resolved recipe as YAML; `load` reads an equal one back."""
+        return write_yaml(self.sections())
+
+    def difference(self, other: "Recipe") -> list[str]:
+        """The keys in which two recipes differ so that one cannot go on with the other's run."""
+        mine, theirs = dict(_flat(self.sections())), dict(_flat(other.sections()))
+        keys = [*mine, *(key for key in theirs if key not in mine)]
+        differing = [key for key in keys if mine.get(key) != theirs.get(key)]
+        return [key for key in differing if not _FREE.match(key)]
+
+    def tiny(self, where: str = "recipe") -> "Recipe":
+        """The same recipe for a laptop: a two-layer random model of the family, a few made rows, at most 20 steps.
+
+        Args:
+            where: the file's name, for messages.
+
+        Raises:
+            UserError: the family cannot be told from the recipe.
+        """
+        sections, output = self.sections(), f"{self.output}-tiny"
+        try:
+            model = tiny_model(self.model)
+            if not self.stages:
+                return Recipe.build({**shrunk(sections), "model": model, "output": output}, where)
+            first, *later = (shrunk(stage) for stage in sections["stages"])
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        return Recipe.build({"output": output, "stages": [{**first, "model": model}, *later]}, where)
+
+    def run(self, *, fresh: bool = False) -> "RunResult":
+        """Trains; goes on where the run folder holds the same recipe.
+
+        Args:
+            fresh: start again, leaving what the folder held aside.
+        """
+        from tunix.run import run
+
+        return run(self, fresh=fresh)
+
+
+def algorithm_config(section: Mapping[str, Any]) -> type[AlgorithmConfig]:
+    """The model of an `algorithm` section, by its name. A class of the user's own is imported and names it as `Config`.
+
+    Raises:
+        UserError: no algorithm has this name, or the user's class names no config.
+    """
+    name = str(section.get("name", "sft"))
+    if name in ALGORITHMS:
+        return ALGORITHMS[name][0]
+    algorithm = algorithm_class(name)
+    # Looked up along the bases: a subclass that adds no keys inherits its parent's.
+    config = next((vars(base)["Config"] for base in algorithm.__mro__ if "Config" in vars(base)), None)
+    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig)):
+        raise UserError(f"name is {name!r}, a class without `Config`, which names its keys, e.g. Config = SFTConfig")
+    return config
+
+
+def algorithm_class(name: str) -> type:
+    """The class that runs an algorithm: one of ours, or `file.py:Class`. Imports it, and jax with it.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if name in ALGORITHMS:
+        place, _, ours = ALGORITHMS[name][1].partition(":")
+        return vars(importlib.import_module(place))[ours]  # what fails here is a defect of ours, and rises
+    if not is_reference(name):
+        hint = nearest(name, ALGORITHMS)
+        known = ", ".join(ALGORITHMS)
+        raise UserError(f"name is {shown(name)}, not one of {known}, nor a class of yours as file.py:Class.{hint}")
+    found = load_object(name)
+    if not isinstance(found, type):
+        raise UserError(f"name is {name!r}, which is no class")
+    return found
+
+
+def _checked(sections: Mapping[str, Any]) -> "Recipe | list[str]":
+    """The recipe, or what is wrong with it."""
+    try:
+        return Recipe.model_validate(sections)
+    except ValidationError as error:
+        return problems(error, _keys(sections.get("algorithm")))
+
+
+def _gathered(checked: List["Recipe | list[str]"]) -> list[str]:
+    """The problems of all stages; those that all of them share stand above the stages, and are told once."""
+    faults = [fault if isinstance(fault, list) else [] for fault in checked]
+    common = [line for line in faults[0] if all(line in fault for fault in faults)]
+    own = [f"stages.{index}.{line}" for index, fault in enumerate(faults) for line in fault if line not in common]
+    return common + own
+
+
+def _keys(algorithm: Any) -> dict[str, list[str]]:
+    """The known keys of each section, for hints; the algorithm's are those of its own config."""
+    keys = {"": list(Recipe.model_fields)}
+    for name, field in Recipe.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        for section in (kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe):
+            keys[name] = list(section.model_fields)
+    if isinstance(algorithm, Mapping):
+        try:
+            keys["algorithm"] = list(algorithm_config(algorithm).model_fields)
+        except UserError:  # the name itself is the mistake, and already told
+            keys["algorithm"] = list(AlgorithmConfig.model_fields)
+    return keys
+
+
+def _disagreements(recipe: Recipe) -> Iterator[str]:
+    """The rules across sections, and those that ask the families."""
+    model = recipe.model
+    if model.init == "random":
+        try:
+            decoder = preset(model.preset) if model.preset else small(cast(Family, model.family))
+            with_sizes(decoder, model.sizes)
+        except UserError as error:
+            yield f"model.{error}"
+        else:
+            if model.family not in (None, decoder.family):
+                yield f"model.family: {model.family!r} is not that of preset {model.preset!r}; leave it out"
+    if recipe.steps and recipe.epochs:
+        yield f"steps and epochs: {recipe.steps} and {recipe.epochs}; give one, or clear one with `epochs=null`"
+    if recipe.micro_batch_size and recipe.micro_batch_size > recipe.batch_size:
+        yield f"micro_batch_size: {recipe.micro_batch_size} is above batch_size, which is {recipe.batch_size}"
+    warmup = recipe.optimizer.warmup
+    if recipe.steps and warmup >= 1 and warmup >= recipe.steps:
+        yield (
+            f"optimizer.warmup: {warmup:g} steps of warm-up do not end before the run's {recipe.steps}; "
+            "below 1 it is a share of them"
+        )
+    if recipe.eval != EvalConfig() and not (recipe.data.eval or recipe.data.eval_split):
+        changed = dict(set(recipe.eval.model_dump().items()) - set(EvalConfig().model_dump().items()))
+        names = ", ".join(f"eval.{key}" for key in sorted(changed))
+        yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+
+
+def _stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Each stage with the sections above it as defaults, its own output, and the weights of the one before.
+
+    Raises:
+        UserError: `stages` is no list of mappings, or a stage sets what the list decides.
+    """
+    shared = {key: value for key, value in sections.items() if key != "stages"}
+    listed, output = sections["stages"], shared.get("output")
+    if not isinstance(listed, list) or not all(isinstance(own, Mapping) for own in listed):
+        raise UserError(f"{where}: stages: {shown(listed)} is not a list of mappings, one for each stage")
+    if not isinstance(output, str):
+        raise UserError(f"{where}: output: {shown(output)} is no folder for the stages")
+    resolved: list[dict[str, Any]] = []
+    for index, own in enumerate(listed):
+        for key in {"output", "stages"} & own.keys():
+            raise UserError(f"{where}: stages.{index}.{key}: set it once, above the stages; each writes below {output}")
+        merged = _inherited(shared, own)
+        if resolved:
+            merged["model"] = _continued(own, merged.get("model"), resolved[-1]["output"], f"{where}: stages.{index}")
+        algorithm = merged.get("algorithm")
+        name = str(algorithm.get("name", "sft")) if isinstance(algorithm, Mapping) else "sft"
+        resolved.append({**merged, "output": f"{output}/{index}_{name.rpartition(':')[2]}"})
+    return resolved
+
+
+def _inherited(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's sections, key by key over those above it. Another algorithm, or another length, starts clean."""
+    merged = {**shared, **own}
+    for key, mine in own.items():
+        theirs = shared.get(key)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            other = key == "algorithm" and mine.get("name", "sft") != theirs.get("name", "sft")
+            merged[key] = dict(mine) if other else {**theirs, **mine}
+    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
+        if own.get(key) is not None:
+            merged[rival] = own.get(rival)
+    return merged
+
+
+def _continued(own: Mapping[str, Any], model: Any, before: str, where: str) -> dict[str, Any]:
+    """The `model` section of a later stage: the run before as its path, the precisions as they were."""
+    asked = own.get("model")
+    for key in _SOURCE:
+        if isinstance(asked, Mapping) and asked.get(key):
+            raise UserError(f"{where}.model.{key}: only the first stage names weights; this one starts from {before}")
+    kept = model if isinstance(model, Mapping) else {}
+    return {**{key: value for key, value in kept.items() if key not in _SOURCE}, "path": before}
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of a tree with its dotted path."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if path == "stages" else ()
+    if not inner:
+        yield path, value
+    for key, item in inner:
+        yield from _flat(item, f"{path}.{key}".lstrip("."))
+
+
+ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
+    "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
+}
+"""`algorithm.name` -> the model of its section, and the class that runs it (imported only then)."""

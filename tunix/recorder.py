@@ -1,0 +1,130 @@
+"""The numbers of a run: read one step late, completed with speed and accounting, and sent to the sinks and the screen."""
+
+import math
+import time
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from tunix.config import LoggingConfig
+from tunix.data.pipeline import Packed
+from tunix.errors import UserError
+from tunix.models.config import DecoderConfig
+from tunix.trainer.metrics import Sink
+from tunix.trainer.perf import Compilations, peak_flops, peak_memory, training_flops
+from tunix.trainer.progress import Display
+from tunix.types import Metrics
+
+
+class Recorder:
+    """Makes one row per step. `push` hands over a step; `add` gives it more values; `flush` completes it.
+
+    Args of the constructor:
+        frozen: whether the base is frozen under an adapter, which saves FLOPs.
+    """
+
+    def __init__(
+        self, sinks: list[Sink], display: Display, config: LoggingConfig, decoder: DecoderConfig, *, frozen: bool
+    ):
+        self._sinks, self._display, self._every = sinks, display, config.every
+        self._decoder, self._frozen = decoder, frozen
+        self._compilations = Compilations()
+        self._pending: tuple[int, Metrics, Packed] | None = None
+        self._extra: dict[str, float] = {}
+        self._started = time.monotonic()
+        self._before = 0.0
+        self._last_row = self._started
+        self._tokens, self._flops, self._steps = 0, 0.0, 0
+        self._warm: set[str] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this run, earlier starts included."""
+        return self._before + time.monotonic() - self._started
+
+    def resume(self, step: int, seconds: float) -> None:
+        """Goes on after `step`, to which `seconds` were spent."""
+        self._before = seconds
+        self._display.say(f"going on from step {step}")
+
+    def push(self, step: int, metrics: Metrics, packed: Packed) -> None:
+        """A step that the device has been given; the one before it is completed, which waits for that one only."""
+        self._settle("update")
+        self.flush()
+        self._pending = (step, metrics, packed)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """More values for a step's row: an evaluation's. A step that was no update gets a row of its own."""
+        self._settle("evaluation")
+        self._extra |= values
+        self._display.say(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        if self._pending is None:
+            self._write(step, {})
+        self._last_row = time.monotonic()  # an evaluation's time is not the steps'
+
+    def flush(self) -> None:
+        """Completes the row of the step last pushed; waits for the device."""
+        if self._pending is None:
+            return
+        (step, metrics, packed), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        self._count(packed)
+        if not math.isfinite(values["train/loss"]):
+            raise UserError(
+                f"step {step}: train/loss is {values['train/loss']}. The checkpoints before it are intact; lower "
+                "optimizer.learning_rate, or look at the rows with tunix inspect."
+            )
+        values |= _accounting(packed)
+        if step % self._every == 0 or self._extra:
+            values |= self._speed()
+            self._write(step, values)
+        self._display.update(step, values)
+
+    def _settle(self, kind: str) -> None:
+        """The first update and the first evaluation compile; what compiles after them should not."""
+        if kind not in self._warm:
+            self._warm.add(kind)
+            self._compilations.settled()
+
+    def _count(self, packed: Packed) -> None:
+        self._tokens += int(np.count_nonzero(packed.batch.segment_ids))
+        self._flops += training_flops(self._decoder, packed.batch, self._frozen)
+        self._steps += 1
+
+    def _speed(self) -> dict[str, float]:
+        """Tokens (without padding), time per step and share of the peak since the last row."""
+        now = time.monotonic()
+        elapsed, self._last_row = max(now - self._last_row, 1e-9), now
+        speed = {
+            "perf/tokens_per_second": self._tokens / elapsed,
+            "perf/step_seconds": elapsed / self._steps,
+            "perf/peak_memory": float(peak_memory()),
+            "compile/count": float(self._compilations.since_warmup),
+        }
+        if peak := peak_flops(jax.devices()[0]):
+            speed["perf/mfu"] = self._flops / elapsed / (peak * jax.device_count())
+        self._tokens, self._flops, self._steps = 0, 0.0, 0
+        return speed
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        row = {"time/seconds": round(self.seconds, 3), **values, **self._extra}
+        self._extra = {}
+        for sink in self._sinks:
+            sink.write(step, row)
+
+    def close(self) -> None:
+        """Lets the sinks finish."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _accounting(packed: Packed) -> dict[str, float]:
+    """What has become of the rows read so far."""
+    counted = packed.accounting
+    return {
+        "data/kept": float(counted.kept),
+        "data/truncated": float(counted.truncated),
+        "data/dropped": float(sum(counted.dropped.values())),
+        "train/tokens": float(np.count_nonzero(packed.batch.loss_mask)),
+    }

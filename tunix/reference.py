@@ -1,0 +1,50 @@
+"""Code that a recipe names: `module:name`, or `file.py:name` for a file of the user's own."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tunix.errors import UserError, nearest
+
+
+def is_reference(text: str) -> bool:
+    """Whether a text such as `my_rows.py:train` names code rather than a hub id or a path."""
+    place, colon, name = text.rpartition(":")
+    return bool(colon) and name.isidentifier() and (place.endswith(".py") or place.replace(".", "_").isidentifier())
+
+
+def load_object(reference: str) -> Any:
+    """What `module:name` or `file.py:name` stands for. Runs the user's code, as an import does.
+
+    Raises:
+        UserError: the file, the module or the name is not there, or the import fails.
+    """
+    place, _, name = reference.rpartition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
+    try:
+        module = _file_module(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # whatever the user's own code raises is the user's to mend
+        raise UserError(f"{reference}: importing {place} failed with {type(error).__name__}: {error}") from error
+    if name not in vars(module):
+        raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
+    return vars(module)[name]
+
+
+def _file_module(path: Path) -> ModuleType:
+    """The file as a module: the same object until the file changes, so that classes stay equal between loads."""
+    name = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,0 +1,1 @@
+"""Sampling: completions and their log-probs from the model that is being trained."""

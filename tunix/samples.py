@@ -1,0 +1,94 @@
+"""Held-out prompts answered greedily before and after training, on the screen and in `samples.jsonl`.
+
+Axes: B rows, T time, S sequences.
+"""
+
+import json
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix.client import Client
+from tunix.data.tokenizer import Tokenizer
+from tunix.trainer.metrics import read_rows
+from tunix.trainer.progress import Display
+from tunix.trainer.scoring import unpack
+from tunix.types import Batch, Sampling
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The prompts of a run and where their answers go."""
+
+    prompts: List[np.ndarray]
+    """Token ids up to the first trained token."""
+    expected: List[np.ndarray]
+    """The tokens that follow in the data."""
+    client: Client
+    tokenizer: Tokenizer | None
+    sampling: Sampling
+    path: Path
+    """`samples.jsonl` of the run folder."""
+    display: Display
+
+    def take(self, step: int) -> None:
+        """Answers all prompts with the weights as they are, unless this step's answers are on file already."""
+        if not self.prompts or any(row["step"] == step for row in read_rows(self.path)):
+            return
+        self.client.publish()
+        answers = self.client.sample(self.prompts, 1, self.sampling, seed=0)
+        with self.path.open("a") as file:
+            for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True):
+                row = {
+                    "step": step,
+                    "prompt": self._text(prompt),
+                    "completion": self._text(answer.tokens),
+                    "expected": self._text(expected),
+                    "finish": answer.finish,
+                }
+                file.write(json.dumps(row) + "\n")
+                self._show(row)
+
+    def _text(self, tokens: np.ndarray) -> Any:
+        """Text without special tokens, or the ids where there is no tokenizer."""
+        return self.tokenizer.decode(tokens, skip_special=True) if self.tokenizer else tokens.tolist()
+
+    def _show(self, row: dict[str, Any]) -> None:
+        self.display.say(f"  step {row['step']}  {str(row['prompt']).strip()}")
+        self.display.say(f"      answers: {str(row['completion']).strip()!r}")
+        self.display.say(f"     expected: {str(row['expected']).strip()!r}")
+
+
+def drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a file of steps up to `step`; those behind it will be made again."""
+    return [row for row in read_rows(path) if row["step"] <= step]
+
+
+def prompts_of(batches: List[Batch], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The first sequences of packed batches, each split before its first trained token.
+
+    Returns:
+        Prompts and what follows them; sequences that are trained from their first token on have no prompt and are left out.
+    """
+    prompts: list[np.ndarray] = []
+    rest: list[np.ndarray] = []
+    for batch in batches:
+        size = len(batch.weights)
+        tokens = unpack(np.asarray(batch.tokens), batch, size)
+        masks = unpack(np.asarray(batch.loss_mask), batch, size)
+        for sequence, mask in zip(tokens, masks, strict=True):
+            start = int(np.argmax(mask)) if mask.any() else 0
+            if start > 1 and len(prompts) < number:
+                prompts.append(sequence[:start])
+                rest.append(sequence[start:])
+    return prompts, rest
+
+
+def unigram_entropy(batches: List[Batch]) -> float:
+    """Entropy in nats of the trained tokens' own frequencies: the loss of knowing nothing but how common each one is."""
+    trained = np.concatenate([np.asarray(batch.tokens)[np.asarray(batch.loss_mask)] for batch in batches])
+    shares = np.unique(trained, return_counts=True)[1] / trained.size
+    return float(-(shares * np.log(shares)).sum())

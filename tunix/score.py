@@ -1,0 +1,105 @@
+"""`tunix score`: per-token log-probs of given rows under a model, by the very code that trains it.
+
+One JSON object per row: `logprobs` (one for each token after the first), `tokens` (their ids), `sum`. Nothing is cut: a
+row that is too long is an error.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tunix.config import DType, MeshConfig, ModelConfig
+from tunix.data.examples import Kept, Rendering, detect_format, to_sequence
+from tunix.data.sources import Rows, open_rows
+from tunix.data.tokenizer import Tokenizer
+from tunix.errors import UserError
+from tunix.files import write_text_atomic
+from tunix.mesh import build_mesh, row_shards
+from tunix.source import adapted, check_vocabulary, pretrained, weights
+from tunix.trainer.passes import Cut
+from tunix.trainer.progress import Display, readable
+from tunix.trainer.scoring import Scorer
+from tunix.types import Sequence
+
+
+def score(
+    model: str,
+    data: str,
+    out: Path,
+    *,
+    adapter: Path | None = None,
+    batch_size: int = 8,
+    max_length: int = 1024,
+    dtype: DType = "float32",
+) -> float:
+    """Scores every row of `data` and writes `out`.
+
+    Args:
+        model: hub id, folder, or the folder of a run.
+        data: rows of text, messages, prompt and completion, or input_ids.
+        adapter: PEFT folder on top of the model.
+        batch_size: rows per pass.
+        max_length: tokens of a row at most; a longer one is an error.
+        dtype: of the computation and the weights.
+
+    Returns:
+        The perplexity: exp of minus the mean log-prob over all tokens after the first of their row.
+
+    Raises:
+        UserError: the model, the rows or the output are not to be had.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already: nothing is overwritten, choose another --out")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
+    rows = open_rows(data)
+    source = pretrained(model, adapter)
+    check_vocabulary(source)
+    mesh = build_mesh(MeshConfig())
+    structure = adapted(source.decoder, ModelConfig(path=model, dtype=dtype), None)
+    how = Rendering(
+        detect_format(rows[0], {}, f"row 1 of {rows.name}"),
+        max_length=max_length,
+        on_overflow="error",
+        train_on="all",
+        vocab_size=source.decoder.vocab_size,
+    )
+    sequences = [_sequence(rows, index, source.tokenizer, how) for index in range(len(rows))]
+    params, _ = weights(source, structure, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
+    # One shape for all passes, no longer than the rows need.
+    length = min(max_length, -(-max(len(s.tokens) for s in sequences) // 64) * 64)
+    rows_of_pass = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
+    scorer = Scorer(structure, Cut(rows_of_pass, mesh), length)
+    display = Display("score", len(sequences), 0)
+    found: list[np.ndarray] = []
+    for group in _groups(sequences, 8 * batch_size):
+        found += [logprobs[1:] for logprobs in scorer.logprobs(params, group, size=8 * batch_size)]
+        display.update(len(found), {})
+    display.close()
+    write_text_atomic(out, "".join(_line(s, logprobs) for s, logprobs in zip(sequences, found, strict=True)))
+    total, count = sum(float(x.sum(dtype=np.float64)) for x in found), sum(x.size for x in found)
+    perplexity = math.exp(-total / count)
+    print(f"{len(found)} rows, {readable(count)} tokens: perplexity {perplexity:.4f}, written to {out}")
+    return perplexity
+
+
+def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, how: Rendering) -> Sequence:
+    where = f"row {index + 1} of {rows.name}"
+    example = to_sequence(rows[index], tokenizer, how, where)
+    if not isinstance(example, Kept):
+        raise UserError(f"{where}: nothing to score in a row of a single token")
+    return example.sequence
+
+
+def _groups(sequences: list[Sequence], size: int) -> Iterator[list[Sequence]]:
+    for start in range(0, len(sequences), size):
+        yield sequences[start : start + size]
+
+
+def _line(sequence: Sequence, logprobs: np.ndarray) -> str:
+    values = [round(float(x), 7) for x in logprobs]
+    row = {"logprobs": values, "tokens": sequence.tokens[1:].tolist(), "sum": float(logprobs.sum(dtype=np.float64))}
+    return json.dumps(row) + "\n"

@@ -1,0 +1,169 @@
+"""`tunix inspect`: what the model would read, with the trained tokens marked, and what becomes of all the rows.
+
+Rows go through the very code that a run uses (`assemble.inputs`, `data.examples`, `data.packing`), so what is shown is
+what is trained. On a terminal the trained tokens are green and the others dim; elsewhere they stand in [[ ]].
+"""
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from tunix.assemble import inputs
+from tunix.data.examples import Accounting, Dropped, Kept, Rendering, rendering, to_sequence
+from tunix.data.packing import pack, waste
+from tunix.data.sources import Rows
+from tunix.data.tokenizer import Tokenizer
+from tunix.recipe import Recipe, algorithm_class
+from tunix.types import Sequence
+
+ACCOUNTED = 5000
+"""Rows that the accounting reads at most, so that a large data set answers in seconds too."""
+
+
+def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
+    """Prints the first examples of a recipe, stage by stage, and the accounting.
+
+    Args:
+        recipe: what would be run.
+        rows: examples to show of each stage.
+        console: where to print; standard output by default.
+
+    Raises:
+        UserError: the data, the tokenizer, or a row is not what the recipe says.
+    """
+    console = console or Console(highlight=False, emoji=False)
+    for stage in recipe.stages or (recipe,):
+        if recipe.stages:
+            console.print(f"stage {stage.output}\n", markup=False)
+        # A later stage's model is what the one before will have written: its tokenizer is that of the first.
+        _show_run(stage.model_copy(update={"model": recipe.model}), rows, console)
+
+
+def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
+    """Examples and accounting of a single run."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = inputs(recipe, Path(folder))
+        how = _how(recipe, found.train)
+        examples = _examples(found.train, found.tokenizer, how)
+        shown = list(itertools.islice(examples, rows))
+        for number, example in enumerate(shown, start=1):
+            _show_example(number, example, found.tokenizer, how, console)
+        seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
+        _show_totals(_total(seen, recipe), found.train, recipe, console)
+
+
+def _how(recipe: Recipe, rows: Rows) -> Rendering:
+    """The settings that the run renders with."""
+    algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
+    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", algorithm.train_on)
+
+
+def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterator[Kept | Dropped]:
+    """What becomes of each row, in file order."""
+    for index in range(len(rows)):
+        yield to_sequence(rows[index], tokenizer, how, f"row {index + 1} of {rows.name}")
+
+
+def _show_example(
+    number: int, example: Kept | Dropped, tokenizer: Tokenizer | None, how: Rendering, console: Console
+) -> None:
+    """One example: its counts, then its text."""
+    if isinstance(example, Dropped):
+        console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
+        return
+    sequence = example.sequence
+    notes = [f"{len(sequence.tokens)} tokens", f"{int(sequence.loss_mask.sum())} trained"]
+    notes += [f"cut at {how.max_length}"] if example.truncated else []
+    notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
+    console.print(f"row {number}: {', '.join(notes)}", style="bold", markup=False)
+    console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
+    console.print()
+
+
+def _coloured(console: Console) -> bool:
+    """Whether colours will be seen; NO_COLOR and anything that is not a terminal say no."""
+    return console.color_system is not None and not console.no_color
+
+
+def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
+    """The sequence as text, trained runs of tokens set apart from the others; ids where there is no tokenizer."""
+    text = Text()
+    for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
+        ids = [int(sequence.tokens[t]) for t in group]
+        words = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        if coloured:
+            text.append(words, "bold green" if trained else "dim")
+        else:
+            text.append(f"[[{words}]]" if trained else words)
+        if tokenizer is None:
+            text.append(" ")
+    return text
+
+
+@dataclass
+class _Totals:
+    """The accounting, and what the kept rows come to once they are packed."""
+
+    accounting: Accounting = field(default_factory=Accounting)
+    tokens: int = 0
+    trained: int = 0
+    packed_rows: int = 0
+    empty: float = 0.0
+    """Places without a token, in packed rows."""
+    group: list[Sequence] = field(default_factory=list)
+    """Sequences that wait for their batch to be full."""
+
+
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe) -> _Totals:
+    """Counts the examples, packed by the batch as a run packs them."""
+    totals = _Totals()
+    for example in examples:
+        totals.accounting += Accounting.of(example)
+        if isinstance(example, Kept):
+            totals.tokens += len(example.sequence.tokens)
+            totals.trained += int(np.count_nonzero(example.sequence.loss_mask))
+            totals.group.append(example.sequence)
+        if len(totals.group) == recipe.batch_size:
+            _pack(totals, recipe)
+    if totals.group:
+        _pack(totals, recipe)
+    return totals
+
+
+def _pack(totals: _Totals, recipe: Recipe) -> None:
+    """Packs the waiting sequences and adds the batch's size and waste."""
+    batch = pack(totals.group, recipe.batch_size, recipe.data.max_length, recipe.data.packing)
+    totals.packed_rows += len(batch.tokens)
+    totals.empty += waste(batch) * len(batch.tokens) * recipe.data.max_length
+    totals.group = []
+
+
+def _show_totals(totals: _Totals, rows: Rows, recipe: Recipe, console: Console) -> None:
+    """The accounting as a table whose counts add up: rows = kept + dropped, and the dropped by their reasons."""
+    account = totals.accounting
+    if account.rows < len(rows):
+        console.print(f"The first {account.rows:,} of {len(rows):,} rows of {rows.name}:", markup=False)
+    else:
+        console.print(f"All rows of {rows.name}:", markup=False)
+    dropped = sorted(account.dropped.items())
+    lines = [
+        ("rows", account.rows, ""),
+        ("  kept", account.kept, ""),
+        ("    truncated", account.truncated, f"cut at {recipe.data.max_length} tokens"),
+        ("  dropped", sum(account.dropped.values()), ""),
+        *(("   ", count, reason) for reason, count in dropped),
+        ("tokens", totals.tokens, "of the kept rows"),
+        ("  trained", totals.trained, f"{totals.trained / max(totals.tokens, 1):.1%} of them"),
+    ]
+    if totals.packed_rows:
+        places = totals.packed_rows * recipe.data.max_length
+        note = f"of {recipe.data.max_length} tokens, {totals.empty / places:.1%} empty"
+        lines.append(("packed rows", totals.packed_rows, note))
+    for name, count, note in lines:
+        console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)

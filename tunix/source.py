@@ -1,0 +1,196 @@
+"""Where weights come from: a Hugging Face folder, a hub id, a finished run, or nowhere (random).
+
+A run's folder stands for what it exported. An adapter on top of a base, of a run or given beside it, is merged while
+the weights are loaded.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.config import AdapterConfig, DType, Family, ModelConfig
+from tunix.data.sources import Rows
+from tunix.data.templates import TemplateName
+from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
+from tunix.errors import UserError
+from tunix.lora.adapt import adapt, merge
+from tunix.lora.peft import load_adapter
+from tunix.models.config import DecoderConfig
+from tunix.models.families import preset, read_config, small, with_sizes
+from tunix.models.hf import load_params, resolve_folder
+from tunix.models.model import Model, Params, is_adapter
+
+TEMPLATES: dict[Family, TemplateName] = {
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "llama": "llama3",
+    "qwen2": "chatml",
+    "qwen3": "chatml",
+}
+"""Chat format of a family, for models from scratch."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's structure, where its weights are, and its tokenizer."""
+
+    decoder: DecoderConfig
+    tokenizer: Tokenizer | None
+    """None where the folder has none: only token ids are served."""
+    folder: Path | None = None
+    """Hugging Face folder; None for random weights."""
+    merged: Path | None = None
+    """PEFT folder that is merged into the weights."""
+
+
+def pretrained(path: str, adapter: Path | None = None) -> Source:
+    """What a hub id, a folder or the folder of a run stands for.
+
+    Args:
+        adapter: a PEFT folder on top.
+
+    Raises:
+        UserError: there is no such folder, or the run has not exported yet.
+    """
+    folder, merged = Path(path).expanduser(), adapter
+    if (folder / "recipe.yaml").is_file():
+        folder = exported(folder)
+        if (folder / "adapter_config.json").is_file():
+            if merged is not None:
+                raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
+            folder, merged = resolve_folder(_base(folder)), folder
+    else:
+        folder = resolve_folder(path)
+    return Source(read_config(folder), load_tokenizer(folder), folder, merged)
+
+
+def exported(run: Path) -> Path:
+    """The folder that a finished run exported; of the last stage where it has stages.
+
+    Raises:
+        UserError: there is none yet.
+    """
+    stages = sorted(run.glob("[0-9]*_*/recipe.yaml"), key=lambda path: int(path.parent.name.split("_")[0]))
+    found = (stages[-1].parent if stages else run) / "export"
+    if not found.is_dir():
+        raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder with tunix export {run} OUT")
+    return found
+
+
+def from_scratch(config: ModelConfig, made: Path, rows: Rows) -> Source:
+    """A random model's structure and its tokenizer, made on the spot or read back from `made`.
+
+    Args:
+        config: with `init: random`.
+        made: the run's tokenizer folder, written where the recipe asks for a tokenizer to be made.
+        rows: training rows, read for `tokenizer: bpe`.
+    """
+    decoder = preset(config.preset) if config.preset else small(_family(config))
+    decoder = with_sizes(decoder, dict(config.sizes))
+    if config.tokenizer is None:
+        return Source(decoder, None)
+    if config.tokenizer not in ("bytes", "bpe"):
+        return Source(decoder, load_tokenizer(config.tokenizer))
+    if not made.is_dir():
+        template = TEMPLATES[decoder.family]
+        if config.tokenizer == "bytes":
+            tokenizer = bytes_tokenizer(template)
+        else:
+            tokenizer = bpe_tokenizer(list(_texts(rows)), decoder.vocab_size, template)
+        tokenizer.save(made)
+    return Source(decoder, load_tokenizer(made))
+
+
+def check_vocabulary(source: Source) -> None:
+    """Every id that the tokenizer gives must have a row in the table.
+
+    Raises:
+        UserError: it has not.
+    """
+    if source.tokenizer and source.tokenizer.vocab_size > source.decoder.vocab_size:
+        raise UserError(
+            f"the tokenizer has {source.tokenizer.vocab_size} ids, the model only {source.decoder.vocab_size}: "
+            "they do not belong together (from scratch: raise model.sizes.vocab_size)"
+        )
+
+
+def with_stops(source: Source) -> DecoderConfig:
+    """The structure, carrying the tokenizer's special ids into an exported config.json."""
+    if source.folder or source.tokenizer is None:
+        return source.decoder
+    t = source.tokenizer
+    stops = (("bos_token_id", t.bos_id), ("eos_token_id", t.eos_id), ("pad_token_id", t.pad_id))
+    return replace(source.decoder, stops=stops)
+
+
+def weights(
+    source: Source, model: Model, mesh: Mesh, seed: int, trained: DType, frozen: DType, full: bool
+) -> tuple[Params, Params]:
+    """`(trainable, frozen)` parameters, where they live.
+
+    Args:
+        seed: of random values: all of a model from scratch, else the adapter's.
+        trained: dtype of the weights that train.
+        frozen: dtype of those that do not.
+        full: all weights train; else only the adapter's.
+    """
+    dtypes = {name: trained if full or is_adapter(name) else frozen for name in model.shapes}
+    base = {name: dtype for name, dtype in dtypes.items() if not is_adapter(name)}
+    key = jax.random.key(seed)
+    if source.folder is None:
+        params = model.init(key, dtypes, mesh)
+    else:
+        params = load_params(model, source.folder, base, mesh)
+        if source.merged is not None:
+            params = _merged(params, source, mesh)
+        if len(base) < len(dtypes):
+            params |= model.init(key, {name: dtypes[name] for name in dtypes if name not in base}, mesh)
+    mine = {name for name in dtypes if full or is_adapter(name)}
+    return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}
+
+
+def adapted(decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None) -> Model:
+    """The model that a recipe trains."""
+    adaptation = adapt(adapter, decoder) if adapter else None
+    return Model(decoder, dtype=config.dtype, remat=config.remat == "block", adapt=adaptation)
+
+
+def _merged(params: Params, source: Source, mesh: Mesh) -> Params:
+    """The base with the source's adapter added."""
+    assert source.merged is not None
+    config, arrays = load_adapter(source.merged, source.decoder)
+    places = Model(source.decoder, adapt=adapt(config, source.decoder)).shardings(mesh)
+    placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
+    return jax.jit(lambda params: merge(params, config), donate_argnums=0)({**params, **placed})
+
+
+def _base(adapter: Path) -> str:
+    """The base that a PEFT folder names."""
+    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+
+
+def _family(config: ModelConfig) -> Family:
+    assert config.family is not None  # the recipe is checked
+    return config.family
+
+
+def _texts(rows: Rows) -> Iterator[str]:
+    """Every string of the rows, also those within messages."""
+    for index in range(len(rows)):
+        yield from _strings(rows[index])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for key, item in value.items() if key != "role" for text in _strings(item))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in _strings(item))

@@ -1,0 +1,1 @@
+"""The train state, the compiled step, and the client that algorithms speak to."""

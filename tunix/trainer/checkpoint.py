@@ -1,0 +1,143 @@
+"""Checkpoints: the whole train state and the run's own record, as one atomic unit on disk, written while training goes on.
+
+Orbax writes to a temporary folder and renames it; a process that dies in between leaves the previous step intact. The
+arrays restore onto any mesh, bit for bit. The record (data position, counters) is JSON beside them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+
+from tunix.config import CheckpointConfig
+from tunix.errors import UserError
+from tunix.trainer.step import TrainState
+
+BEST = "eval/loss"
+"""The metric that the best checkpoint has the lowest of."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder/<step>/`."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        last = keep.LatestN(config.keep)
+        best = keep.BestN(
+            get_metric_fn=lambda metrics: metrics[BEST], reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
+        self.folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=keep.AnyPreservationPolicy([last, best] if config.best else [last]),
+                cleanup_tmp_directories=True,
+                enable_async_checkpointing=True,
+            ),
+        )
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """All complete steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: TrainState, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Starts writing; returns once the arrays may be donated.
+
+        Args:
+            record: JSON values: whatever else the run needs to go on.
+            metrics: of an evaluation at this step, if there was one; the best one is kept.
+
+        Raises:
+            UserError: an earlier save failed, for instance on a full disk.
+        """
+        parts = ocp.args.Composite(state=ocp.args.StandardSave(flatten(state)), record=ocp.args.JsonSave(dict(record)))
+        with self._explained():
+            self._manager.save(step, args=parts, metrics=dict(metrics) if BEST in metrics else None)
+
+    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """State and record of a step, placed as `like` is.
+
+        Raises:
+            UserError: the checkpoint does not hold this state (another model, optimizer or adapter), or is damaged.
+        """
+        target = jax.tree.map(abstract, flatten(like))
+        parts = ocp.args.Composite(state=ocp.args.StandardRestore(target), record=ocp.args.JsonRestore())
+        try:
+            found = self._manager.restore(step, args=parts)
+        except (ValueError, KeyError, OSError) as error:
+            raise UserError(
+                f"{self.folder / str(step)}: the checkpoint cannot be read: {str(error).splitlines()[0]}. Delete that "
+                "folder to go on from the one before, or start anew with --fresh."
+            ) from error
+        return unflatten(found["state"], like), found["record"]
+
+    def wait(self) -> None:
+        """Until what was started is on disk.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        with self._explained():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits and lets go of the manager's threads."""
+        with self._explained():
+            self._manager.close()
+
+    def _explained(self) -> "_WriteErrors":
+        return _WriteErrors(self.folder)
+
+
+class _WriteErrors:
+    """Turns whatever the writer's threads raise into one message; the last complete checkpoint is still there."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise UserError(
+                f"{self.folder}: a checkpoint could not be written ({str(error).strip().splitlines()[0]}). Earlier "
+                "checkpoints are intact: make room and run the same command to go on from the last one."
+            ) from error
+
+
+def save_state(path: Path, state: TrainState) -> None:
+    """Writes one train state as the new folder `path`, atomically."""
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(path.absolute(), flatten(state))
+
+
+def load_state(path: Path, like: TrainState) -> TrainState:
+    """What `save_state` wrote, placed as `like` is."""
+    with ocp.StandardCheckpointer() as reader:
+        return unflatten(reader.restore(path.absolute(), jax.tree.map(abstract, flatten(like))), like)
+
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and place of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def flatten(state: TrainState) -> dict[str, dict[str, jax.Array]]:
+    """Plain dicts: optax's classes do not belong on disk."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.moments)
+    moments = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return {"params": dict(state.params), "moments": moments, "step": {"step": state.step}}
+
+
+def unflatten(found: dict[str, dict[str, jax.Array]], like: TrainState) -> TrainState:
+    """The inverse of `flatten`, in the structure of `like`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like.moments)
+    moments = [found["moments"][jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves]
+    return TrainState(found["params"], jax.tree.unflatten(structure, moments), found["step"]["step"])

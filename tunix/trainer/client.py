@@ -1,0 +1,221 @@
+"""The client in this process: the verbs of `tunix.client.Client` over compiled functions on one mesh.
+
+Weights are in two dicts: `state.params` trains (all of them, or an adapter's) and is donated to every step; `frozen` is
+the base under an adapter, shared by all that read it. Every verb returns as soon as the device has its work.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tunix.config import AdapterConfig
+from tunix.lora.adapt import merge
+from tunix.lora.peft import save_adapter
+from tunix.models.hf import save_folder
+from tunix.models.model import Model, Params
+from tunix.rollout.uncached import generate
+from tunix.trainer.checkpoint import load_state, save_state
+from tunix.trainer.passes import Cut
+from tunix.trainer.scoring import Scorer
+from tunix.trainer.step import Compute, TrainState
+from tunix.types import Batch, Completion, Loss, Metrics, Sampling, Sequence
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What a trainer is made of; fixed for its life."""
+
+    model: Model
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    cut: Cut
+    length: int
+    """T of packed rows."""
+    seed: int
+    adapter: AdapterConfig | None = None
+    files: Path | None = None
+    """Folder whose tokenizer files an export takes along."""
+    base: str = ""
+    """What an exported adapter names as its base."""
+
+
+class Trainer:
+    """Implements `Client` for one process."""
+
+    def __init__(self, machinery: Machinery, params: Params, frozen: Params):
+        """Takes over `params`: they are donated to the first step.
+
+        Args:
+            params: the weights that train.
+            frozen: the others; empty without an adapter.
+        """
+        self.machinery, self.frozen = machinery, frozen
+        with jax.set_mesh(machinery.mesh):
+            self.state = self._new_state(params)
+        self._key = jax.device_put(jax.random.key(machinery.seed), self._everywhere)
+        self._gathered: Params | None = None
+        self._version = 0
+        self._stale = True
+
+    def step(self, batch: Batch, loss: Loss) -> Metrics:
+        """One fused, donated update."""
+        passes = self.machinery.cut.place(batch)
+        with jax.set_mesh(self.machinery.mesh):
+            self.state, metrics = self._step(self.state, self.frozen, passes, self._key, loss)
+        self._stale = True
+        return metrics
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
+        """Adds the batch's gradients to those not yet applied."""
+        passes = self.machinery.cut.place(batch)
+        with jax.set_mesh(self.machinery.mesh):
+            gradients, metrics = self._gradients(self.state, self.frozen, passes, self._key, loss)
+            self._gathered = gradients if self._gathered is None else self._add(self._gathered, gradients)
+        return metrics
+
+    def optim_step(self) -> Metrics:
+        """Applies the gathered gradients and clears them.
+
+        Raises:
+            ValueError: nothing was gathered since the last one.
+        """
+        if self._gathered is None:
+            raise ValueError("optim_step without gradients: call forward_backward first")
+        with jax.set_mesh(self.machinery.mesh):
+            self.state, metrics = self._apply(self.state, self._gathered)
+        self._gathered, self._stale = None, True
+        return metrics
+
+    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
+        """The loss and its metrics over all batches, as `eval/...`; waits for the result."""
+        batches = list(batches)
+        counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+        total: dict[str, jax.Array] = {}
+        with jax.set_mesh(self.machinery.mesh):
+            for batch in batches:
+                passes = self.machinery.cut.place(replace(batch, counts=counts))
+                sums = self._evaluate(self.params, passes, loss)
+                total = self._add(total, sums) if total else sums
+        return {name.replace("train/", "eval/"): float(value) for name, value in total.items()}
+
+    def logprobs(self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy") -> list[np.ndarray]:
+        """`[T]` log-probs of each sequence's tokens, 0 for the first. `reference` is the base under the adapter.
+
+        Raises:
+            ValueError: a reference is asked for where none is held.
+        """
+        if of == "reference" and self.machinery.adapter is None:
+            raise ValueError("no reference is held: without an adapter the base itself is being trained")
+        if of == "reference":
+            return self._base_scorer.logprobs(self.frozen, sequences)
+        return self._scorer.logprobs(self.params, sequences)
+
+    def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
+        """`n` completions a prompt, from the published weights.
+
+        Raises:
+            ValueError: the weights have changed since the last `publish`.
+        """
+        if self._stale:
+            raise ValueError("the weights have changed: publish() before sample()")
+        with jax.set_mesh(self.machinery.mesh):
+            return generate(self.machinery.model, self.params, prompts, n, sampling, seed, self._version)
+
+    def publish(self) -> int:
+        """The sampler shares this process's weights: nothing is copied."""
+        self._version, self._stale = self._version + 1, False
+        return self._version
+
+    def save(self, path: Path) -> None:
+        """Writes the whole train state as one folder."""
+        save_state(path, self.state)
+
+    def load(self, path: Path) -> None:
+        """Restores what `save` wrote."""
+        self.state, self._stale = load_state(path, self.state), True
+
+    def export(self, path: Path, adapter: bool = False) -> None:
+        """Writes a Hugging Face folder, an adapter merged into its base; or the adapter alone as a PEFT folder.
+
+        Raises:
+            ValueError: the adapter is asked for where none is trained.
+        """
+        m = self.machinery
+        if not adapter:
+            merged = self.params if m.adapter is None else self._merge(self.params)
+            save_folder(path, m.model.config, merged, source=m.files, dtype=m.model.dtype)
+        elif m.adapter is None:
+            raise ValueError("there is no adapter to export: all weights were trained")
+        else:
+            save_adapter(path, self.state.params, m.adapter, m.model.config, m.base)
+
+    @property
+    def params(self) -> Params:
+        """All weights by name."""
+        return {**self.frozen, **self.state.params}
+
+    @cached_property
+    def _everywhere(self) -> NamedSharding:
+        return NamedSharding(self.machinery.mesh, PartitionSpec())
+
+    @cached_property
+    def _compute(self) -> Compute:
+        return Compute(self.machinery.model, self.machinery.optimizer, self.machinery.schedule)
+
+    @cached_property
+    def _step(self):
+        return jax.jit(self._compute.step, static_argnames="loss", donate_argnums=0)
+
+    @cached_property
+    def _gradients(self):
+        return jax.jit(self._compute.gradients, static_argnames="loss")
+
+    @cached_property
+    def _apply(self):
+        return jax.jit(self._compute.apply, donate_argnums=(0, 1))
+
+    @cached_property
+    def _evaluate(self):
+        return jax.jit(self._compute.evaluate, static_argnames="loss")
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        m = self.machinery
+        return Scorer(m.model, m.cut, m.length)
+
+    @cached_property
+    def _base_scorer(self) -> Scorer:
+        return replace(self._scorer, model=replace(self.machinery.model, adapt=None))
+
+    @cached_property
+    def _merge(self):
+        assert self.machinery.adapter is not None
+        return jax.jit(partial(merge, adapter=self.machinery.adapter))
+
+    @cached_property
+    def _add(self):
+        return jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
+
+    def _new_state(self, params: Params) -> TrainState:
+        """Step 0: moments live where their parameters live (GSPMD would replicate them)."""
+        tx = self.machinery.optimizer
+        places = {name: x.sharding for name, x in params.items()}
+        moments = optax.tree_utils.tree_map_params(
+            tx,
+            lambda _, place: place,
+            jax.eval_shape(tx.init, params),
+            places,
+            transform_non_params=lambda _: self._everywhere,
+        )
+        step = jax.device_put(np.int32(0), self._everywhere)
+        return TrainState(params, jax.jit(tx.init, out_shardings=moments)(params), step)
+

@@ -1,0 +1,109 @@
+"""A recipe's `optimizer` section as one optax transformation: clip -> rule -> decoupled decay -> learning rate.
+
+Decay reaches matrices only; norms and biases are spared. AdamW: Loshchilov & Hutter 2017,
+https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235. Lion: Chen et al.
+2023, https://arxiv.org/abs/2302.06675. Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import optax
+
+from tunix.config import OptimizerConfig
+from tunix.mesh import Axes
+
+MUON_RMS = 0.2
+"""Root mean square of a Muon update, that of a typical AdamW update, so that its learning rates carry over
+(Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+
+
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """Updates until the full learning rate."""
+    return round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
+
+
+def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Update -> learning rate: linear from 0 over the warm-up, then constant, linear or cosine down to `end`.
+
+    Args:
+        steps: updates of the whole run, warm-up included.
+    """
+    rate, warm = config.learning_rate, warmup_steps(config, steps)
+    rest = max(steps - warm, 1)
+    decay = {
+        "constant": lambda: optax.constant_schedule(rate),
+        "linear": lambda: optax.linear_schedule(rate, rate * config.end, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, rest, config.end),
+    }[config.schedule]()
+    # The first update already moves: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate.
+    return optax.join_schedules([lambda step: rate * (step + 1) / warm, decay], [warm]) if warm else decay
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay reaches a parameter: not norms, not biases."""
+    return not (name.endswith("/b") or name.split("/")[-2].endswith("norm"))
+
+
+def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+    """The transformation for parameters with these logical axes.
+
+    Args:
+        steps: updates of the whole run, for the schedule.
+        axes: logical axes by parameter name; Muon reads off them which axes are a matrix.
+    """
+    schedule = build_schedule(config, steps)
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    mask = {name: decays(name) for name in axes}
+    if config.name == "muon":
+        return optax.chain(clip, _muon(config, schedule, axes, mask))
+    decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
+    return optax.chain(clip, _rule(config), decay, optax.scale_by_learning_rate(schedule))
+
+
+def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
+    given = {key: value for key in ("b1", "b2", "eps") if (value := getattr(config, key)) is not None}
+    if config.name == "adamw":
+        return optax.scale_by_adam(**given)
+    if config.name == "lion":
+        return optax.scale_by_lion(**given)
+    if config.name == "adafactor":
+        # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
+        factored = optax.scale_by_factored_rms(**({"epsilon": config.eps} if config.eps else {}))
+        return optax.chain(factored, optax.clip_by_block_rms(1.0))
+    return optax.trace(config.momentum) if config.momentum else optax.identity()
+
+
+def _muon(
+    config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes], mask: Mapping[str, bool]
+) -> optax.GradientTransformation:
+    """Muon on the layers' matrices, AdamW on tables, norms and biases (as its authors do)."""
+    numbers = {name: _matrix(name, names) for name, names in axes.items()}
+    adam = {f"adam_{key}": value for key in ("b1", "b2") if (value := getattr(config, key)) is not None}
+    return optax.contrib.muon(
+        schedule,
+        beta=0.95 if config.momentum is None else config.momentum,
+        eps=1e-8 if config.eps is None else config.eps,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=dict(mask),
+        muon_weight_dimension_numbers=lambda params: {name: numbers[name] for name in params},
+        consistent_rms=MUON_RMS,
+        adam_weight_decay=config.weight_decay,
+        **adam,
+    )
+
+
+def _matrix(name: str, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a stacked parameter are a matrix's rows and columns; None where it is no matrix of a layer."""
+    if axes[0] != "layers" or len(axes) < 3 or not decays(name):
+        return None
+    # Contracted axes come first; `o` contracts heads and head, all others one axis.
+    contracted = 2 if axes[1:3] == ("heads", "head") else 1
+    return optax.contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(range(1, 1 + contracted)), output_axis=tuple(range(1 + contracted, len(axes)))
+    )
+
+
+def learning_rate(schedule: optax.Schedule, step: jax.Array) -> jax.Array:
+    """The rate of the update that follows `step` finished ones."""
+    return jax.numpy.asarray(schedule(step), jax.numpy.float32)

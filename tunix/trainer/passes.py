@@ -1,0 +1,69 @@
+"""A packed batch, cut into passes of equal shape and placed on the mesh.
+
+Packing makes as many rows as it needs; a compiled function wants one shape. So rows are padded to M passes of R rows,
+and the number of passes that are filled travels along: the loop of `step.py` stops there.
+
+Axes: B rows as packed, M passes, R rows of a pass, T time, S sequences.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tunix.mesh import RULES, row_shards
+from tunix.trainer.step import Passes
+from tunix.types import Batch
+
+TOKENS_PER_PASS = {"cpu": 2048}
+"""Enough tokens to fill the matrix units, by platform; more only costs memory."""
+TOKENS_ELSEWHERE = 8192
+
+PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
+"""A batch's own `[B T]` arrays."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How batches are cut on a mesh."""
+
+    rows: int
+    """R: rows of a pass over all devices."""
+    mesh: Mesh
+
+    def place(self, batch: Batch) -> Passes:
+        """The batch on the devices, as passes; returns before the copy is done."""
+        rows, size = batch.tokens.shape[0], batch.weights.shape[0]
+        # As many passes as the fullest batch of this size can need, so that there is one shape.
+        number = -(-max(size, rows) // self.rows)
+
+        def cut(x: np.ndarray) -> np.ndarray:
+            padded = np.zeros((number * self.rows, *x.shape[1:]), x.dtype)
+            padded[:rows] = x
+            return padded.reshape(number, self.rows, *x.shape[1:])
+
+        rows_by_name = {name: cut(np.asarray(getattr(batch, name))) for name in PER_TOKEN}
+        values = {name: cut(np.asarray(x)) for name, x in batch.per_token.items()}
+        by_rows = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        filled = np.int32(-(-rows // self.rows))
+        whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
+        return Passes(*jax.device_put((rows_by_name, values), by_rows), *jax.device_put(whole, everywhere))
+
+
+def rows_per_pass(mesh: Mesh, batch_size: int, micro_batch_size: int | None, length: int, packing: bool) -> int:
+    """R, a multiple of the row shards of the mesh.
+
+    Args:
+        micro_batch_size: sequences of a pass as the recipe says, or None for what fills this kind of device.
+        length: T.
+        packing: packed batches have fewer rows than sequences, and the last pass is partly empty; so several
+            passes are made of one batch.
+    """
+    shards = row_shards(mesh)
+    if micro_batch_size is None:
+        platform = mesh.devices.flat[0].platform
+        fitting = TOKENS_PER_PASS.get(platform, TOKENS_ELSEWHERE) * shards // length
+        micro_batch_size = min(fitting, batch_size // 16 if packing else batch_size)
+    return -(-max(micro_batch_size, 1) // shards) * shards

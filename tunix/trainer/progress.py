@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere. Everything goes to stderr.
+
+The bar shows step, loss or reward, tokens per second and time left. Without a terminal a line is printed at growing
+distances, so that a log file stays readable.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINES_EVERY = 10.0
+"""Seconds between plain lines."""
+
+
+class Display:
+    """Progress of one run over `total` steps."""
+
+    def __init__(self, title: str, total: int, start: int):
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._total = total
+        self._printed = 0.0
+        self._speed = ""
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task(title, total=total, completed=start, numbers="")
+        if self.console.is_terminal:
+            self._bar.start()
+
+    def total(self, total: int) -> None:
+        """Sets the number of steps, once it is known."""
+        self._total = total
+        self._bar.update(self._task, total=total)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows a finished step."""
+        if "perf/tokens_per_second" in values:
+            self._speed = f"{readable(values['perf/tokens_per_second'])} tokens/s"
+        numbers = f"{summary(values)}  {self._speed}"
+        if self.console.is_terminal:
+            self._bar.update(self._task, completed=step, numbers=numbers)
+        elif step == self._total or time.monotonic() - self._printed > LINES_EVERY:
+            self._printed = time.monotonic()
+            self.say(f"step {step}/{self._total}  {numbers}")
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self.console.is_terminal:
+            self._bar.stop()
+        sys.stderr.flush()
+
+
+def summary(values: Mapping[str, float]) -> str:
+    """The few numbers that a person wants to see go by."""
+    shown = []
+    for label, name in (("reward", "reward/mean"), ("loss", "train/loss")):
+        if name in values:
+            shown.append(f"{label} {values[name]:.4f}")
+    return "  ".join(shown)
+
+
+def readable(number: float) -> str:
+    """`12_345` -> `12.3k`."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

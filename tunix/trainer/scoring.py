@@ -1,0 +1,64 @@
+"""Log-probs of given sequences: packed, computed pass by pass, and unpacked again.
+
+Axes: B rows, T time, S sequences, M passes, R rows of a pass.
+"""
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from tunix.data.packing import pack
+from tunix.models.model import Model, Params
+from tunix.trainer.passes import Cut
+from tunix.trainer.step import Passes
+from tunix.types import Batch, Sequence
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores sequences under one model's weights."""
+
+    model: Model
+    cut: Cut
+    length: int
+    """T: the longest sequence that fits."""
+
+    def logprobs(self, params: Params, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
+        """`[T]` log-probs of each sequence's tokens given those before, 0 for the first.
+
+        Args:
+            params: all weights.
+            sequences: at least one.
+            size: sequences that the compiled shape is made for; calls of one size compile once.
+        """
+        batch = pack(sequences, size or len(sequences), self.length, packing=True)
+        with jax.set_mesh(self.cut.mesh):
+            found = np.asarray(self._compiled(params, self.cut.place(batch)))
+        return unpack(found.reshape(-1, found.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))
+
+    @cached_property
+    def _compiled(self):
+        def compute(params: Params, passes: Passes) -> Float[Array, "M R T"]:
+            def one(index: jax.Array, found: jax.Array) -> jax.Array:
+                rows = passes.at(index)
+                needed = rows.segment_ids > 0
+                logprobs, _ = self.model.logprobs(params, rows.tokens, rows.positions, rows.segment_ids, needed)
+                return found.at[index].set(logprobs)
+
+            empty = jax.numpy.zeros(passes.rows["tokens"].shape, jax.numpy.float32)
+            return jax.lax.fori_loop(0, passes.filled, one, empty)
+
+        return jax.jit(compute)
+
+
+def unpack(rows: np.ndarray, batch: Batch, number: int) -> list[np.ndarray]:
+    """Per-token values `[B T]` of a packed batch as one array a sequence, in the sequences' order."""
+    real = np.asarray(batch.segment_ids) > 0
+    owners, values = np.asarray(batch.sequence_ids)[real], rows[real]
+    # Rows are read left to right, so a stable sort by owner keeps each sequence's own order.
+    order = np.argsort(owners, kind="stable")
+    return np.split(values[order], np.cumsum(np.bincount(owners, minlength=number))[:-1])

@@ -1,0 +1,181 @@
+"""The compiled heart: gradients of a loss over packed rows, pass by pass, and their application.
+
+A batch arrives as `[M R T]`: M passes of R rows, of which `passes` are filled; the loop runs only those, so packing
+saves time and nothing recompiles. Terms are divided by the counts of the whole batch, taken before the split: passes,
+padding and devices cannot change the result.
+
+Axes: M passes, R rows of a pass, T time, S sequences, D model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
+
+from tunix.models.model import Model, Params
+from tunix.trainer.optimizer import learning_rate
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Over
+
+Sums = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """What training changes. Everything random follows from the run's seed and `step`."""
+
+    params: Params
+    """The weights that train: all of them, or only the adapter's."""
+    moments: optax.OptState
+    """The optimizer's state."""
+    step: Int[Array, ""]
+    """Updates done."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Passes:
+    """A batch cut into passes of equal shape."""
+
+    rows: Mapping[str, Num[Array, "M R T"] | Bool[Array, "M R T"]]
+    """The batch's own per-token arrays by field name."""
+    values: Mapping[str, Num[Array, "M R T"]]
+    """Its `per_token` values."""
+    weights: Float[Array, "S"]
+    lengths: Float[Array, "S"]
+    counts: Mapping[str, Float[Array, ""]]
+    per_sequence: Mapping[str, Num[Array, "S"]]
+    filled: Int[Array, ""]
+    """Passes that hold rows; the loop stops there."""
+
+    @property
+    def number(self) -> int:
+        """M."""
+        return self.rows["tokens"].shape[0]
+
+    def at(self, index: Int[Array, ""] | int) -> Batch:
+        """The rows of one pass `[R T]`, with the whole batch's per-sequence arrays and counts."""
+        return Batch(
+            **{name: rows[index] for name, rows in self.rows.items()},
+            weights=self.weights,
+            lengths=self.lengths,
+            counts=self.counts,
+            per_token={name: values[index] for name, values in self.values.items()},
+            per_sequence=self.per_sequence,
+        )
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The pure functions behind the client's verbs, for one model and one optimizer."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+
+    def step(self, state: TrainState, frozen: Params, passes: Passes, key: PRNGKeyArray, loss: Loss):
+        """One update: `(state, metrics)`. `state` is donated by the caller's jit."""
+        gradients, metrics = self.gradients(state, frozen, passes, key, loss)
+        state, more = self.apply(state, gradients)
+        return state, metrics | more
+
+    def gradients(self, state: TrainState, frozen: Params, passes: Passes, key: PRNGKeyArray, loss: Loss):
+        """Gradients of the whole batch's loss, and its metrics."""
+        key = jax.random.fold_in(key, state.step)
+
+        def one_pass(params: Params, batch: Batch) -> tuple[jax.Array, Sums]:
+            sums = self.sums({**frozen, **params}, batch, loss, key)
+            return sums["train/loss"], sums
+
+        def gradient(batch: Batch) -> tuple[Params, Sums]:
+            gradients, sums = jax.grad(one_pass, has_aux=True)(state.params, batch)
+            # bf16 weights have bf16 gradients; their sum over passes must not lose the small ones.
+            return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
+
+        gradients, sums = over_passes(gradient, passes)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params), sums
+
+    def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, Sums]:
+        """The optimizer's update."""
+        updates, moments = self.optimizer.update(gradients, state.moments, state.params)
+        metrics = {
+            "train/grad_norm": optax.global_norm(gradients),
+            "train/learning_rate": learning_rate(self.schedule, state.step),
+        }
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, moments, state.step + 1), metrics
+
+    def evaluate(self, params: Params, passes: Passes, loss: Loss) -> Sums:
+        """The loss and its metrics, forward only and without noise."""
+        loss = replace(loss, embedding_noise=0.0)
+        return over_passes(lambda batch: self.sums(params, batch, loss, jax.random.key(0)), passes)
+
+    def sums(self, params: Params, batch: Batch, loss: Loss, key: PRNGKeyArray) -> Sums:
+        """One pass's share of the loss and its metrics, already divided by the whole batch's counts."""
+        noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
+        logprobs, entropy = self.model.logprobs(
+            params,
+            batch.tokens,
+            batch.positions,
+            batch.segment_ids,
+            batch.loss_mask,
+            entropy=loss.entropy,
+            noise=noise,
+        )
+        inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None)
+        return reduce_outputs(loss.function(inputs), batch)
+
+
+def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
+    """`train/loss` (the sum of the terms), each term where there are several, and the loss's own metrics."""
+    terms = {name: reduce(term.values, term.over, batch) for name, term in outputs.terms.items()}
+    sums = {"train/loss": sum(terms.values(), jnp.float32(0))}
+    if len(terms) > 1:
+        sums |= {f"loss/{name}": value for name, value in terms.items()}
+    return sums | {name: reduce(values, "tokens", batch) for name, values in outputs.metrics.items()}
+
+
+def reduce(values: Float[Array, "B T"], over: Over | float, batch: Batch) -> Float[Array, ""]:
+    """Masked, weighted sum of per-token values over the denominator that `over` names (see `types.Term`)."""
+    weights = batch.weights[batch.sequence_ids]
+    if over == "tokens":
+        share, count = weights, batch.counts["tokens"]
+    elif over == "sequences":
+        share, count = weights / batch.lengths[batch.sequence_ids], batch.counts["sequences"]
+    else:
+        share, count = weights / over, batch.counts["sequences"]
+    # where, not a product: a value outside of the mask may be infinite.
+    return jnp.sum(jnp.where(batch.loss_mask, values * share, 0.0)) / count
+
+
+def over_passes(one: Callable, passes: Passes):
+    """Sums `one(batch)` over the filled passes; a single pass needs no loop."""
+    if passes.number == 1:
+        return one(passes.at(0))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, passes.at(0)))
+    return jax.lax.fori_loop(0, passes.filled, lambda i, sums: jax.tree.map(jnp.add, sums, one(passes.at(i))), nothing)
+
+
+def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -> Float[Array, "B T D"] | None:
+    """NEFTune (Jain et al. 2023, https://arxiv.org/abs/2310.05914): uniform in +-1, times `alpha / sqrt(length D)`.
+
+    Each token's noise depends on its sequence and position alone, so that packing and passes cannot change it.
+    """
+    if alpha == 0:
+        return None
+    length = jax.ops.segment_max(
+        jnp.where(batch.segment_ids > 0, batch.positions + 1, 0).ravel(),
+        batch.sequence_ids.ravel(),
+        num_segments=batch.weights.shape[0],
+    )
+
+    def token(sequence: jax.Array, position: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
+        return jax.random.uniform(own, (width,), minval=-1.0, maxval=1.0)
+
+    noise = jax.vmap(jax.vmap(token))(batch.sequence_ids, batch.positions)
+    size = alpha / jnp.sqrt(jnp.maximum(length, 1)[batch.sequence_ids] * float(width))
+    return jnp.where(batch.segment_ids > 0, size, 0.0)[..., None] * noise
