@@ -25,17 +25,17 @@ Adapt = Callable[["Block", nnx.Rngs], "Block"]
 class Block(nnx.Module):
     """One layer: attention and a gated ffn, each behind a norm and added to the residual."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        c, bias = config, config.qkv_bias
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, frozen: bool):
+        c, qkv, rest = config, {"bias": config.qkv_bias, "frozen": frozen}, {"frozen": frozen}
         d, n, k, h, f = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn
         self.config = config
-        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
-        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
-        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
-        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2)
-        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
+        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, **qkv)
+        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, **qkv)
+        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, **qkv)
+        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2, **rest)
+        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1, **rest)
+        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1, **rest)
+        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1, **rest)
         norm = {"eps": c.norm_eps, "offset": c.norm_offset}
         self.pre_attn_norm = Norm(d, "embed", **norm)
         self.pre_mlp_norm = Norm(d, "embed", **norm)
@@ -100,7 +100,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
         def stack(rngs: nnx.Rngs) -> Block:
-            block = Block(config, rngs)
+            block = Block(config, rngs, frozen=adapt is not None)
             return block if adapt is None else adapt(block, rngs)
 
         self.layers = stack(rngs)

@@ -1,0 +1,92 @@
+"""The Llama shapes that training is measured on, and what a step of them costs on paper.
+
+Axes: B rows, T time, N query heads, H head dim, L layers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunix.config import AdapterConfig, MeshConfig, OptimizerConfig
+from tunix.data.packing import pack
+from tunix.lora.adapt import adapt
+from tunix.mesh import build_mesh
+from tunix.models.config import DecoderConfig, Rope
+from tunix.models.model import Model, is_adapter
+from tunix.trainer.client import Machinery, Trainer
+from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.trainer.passes import Cut
+from tunix.trainer.perf import training_flops
+from tunix.types import Batch, Sequence
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="constant")
+LORA = AdapterConfig(rank=16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model and one batch."""
+
+    name: str
+    config: DecoderConfig
+    rows: int
+    length: int
+
+    def tokens(self) -> np.ndarray:
+        """`[B T]` random ids."""
+        rng = np.random.default_rng(0)
+        return rng.integers(0, self.config.vocab_size, (self.rows, self.length)).astype(np.int32)
+
+    def batch(self) -> Batch:
+        """Full rows, every token trained but the first."""
+        mask = np.ones(self.length, bool)
+        return pack([Sequence(row, mask) for row in self.tokens()], self.rows, self.length, packing=False)
+
+    def flops(self, *, frozen: bool) -> float:
+        """FLOPs of one step: 6 N T (4 N T under a frozen base) and causal attention."""
+        return training_flops(self.config, self.batch(), frozen)
+
+    def trainer(self, *, lora: bool) -> Trainer:
+        """A trainer with random float32 weights on one device, the whole batch in one pass."""
+        import jax
+
+        mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+        model = Model(self.config, adapt=adapt(LORA, self.config) if lora else None)
+        params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
+        trained = {name: x for name, x in params.items() if is_adapter(name) or not lora}
+        machinery = Machinery(
+            model=model,
+            mesh=mesh,
+            optimizer=build_optimizer(OPTIMIZER, 1000, {name: model.axes[name] for name in trained}),
+            schedule=build_schedule(OPTIMIZER, 1000),
+            cut=Cut(self.rows, mesh),
+            length=self.length,
+            seed=0,
+            adapter=LORA if lora else None,
+        )
+        return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})
+
+
+def llama(vocab_size: int, d_model: int, heads: int, kv_heads: int, ffn: int) -> DecoderConfig:
+    """Eight layers of Llama."""
+    return DecoderConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_layers=8,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=d_model // heads,
+        ffn=ffn,
+        activation="silu",
+        norm_eps=1e-5,
+        tied=False,
+        max_positions=2048,
+        rope=Rope(theta=500_000.0),
+    )
+
+
+SHAPES = {
+    "small": Shape("small", llama(4096, 256, 4, 2, 1024), rows=8, length=256),
+    "big": Shape("big", llama(32_000, 512, 8, 4, 2048), rows=4, length=512),
+}
