@@ -13,11 +13,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name as kept
 from jaxtyping import Array, Float, Int
 
 from tunix.mesh import constrain
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Norm, Projection, attention, rope_tables, rotate, weight
+
+KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
+"""What a layer keeps for its backward pass: the products' results. Norms, rope, softmax and activations are made again;
+that is faster than storing them, and no scores `[B N T T]` are held."""
 
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
@@ -25,17 +30,17 @@ Adapt = Callable[["Block", nnx.Rngs], "Block"]
 class Block(nnx.Module):
     """One layer: attention and a gated ffn, each behind a norm and added to the residual."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, frozen: bool):
-        c, qkv, rest = config, {"bias": config.qkv_bias, "frozen": frozen}, {"frozen": frozen}
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c, bias = config, config.qkv_bias
         d, n, k, h, f = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn
         self.config = config
-        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, **qkv)
-        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, **qkv)
-        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, **qkv)
-        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2, **rest)
-        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1, **rest)
-        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1, **rest)
-        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1, **rest)
+        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
+        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
+        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
+        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2)
+        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
         norm = {"eps": c.norm_eps, "offset": c.norm_offset}
         self.pre_attn_norm = Norm(d, "embed", **norm)
         self.pre_mlp_norm = Norm(d, "embed", **norm)
@@ -53,9 +58,14 @@ class Block(nnx.Module):
     ) -> Float[Array, "B T D"]:
         y = self.attend(self.pre_attn_norm(x), segment_ids, rope, window)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
+        x = kept(x, "x")
         y = self.feed_forward(self.pre_mlp_norm(x))
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         return constrain(x, "rows", None, None)
+
+    def projections(self) -> dict[str, Projection]:
+        """The matrices of the layer by name."""
+        return {name: module for name, module in vars(self).items() if isinstance(module, Projection)}
 
     def attend(
         self, x: jax.Array, segment_ids: jax.Array, rope: tuple[jax.Array, jax.Array], window: jax.Array | None
@@ -65,15 +75,17 @@ class Block(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = kept(q, "q"), kept(k, "k"), kept(v, "v")
         c = self.config
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        return self.o(attention(q, k, v, segment_ids, window=window, scale=scale, softcap=c.attention_softcap))
+        mixed = attention(q, k, v, segment_ids, window=window, scale=scale, softcap=c.attention_softcap)
+        return self.o(kept(mixed, "mixed"))
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """The gated ffn's output `[B T D]` for normed inputs."""
-        gate = self.gate(x)
+        gate, up = kept(self.gate(x), "gate"), kept(self.up(x), "up")
         gate = jax.nn.silu(gate) if self.config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * self.up(x))
+        return self.down(gate * up)
 
 
 class Table(nnx.Module):
@@ -90,7 +102,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, adapt: Adapt | None = None, remat: bool = False):
         """Args:
         adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
-        remat: recompute each layer in the backward pass.
+        remat: keep only each layer's input, and recompute the layer in the backward pass.
         """
         self.config, self.remat = config, remat
         self.embed = Table(config, rngs)
@@ -100,7 +112,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
         def stack(rngs: nnx.Rngs) -> Block:
-            block = Block(config, rngs, frozen=adapt is not None)
+            block = Block(config, rngs)
             return block if adapt is None else adapt(block, rngs)
 
         self.layers = stack(rngs)
@@ -131,8 +143,8 @@ class Decoder(nnx.Module):
             block = nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype), weights))
             return block(x, segment_ids, *choose(local)), None
 
-        if self.remat:
-            layer = jax.checkpoint(layer)
+        names = () if self.remat else KEPT
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
         local = jnp.asarray(c.local_layers or (False,) * c.num_layers)
         x, _ = jax.lax.scan(layer, x, (nnx.to_pure_dict(stacked), local))
         return self.norm(x)

@@ -1,10 +1,11 @@
 """Log-probs of the taken tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
 
-The tokens that count are moved to the front of each row; then one chunk of `[B C]` of them after the other meets the
-head: logits -> log-sum-exp -> log-prob. The backward pass makes each chunk's logits again. A prompt that is not trained
-costs nothing here: the number of chunks is that of the tokens that count, found at run time.
+The tokens that count are moved to the front of each row. Blocks of `[B C]` of them meet the head one after the other;
+their number is found at run time, so that a prompt that is not trained costs nothing here. Within a block the
+vocabulary goes by in chunks of W: logits `[B C W]` -> a running log-sum-exp -> log-prob. The backward pass makes each
+chunk's logits again, and writes each chunk of the table's gradient once a block.
 
-Axes: B rows, T time, C tokens of a chunk, V vocabulary, D model.
+Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
 """
 
 from functools import partial
@@ -17,25 +18,34 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import constrain
 
-CHUNK_LOGITS = 1 << 24
-"""Logits that exist at a time: 64 MiB in float32."""
+BLOCK_TOKENS = 2048
+"""Tokens of a block, over all rows: enough that reading the table does not matter beside multiplying by it."""
+CHUNK_LOGITS = 1 << 22
+"""Logits that exist at a time: 16 MiB in float32. Wider chunks are slower on a CPU, where each row is a memory page."""
+NEVER = -1e30
+"""Logit of the ids that pad the last chunk."""
 
 
-class _Chunks(NamedTuple):
+class _Visit(NamedTuple):
     """The order in which tokens are visited."""
 
     order: Int[Array, "B P"]
-    """Token indices, those that count first; P is T rounded up to whole chunks."""
+    """Token indices, those that count first; P is T rounded up to whole blocks."""
     back: Int[Array, "B T"]
     """Where token t stands in `order`."""
     number: Int[Array, ""]
-    """Chunks that hold a token that counts."""
+    """Blocks that hold a token that counts."""
 
 
-def chunk_length(rows: int, length: int, vocab: int) -> int:
-    """Tokens of each row in a chunk: as many as CHUNK_LOGITS allows, a power of two."""
-    fitting = max(CHUNK_LOGITS // (rows * vocab), 1)
-    return min(1 << (fitting.bit_length() - 1), length)
+def block_length(rows: int, length: int) -> int:
+    """C: tokens of each row in a block."""
+    return min(max(BLOCK_TOKENS // rows, 1), length)
+
+
+def chunk_width(tokens: int, vocab: int) -> int:
+    """W for a block of `tokens`: the vocabulary in as few equal chunks as CHUNK_LOGITS allows, in steps of 128."""
+    chunks = -(-tokens * vocab // CHUNK_LOGITS)
+    return vocab if chunks == 1 else -(-vocab // (128 * chunks)) * 128
 
 
 def token_logprobs(
@@ -56,23 +66,21 @@ def token_logprobs(
         softcap: `softcap * tanh(logits / softcap)` (Gemma 2), or None.
         entropy: whether the entropy is computed; zeros otherwise.
     """
-    table = constrain(table, "vocab", None)
-    return _token_logprobs(softcap, entropy, hidden, table, targets, needed)
+    rows, length, width = hidden.shape
+    vocab = table.shape[0]
+    chunk = chunk_width(rows * block_length(rows, length), vocab)
+    padded = jnp.pad(constrain(table, None, None), ((0, -vocab % chunk), (0, 0)))
+    chunks = constrain(padded.reshape(-1, chunk, width), None, "vocab", None)
+    return _token_logprobs(softcap, entropy, vocab, hidden, chunks, targets, needed)
 
 
-def _visit(needed: jax.Array, chunk: int) -> _Chunks:
+def _visit(needed: jax.Array) -> _Visit:
     rows, length = needed.shape
-    padded = -(-length // chunk) * chunk
+    block = block_length(rows, length)
     order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
     back = jnp.zeros_like(order).at[jnp.arange(rows)[:, None], order].set(jnp.arange(length, dtype=jnp.int32))
-    number = (jnp.max(jnp.sum(needed, axis=1)) + chunk - 1) // chunk
-    return _Chunks(jnp.pad(order, ((0, 0), (0, padded - length))), back, number.astype(jnp.int32))
-
-
-def _logits(hidden: jax.Array, table: jax.Array, softcap: float | None) -> jax.Array:
-    logits = jnp.einsum("BCD,VD->BCV", hidden, table, preferred_element_type=jnp.float32)
-    logits = constrain(logits, "rows", None, "vocab")
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    number = (jnp.max(jnp.sum(needed, axis=1)) + block - 1) // block
+    return _Visit(jnp.pad(order, ((0, 0), (0, -length % block))), back, number.astype(jnp.int32))
 
 
 def _pick(values: jax.Array, order: jax.Array) -> jax.Array:
@@ -81,67 +89,107 @@ def _pick(values: jax.Array, order: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, index, axis=1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _token_logprobs(softcap, entropy, hidden, table, targets, needed):
-    return _forward(softcap, entropy, hidden, table, targets, needed)[0]
+def _logits(softcap: float | None, vocab: int, hidden: jax.Array, chunks: jax.Array, index: jax.Array) -> jax.Array:
+    """`[B C W]` float32 logits of one chunk of the vocabulary."""
+    logits = jnp.einsum("BCD,WD->BCW", hidden, chunks[index], preferred_element_type=jnp.float32)
+    logits = constrain(logits, "rows", None, "vocab")
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    number, width, _ = chunks.shape
+    return logits if number * width == vocab else jnp.where(index * width + jnp.arange(width) < vocab, logits, NEVER)
 
 
-def _forward(softcap, entropy, hidden, table, targets, needed):
-    rows, length, _ = hidden.shape
-    chunk = chunk_length(rows, length, table.shape[0])
-    visit = _visit(needed, chunk)
+def _taken(targets: jax.Array, width: int, index: jax.Array) -> jax.Array:
+    """`[B C W]`: where a chunk holds the target."""
+    return targets[..., None] == index * width + jnp.arange(width)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _token_logprobs(softcap, entropy, vocab, hidden, chunks, targets, needed):
+    return _forward(softcap, entropy, vocab, hidden, chunks, targets, needed)[0]
+
+
+def _forward(softcap, entropy, vocab, hidden, chunks, targets, needed):
+    visit = _visit(needed)
+    block = block_length(*needed.shape)
+    number, width, _ = chunks.shape
+
+    def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Log-prob, entropy and log-sum-exp of a block, each `[B C]`."""
+
+        def body(index, running):
+            top, total, weighted, taken = running
+            logits = _logits(softcap, vocab, h, chunks, index)
+            new_top = jnp.maximum(top, jnp.max(logits, -1))
+            shrink, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None])
+            total = total * shrink + jnp.sum(p, -1)
+            weighted = weighted * shrink + jnp.sum(p * logits, -1) if entropy else weighted
+            taken = taken + jnp.sum(jnp.where(_taken(wanted, width, index), logits, 0.0), -1)
+            return new_top, total, weighted, taken
+
+        zero = jnp.zeros(wanted.shape, jnp.float32)
+        top, total, weighted, taken = jax.lax.fori_loop(0, number, body, (zero + NEVER, zero, zero, zero))
+        lse = top + jnp.log(total)
+        return taken - lse, lse - weighted / total if entropy else zero, lse
 
     def body(i, found):
-        order = jax.lax.dynamic_slice_in_dim(visit.order, i * chunk, chunk, 1)
-        logits = _logits(_pick(hidden, order), table, softcap)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        taken = jnp.take_along_axis(logits, _pick(targets, order)[..., None], axis=-1)[..., 0]
-        spread = lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, -1) if entropy else jnp.zeros_like(lse)
-        values = (taken - lse, spread, lse)
+        order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
+        values = over_vocabulary(_pick(hidden, order), _pick(targets, order))
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(old, new, i * chunk, 1) for old, new in zip(found, values, strict=True)
+            jax.lax.dynamic_update_slice_in_dim(old, new, i * block, 1) for old, new in zip(found, values, strict=True)
         )
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     logprobs, spread, lse = jax.lax.fori_loop(0, visit.number, body, (empty, empty, empty))
     logprobs, spread = (jnp.where(needed, _pick(x, visit.back), 0.0) for x in (logprobs, spread))
-    return (logprobs, spread), (hidden, table, targets, needed, visit, lse, spread)
+    return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread)
 
 
-def _backward(softcap, entropy, saved, cotangents):
-    hidden, table, targets, needed, visit, lse, spread = saved
-    rows, length, width = hidden.shape
-    chunk = chunk_length(rows, length, table.shape[0])
+def _backward(softcap, entropy, vocab, saved, cotangents):
+    hidden, chunks, targets, needed, visit, lse, spread = saved
+    length = needed.shape[1]
+    block = block_length(*needed.shape)
+    number, width, size = chunks.shape
     d_logprobs, d_spread = (jnp.where(needed, d, 0.0) for d in cotangents)
 
     def body(i, gradients):
-        d_hidden, d_table = gradients
-        order = jax.lax.dynamic_slice_in_dim(visit.order, i * chunk, chunk, 1)
-        h = _pick(hidden, order)
-        logits = _logits(h, table, softcap)
-        log_p = logits - jax.lax.dynamic_slice_in_dim(lse, i * chunk, chunk, 1)[..., None]
-        p = jnp.exp(log_p)
-        # Padding of the last chunk repeats token 0: its cotangent counts only where the place in `order` is a real one.
-        real = (i * chunk + jnp.arange(chunk)) < length
-        weight = jnp.where(real, _pick(d_logprobs, order), 0.0)[..., None]
-        d_logits = weight * ((jnp.arange(table.shape[0]) == _pick(targets, order)[..., None]) - p)
-        if entropy:
-            weight = jnp.where(real, _pick(d_spread, order), 0.0)[..., None]
-            d_logits -= weight * p * (log_p + _pick(spread, order)[..., None])
-        if softcap is not None:
-            d_logits *= 1 - (logits / softcap) ** 2
-        # The barrier has the gradient of the logits made once, not fused (and made again) into each product below.
-        d_logits = jax.lax.optimization_barrier(d_logits.astype(table.dtype))
-        new = jnp.einsum("BCV,VD->BCD", d_logits, table).astype(hidden.dtype)
-        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, new, i * chunk, 1)
-        # As [D V]: the operand that a CPU has to transpose is then the narrow one.
-        return d_hidden, d_table + jnp.einsum("BCD,BCV->DV", h, d_logits, preferred_element_type=jnp.float32)
+        d_hidden, d_chunks = gradients
+        order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
+        h, wanted = _pick(hidden, order), _pick(targets, order)
+        own_lse = jax.lax.dynamic_slice_in_dim(lse, i * block, block, 1)[..., None]
+        # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
+        real = (i * block + jnp.arange(block)) < length
+        pull, pull_spread = (jnp.where(real, _pick(d, order), 0.0)[..., None] for d in (d_logprobs, d_spread))
+        own_spread = _pick(spread, order)[..., None]
 
-    start = (jnp.zeros((rows, visit.order.shape[1], width), hidden.dtype), jnp.zeros(table.shape[::-1], jnp.float32))
-    d_hidden, d_table = jax.lax.fori_loop(0, visit.number, body, start)
+        def one_chunk(index, gradients):
+            d_h, d_chunks = gradients
+            logits = _logits(softcap, vocab, h, chunks, index)
+            p = jnp.exp(logits - own_lse)
+            d_logits = pull * (_taken(wanted, width, index) - p)
+            if entropy:
+                d_logits -= pull_spread * p * (logits - own_lse + own_spread)
+            if softcap is not None:
+                d_logits *= jnp.where(logits == NEVER, 0.0, 1 - (logits / softcap) ** 2)
+            # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
+            d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))
+            d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[index], preferred_element_type=jnp.float32)
+            # As [D W]: the operand that a CPU has to transpose is then the narrow one.
+            new = jnp.einsum("BCD,BCW->DW", h, d_logits, preferred_element_type=jnp.float32)
+            return d_h, d_chunks.at[index].add(new)
+
+        start = (jnp.zeros(h.shape, jnp.float32), d_chunks)
+        d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
+        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h.astype(hidden.dtype), i * block, 1)
+        return d_hidden, d_chunks
+
+    start = (
+        jnp.zeros((*visit.order.shape, size), hidden.dtype),
+        constrain(jnp.zeros((number, size, width), jnp.float32), None, None, "vocab"),
+    )
+    d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
     d_hidden = jnp.where(needed[..., None], _pick(d_hidden, visit.back), 0)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
-    return d_hidden, d_table.T.astype(table.dtype), *nothing
+    return d_hidden, d_chunks.transpose(0, 2, 1).astype(chunks.dtype), *nothing
 
 
 _token_logprobs.defvjp(_forward, _backward)

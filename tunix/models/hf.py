@@ -217,7 +217,7 @@ def _equal(a: Stored, b: Stored) -> bool:
         return False
     rows = max(TIE_CHUNK // a.shape[1], 1)
     with a.open() as left, b.open() as right:
-        spans = [slice(start, start + rows) for start in range(0, a.shape[0], rows)]
+        spans = [slice(start, min(start + rows, a.shape[0])) for start in range(0, a.shape[0], rows)]
         return all(np.array_equal(left[span, :], right[span, :]) for span in spans)
 
 

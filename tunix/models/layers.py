@@ -44,19 +44,36 @@ class Projection(nnx.Module):
         *,
         contracted: int,
         bias: bool = False,
-        frozen: bool = False,
     ):
         """Args:
         contracted: how many of the first axes are summed over.
-        frozen: the weight has no gradient; qwix may then intercept the product to add an adapter to it.
         """
-        self.spec, self.frozen = spec, frozen
+        self.spec = spec
         self.w = weight(rngs, shape, axes, std=math.prod(shape[:contracted]) ** -0.5)
         self.b = nnx.Param(jnp.zeros(shape[contracted:], jnp.float32), axes=axes[contracted:]) if bias else None
+        self.watched = False
+        """While qwix looks for products to adapt: it sees `jnp.einsum` only."""
+        self.adapter_scale: float | None = None
+        """Multiplies x A B, once qwix has given this projection its `w_lora_a` and `w_lora_b`."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = (jnp.einsum if self.frozen else project)(self.spec, x, self.w[...])
+        y = (jnp.einsum if self.watched else project)(self.spec, x, self.w[...])
+        if self.adapter_scale is not None:
+            y += self.adapter_scale * self._adapter(x)
         return y if self.b is None else y + self.b[...]
+
+    def _adapter(self, x: jax.Array) -> jax.Array:
+        """`x A B`, through the r channels between."""
+        of_x, of_w, of_y = axes_of(self.spec)
+        summed = "".join(axis for axis in of_w if axis in of_x)
+        kept = "".join(axis for axis in of_w if axis not in of_x)
+        narrow = project(f"{of_x},{summed}r->BTr", x, self.w_lora_a[...])
+        return project(f"BTr,r{kept}->{of_y}", narrow, self.w_lora_b[...])
+
+
+def axes_of(spec: str) -> list[str]:
+    """The axes of x, of w and of y in `x,w->y`."""
+    return re.split(",|->", spec)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,8 +82,8 @@ def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
     XLA's CPU products want their left operand row by row, and fuse whatever made it into the copy that turns it around.
     For the gradient of a wide layer's weights JAX puts the wide operand there, and the gated activation's derivative is
-    made again in strides: four fifths of a small model's step. Here the derivative is made once, and the narrow
-    operand is turned.
+    made again in strides: four fifths of a small model's step. Here both operands are made once, and the narrow one
+    is turned.
     """
     return jnp.einsum(spec, x, w)
 
@@ -77,8 +94,8 @@ def _project_forward(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, 
 
 def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    dy = jax.lax.optimization_barrier(dy)
-    of_x, of_w, of_y = re.split(",|->", spec)
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    of_x, of_w, of_y = axes_of(spec)
     dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, w)
     if x.size <= dy.size:
         return dx, jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy)

@@ -141,12 +141,13 @@ def some(names: Sequence[str], most: int = 3) -> str:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, "numpy") as opened:
-            yield opened
+        opened = safe_open(file, "numpy")
     except SafetensorError as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}). Download or export it again.") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
+    with opened:
+        yield opened
 
 
 def _refuse_folder(folder: Path) -> NoReturn:
