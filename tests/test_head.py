@@ -78,3 +78,16 @@ def test_the_logits_of_a_large_vocabulary_are_never_held():
     assert chunk <= all_logits / 2
     # A chunk's logits and their gradient, and the gradient of the table; all logits alone would be twice the first.
     assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * (chunk + 2 * vocab * width * 4) + 4 * chunk / 4
+
+
+def test_a_frozen_table_costs_no_gradient_of_its_own(arrays):
+    hidden, table, targets, needed = arrays
+
+    def loss(hidden: jax.Array, table: jax.Array) -> jax.Array:
+        return token_logprobs(hidden, table, targets, needed, softcap=None, entropy=False)[0].sum()
+
+    both = jax.jit(jax.grad(loss, (0, 1)))
+    alone = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(alone(hidden, table), both(hidden, table)[0], atol=1e-6)
+    products = [jax.make_jaxpr(f)(hidden, table).pretty_print(use_color=False).count("dot_general") for f in (both, alone)]
+    assert products[1] == products[0] - 1

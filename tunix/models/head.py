@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import constrain
@@ -105,11 +106,11 @@ def _taken(targets: jax.Array, width: int, index: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _token_logprobs(softcap, entropy, vocab, hidden, chunks, targets, needed):
-    return _forward(softcap, entropy, vocab, hidden, chunks, targets, needed)[0]
+    return _values(softcap, entropy, vocab, hidden, chunks, targets, _visit(needed), needed)[:2]
 
 
-def _forward(softcap, entropy, vocab, hidden, chunks, targets, needed):
-    visit = _visit(needed)
+def _values(softcap, entropy, vocab, hidden, chunks, targets, visit, needed):
+    """Log-probs and entropies `[B T]`, and the log-sum-exps in the order of the visit `[B P]`."""
     block = block_length(*needed.shape)
     number, width, _ = chunks.shape
 
@@ -141,15 +142,26 @@ def _forward(softcap, entropy, vocab, hidden, chunks, targets, needed):
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     logprobs, spread, lse = jax.lax.fori_loop(0, visit.number, body, (empty, empty, empty))
     logprobs, spread = (jnp.where(needed, _pick(x, visit.back), 0.0) for x in (logprobs, spread))
-    return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread)
+    return logprobs, spread, lse
+
+
+def _forward(softcap, entropy, vocab, hidden, chunks, targets, needed):
+    trained = chunks.perturbed
+    hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
+    visit = _visit(needed)
+    logprobs, spread, lse = _values(softcap, entropy, vocab, hidden, chunks, targets, visit, needed)
+    # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
+    return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
 
 
 def _backward(softcap, entropy, vocab, saved, cotangents):
-    hidden, chunks, targets, needed, visit, lse, spread = saved
+    hidden, chunks, targets, needed, visit, lse, spread, trained = saved
     length = needed.shape[1]
     block = block_length(*needed.shape)
     number, width, size = chunks.shape
-    d_logprobs, d_spread = (jnp.where(needed, d, 0.0) for d in cotangents)
+    d_logprobs, d_spread = (
+        jnp.zeros(needed.shape) if isinstance(d, SymbolicZero) else jnp.where(needed, d, 0.0) for d in cotangents
+    )
 
     def body(i, gradients):
         d_hidden, d_chunks = gradients
@@ -173,6 +185,8 @@ def _backward(softcap, entropy, vocab, saved, cotangents):
             # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))
             d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[index], preferred_element_type=jnp.float32)
+            if trained is None:
+                return d_h, d_chunks
             # As [D W]: the operand that a CPU has to transpose is then the narrow one.
             new = jnp.einsum("BCD,BCW->DW", h, d_logits, preferred_element_type=jnp.float32)
             return d_h, d_chunks.at[index].add(new)
@@ -182,14 +196,13 @@ def _backward(softcap, entropy, vocab, saved, cotangents):
         d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h.astype(hidden.dtype), i * block, 1)
         return d_hidden, d_chunks
 
-    start = (
-        jnp.zeros((*visit.order.shape, size), hidden.dtype),
-        constrain(jnp.zeros((number, size, width), jnp.float32), None, None, "vocab"),
-    )
+    nowhere = jnp.zeros((0 if trained is None else number, size, width), jnp.float32)
+    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
     d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
     d_hidden = jnp.where(needed[..., None], _pick(d_hidden, visit.back), 0)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
-    return d_hidden, d_chunks.transpose(0, 2, 1).astype(chunks.dtype), *nothing
+    d_table = None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks.dtype)
+    return d_hidden, d_table, *nothing
 
 
-_token_logprobs.defvjp(_forward, _backward)
+_token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)
