@@ -18,6 +18,8 @@ def test_many_and_disjoint():
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     prompts = [row["prompt"] for row in train]
     assert prompts == sorted(prompts)
+    # An evaluation reads the first rows only: they have to be of all kinds.
+    assert len({row["prompt"].split(".")[0] for row in held_out[:100]}) > 30
     assert all(row["prompt"].endswith("\n") and row["completion"].strip() for row in train + held_out)
 
 

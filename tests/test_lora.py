@@ -37,8 +37,8 @@ def adapted(folder, adapter, *, random=True):
     ours = {name: "float32" for name in model.shapes if is_adapter(name)}
     fresh = model.init(jax.random.key(0), ours, one_device())
     if random:
-        keys = dict(zip(fresh, jax.random.split(jax.random.key(1), len(fresh)), strict=True))
-        fresh = {name: 0.3 * jax.random.normal(keys[name], value.shape) for name, value in fresh.items()}
+        generator = np.random.default_rng(1)
+        fresh = {n: jnp.asarray(0.3 * generator.standard_normal(v.shape, np.float32)) for n, v in fresh.items()}
     return model, base, fresh
 
 

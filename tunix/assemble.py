@@ -10,16 +10,14 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
-from tunix.data.chat import with_template
-from tunix.data.pipeline import Batches, eval_batches, total_steps
+from tunix.data.pipeline import Batches, account, eval_batches, total_steps
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.errors import UserError
 from tunix.loop import Job
 from tunix.mesh import build_mesh
 from tunix.recipe import Recipe, algorithm_class
 from tunix.samples import Samples, prompts_of
-from tunix.source import Source, adapted, check_vocabulary, from_scratch, pretrained, weights, with_stops
+from tunix.source import TOKENIZER, Source, adapted, of_recipe, weights, with_stops
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut, rows_per_pass
@@ -29,14 +27,16 @@ from tunix.types import Batch, Sampling
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows and the tokenizer that reads them."""
+    """Rows and the model whose tokenizer reads them."""
 
     source: Source
-    tokenizer: Tokenizer | None
     train: Rows
     held_out: Rows | None
-    files: Path | None
-    """Folder whose tokenizer files an export takes along."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What renders the rows; None serves token ids only."""
+        return self.source.tokenizer
 
 
 def inputs(recipe: Recipe, folder: Path) -> Inputs:
@@ -50,18 +50,7 @@ def inputs(recipe: Recipe, folder: Path) -> Inputs:
     held_out = None
     if data.eval or data.eval_split:
         held_out = open_rows(data.eval or data.train, data.eval_split)
-    made = folder / "tokenizer"
-    model = recipe.model
-    source = from_scratch(model, made, train) if model.path is None else pretrained(model.path)
-    check_vocabulary(source)
-    tokenizer = source.tokenizer
-    if data.chat_template is not None:
-        if tokenizer is None:
-            raise UserError("data.chat_template changes nothing for a model without a tokenizer: its rows are token ids")
-        tokenizer = with_template(tokenizer, data.chat_template)
-        if not made.is_dir():
-            tokenizer.save(made)
-    return Inputs(source, tokenizer, train, held_out, made if made.is_dir() else source.folder)
+    return Inputs(of_recipe(recipe.model, data.chat_template, folder / TOKENIZER, train), train, held_out)
 
 
 def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
@@ -76,10 +65,13 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     size = found.source.decoder.vocab_size
     read = {"tokenizer": found.tokenizer, "config": recipe.data, "batch_size": recipe.batch_size}
     read |= {"train_on": algorithm.train_on, "vocab_size": size}
+    # What is wrong with every row (no tokenizer, no chat template, a mistyped column) is told before weights are read.
+    first = Rows(found.train.name, [found.train[0]])
+    account(first, found.tokenizer, recipe.data, algorithm.train_on, size)
     batches = Batches(found.train, seed=recipe.seed, epochs=recipe.epochs, **read)
     held_out = eval_batches(found.held_out, limit=recipe.eval.rows, **read) if found.held_out else []
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
-    trainer = build_trainer(recipe, found, mesh, total)
+    trainer = build_trainer(recipe, found.source, mesh, total)
     display.say(_described(trainer, found, mesh, total))
     return Job(
         folder=folder,
@@ -91,21 +83,22 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         eval_every=recipe.eval.every,
         save_every=recipe.checkpoint.every,
         samples=_samples(recipe, held_out, trainer, found.tokenizer, folder, display),
+        exports_adapter=recipe.adapter is not None and found.source.stands_alone,
     )
 
 
-def build_trainer(recipe: Recipe, found: Inputs, mesh: Mesh, total: int) -> Trainer:
+def build_trainer(recipe: Recipe, source: Source, mesh: Mesh, total: int) -> Trainer:
     """The model with its weights on the mesh, and the optimizer.
 
     Args:
         total: updates of the run, for the schedule.
     """
-    decoder = with_stops(found.source)
+    decoder = with_stops(source)
     model = adapted(decoder, recipe.model, recipe.adapter)
     full = recipe.adapter is None
     trained = recipe.model.param_dtype or "float32"
     frozen = recipe.model.param_dtype or recipe.model.dtype
-    params, base = weights(found.source, model, mesh, recipe.seed, trained, frozen, full)
+    params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
     length, packing = recipe.data.max_length, recipe.data.packing
     rows = rows_per_pass(mesh, recipe.batch_size, recipe.micro_batch_size, length, packing)
     machinery = Machinery(
@@ -117,8 +110,8 @@ def build_trainer(recipe: Recipe, found: Inputs, mesh: Mesh, total: int) -> Trai
         length=length,
         seed=recipe.seed,
         adapter=recipe.adapter,
-        files=found.files,
-        base=recipe.model.path or str(recipe.output),
+        files=source.files,
+        base=source.name,
     )
     return Trainer(machinery, params, base)
 

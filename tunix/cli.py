@@ -127,7 +127,7 @@ examples:
 
 
 def _recipe_arguments(parser: _Parser) -> None:
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file of the recipe")
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, or the name of one that tunix brings")
     replaces = "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
     parser.add_argument("--tiny", action="store_true", help="a two-layer random model and a few made rows: no download")

@@ -59,8 +59,9 @@ class ModelConfig(Config):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from scratch: give `family`, and `preset` or `sizes`."""
     family: Family | None = None
+    """For `init: random` without a preset, and for `--tiny` where the path does not tell it."""
     preset: str | None = None
-    """A published size, such as `llama3.2-1b` (`tunix check` names them)."""
+    """A published size, such as `llama3.2-1b`."""
     sizes: dict[str, int] = {}
     """Sizes that replace the preset's: vocab_size, d_model, num_layers, num_heads, num_kv_heads, head_dim, ffn, ..."""
     tokenizer: str | None = None
@@ -91,8 +92,11 @@ class AdapterConfig(Config):
     """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
 
     kind: Literal["lora"] = "lora"
+    """LoRA is the only one so far."""
     rank: Positive = 16
+    """Width of the low-rank matrices: more can learn more, and takes more memory."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
     rslora: bool = False
     """Scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -150,16 +154,23 @@ class OptimizerConfig(Config):
     """The update rule (optax). Keys that the chosen rule does not read are refused."""
 
     name: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """muon moves the layers' matrices, and AdamW everything else beside it."""
     learning_rate: Annotated[float, Field(gt=0)] = 1.0e-5
+    """The highest rate, reached at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the rate falls after the warm-up, over the steps that are left."""
     warmup: Annotated[float, Field(ge=0)] = 0.0
     """Below 1 a share of all steps, else a number of steps; the rate rises linearly from 0."""
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the rate that linear and cosine end at."""
     b1: Fraction | None = None
+    """Decay of the momentum; null takes the rule's usual value: adamw 0.9, lion 0.9, muon's AdamW 0.9."""
     b2: Fraction | None = None
+    """Decay of the squares' mean (of lion's momentum); null: adamw 0.999, lion 0.99, muon's AdamW 0.999."""
     eps: Annotated[float, Field(gt=0)] | None = None
+    """Keeps denominators from 0; null: adamw 1e-8, adafactor 1e-30, muon 1e-8."""
     momentum: Fraction | None = None
+    """Null: none for sgd, 0.95 for muon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled; on matrices only, never on norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -167,7 +178,13 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _read(self) -> "OptimizerConfig":
-        reads = {"adamw": ("b1", "b2", "eps"), "adafactor": ("eps",), "lion": ("b1", "b2"), "muon": ("b1", "b2", "eps", "momentum"), "sgd": ("momentum",)}  # fmt: skip
+        reads = {
+            "adamw": ("b1", "b2", "eps"),
+            "adafactor": ("eps",),
+            "lion": ("b1", "b2"),
+            "muon": ("b1", "b2", "eps", "momentum"),
+            "sgd": ("momentum",),
+        }
         for key in ("b1", "b2", "eps", "momentum"):
             if getattr(self, key) is not None and key not in reads[self.name]:
                 raise ValueError(f"{key} changes nothing for {self.name}, which reads {', '.join(reads[self.name])}")
@@ -180,14 +197,18 @@ class MeshConfig(Config):
     """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp, weights over fsdp and tensor."""
 
     data: int = 1
+    """Copies of the weights; each sees its own rows."""
     fsdp: int = -1
+    """Shards of the weights and of their moments; each sees its own rows too."""
     tensor: int = 1
+    """Shards of every matrix product: heads, ffn and vocabulary."""
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":
         sizes = (self.data, self.fsdp, self.tensor)
         if any(size == 0 or size < -1 for size in sizes):
-            raise ValueError(f"sizes are positive, or -1 for what is left, not data={self.data} fsdp={self.fsdp} tensor={self.tensor}")  # fmt: skip
+            given = f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
+            raise ValueError(f"sizes are positive, or -1 for what is left, not {given}")
         if sizes.count(-1) > 1:
             raise ValueError("only one axis can be -1")
         return self
@@ -197,6 +218,7 @@ class CheckpointConfig(Config):
     """How often the train state is written, and which are kept."""
 
     every: Positive = 100
+    """Steps between checkpoints; the last step is always saved."""
     keep: Positive = 3
     """The last n; older ones are deleted."""
     best: bool = True
@@ -211,6 +233,7 @@ class LoggingConfig(Config):
     wandb: str | None = None
     """Project name; WANDB_MODE=offline works."""
     tensorboard: bool = False
+    """Event files in the run folder's `tensorboard/`; needs the extra of that name."""
 
 
 class EvalConfig(Config):

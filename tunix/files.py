@@ -22,7 +22,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         UserError: `path` exists and is not an empty folder, or the disk refuses a write.
     """
     path = path.expanduser().resolve()
-    _refuse_taken(path)
+    refuse_taken(path)
     temporary = _sibling(path)
     try:
         temporary.mkdir(parents=True)
@@ -30,7 +30,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         for file in temporary.rglob("*"):
             _sync(file)
         _sync(temporary)
-        _refuse_taken(path)
+        refuse_taken(path)
         temporary.rename(path)
         _sync(path.parent)
     except OSError as error:
@@ -64,7 +64,8 @@ def _sibling(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
-def _refuse_taken(path: Path) -> None:
+def refuse_taken(path: Path) -> None:
+    """Raises UserError where a new folder would have to replace something; an empty folder may be filled."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} is there already and nothing is overwritten: choose another path, or move it away.")
 

@@ -65,9 +65,11 @@ class Recipe(Config):
     steps: Positive | None = None
     """Updates; or give `epochs`. One epoch where neither is given."""
     epochs: Positive | None = None
+    """Passes over the training rows, instead of `steps`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of everything random: first weights, order of the rows, noise."""
     output: str
-    """The run folder; by itself `runs/<name of the recipe file>`."""
+    """The run folder; where a file does not say it, `runs/` and the file's name."""
     stages: tuple["Recipe", ...] = ()
     """Resolved stages, run one after the other; empty where the recipe is a single run."""
 
@@ -94,14 +96,14 @@ class Recipe(Config):
         """The recipe in a YAML file.
 
         Args:
-            path: the file.
+            path: the file; or, where there is none, the bare name of a recipe that tunix brings, such as `quickstart`.
             overrides: `section.key=value` each, as on the command line; `stages.0.steps=3` reaches into a stage.
             tiny: a model and data for a laptop; see `tiny`. Overrides of what it caps are kept as they are.
 
         Raises:
             UserError: every mistake in the file and the overrides, one line each.
         """
-        path, overrides = Path(path).expanduser(), list(overrides)
+        path, overrides = _found(Path(path).expanduser()), list(overrides)
         sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
         recipe = cls.build(sections, str(path))
         if not tiny:
@@ -212,6 +214,27 @@ def algorithm_class(name: str) -> type:
     if not isinstance(found, type):
         raise UserError(f"name is {name!r}, which is no class")
     return found
+
+
+def brought() -> dict[str, Path]:
+    """The recipes that tunix brings, by name: inside of the package where a wheel put them, else beside it."""
+    package = Path(__file__).parent
+    places = (package / "recipes", package.parent / "recipes")
+    return {file.stem: file for place in places for file in sorted(place.glob("*.yaml"))}
+
+
+def _found(path: Path) -> Path:
+    """The file itself, or the one of ours that a bare name stands for.
+
+    Raises:
+        UserError: neither is there.
+    """
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path
+    if path.name not in (known := brought()):
+        names = ", ".join(known)
+        raise UserError(f"{path}: no such file, nor a recipe that tunix brings: {names}.{nearest(path.name, known)}")
+    return known[path.name]
 
 
 def _checked(sections: Mapping[str, Any]) -> "Recipe | list[str]":

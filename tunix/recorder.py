@@ -1,8 +1,9 @@
-"""The numbers of a run: read one step late, completed with speed and accounting, and sent to the sinks and the screen."""
+"""The numbers of a run: read one step late, completed with speed and accounting, sent to the sinks and the screen."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -43,10 +44,9 @@ class Recorder:
         """Time spent on this run, earlier starts included."""
         return self._before + time.monotonic() - self._started
 
-    def resume(self, step: int, seconds: float) -> None:
-        """Goes on after `step`, to which `seconds` were spent."""
+    def resume(self, seconds: float) -> None:
+        """Goes on with a run on which `seconds` were spent before."""
         self._before = seconds
-        self._display.say(f"going on from step {step}")
 
     def push(self, step: int, metrics: Metrics, packed: Packed) -> None:
         """A step that the device has been given; the one before it is completed, which waits for that one only."""
@@ -57,11 +57,20 @@ class Recorder:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """More values for a step's row: an evaluation's. A step that was no update gets a row of its own."""
         self._settle("evaluation")
+        _check(step, values)
         self._extra |= values
         self._display.say(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
         if self._pending is None:
             self._write(step, {})
-        self._last_row = time.monotonic()  # an evaluation's time is not the steps'
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work whose time is not the steps': waits for the step last pushed, and stops the clock meanwhile."""
+        if self._pending is not None:
+            jax.block_until_ready(dict(self._pending[1]))
+        began = time.monotonic()
+        yield
+        self._last_row += time.monotonic() - began
 
     def flush(self) -> None:
         """Completes the row of the step last pushed; waits for the device."""
@@ -70,11 +79,7 @@ class Recorder:
         (step, metrics, packed), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
         self._count(packed)
-        if not math.isfinite(values["train/loss"]):
-            raise UserError(
-                f"step {step}: train/loss is {values['train/loss']}. The checkpoints before it are intact; lower "
-                "optimizer.learning_rate, or look at the rows with tunix inspect."
-            )
+        _check(step, values)
         values |= _accounting(packed)
         if step % self._every == 0 or self._extra:
             values |= self._speed()
@@ -117,6 +122,20 @@ class Recorder:
         """Lets the sinks finish."""
         for sink in self._sinks:
             sink.close()
+
+
+def _check(step: int, values: Mapping[str, float]) -> None:
+    """Stops a run whose weights are lost, before a checkpoint of them is written.
+
+    Raises:
+        UserError: a loss or the gradient's norm is no number.
+    """
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        if name in values and not math.isfinite(values[name]):
+            raise UserError(
+                f"step {step}: {name} is {values[name]}. The checkpoints before it are intact. Start again with a "
+                "lower optimizer.learning_rate and another output (or --fresh), or look at the rows with tunix inspect."
+            )
 
 
 def _accounting(packed: Packed) -> dict[str, float]:

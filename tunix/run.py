@@ -6,25 +6,29 @@ such folder per stage, each starting from the export of the one before.
 """
 
 import fcntl
-import math
+import shutil
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
-from tunix.assemble import assemble
-from tunix.config import AdapterConfig
+from tunix.assemble import assemble, build_trainer
+from tunix.config import MeshConfig
 from tunix.errors import UserError
-from tunix.files import write_text_atomic
-from tunix.loop import Job, Loop
+from tunix.files import refuse_taken, write_text_atomic
+from tunix.loop import Loop
+from tunix.mesh import build_mesh
 from tunix.recipe import Recipe
 from tunix.recorder import Recorder
-from tunix.samples import drop_after, unigram_entropy
+from tunix.samples import unigram_entropy
+from tunix.source import TOKENIZER, of_recipe
 from tunix.trainer.checkpoint import Checkpoints
-from tunix.trainer.metrics import open_sinks, read_rows, write_rows
+from tunix.trainer.metrics import forget_after, open_sinks, perplexity, read_rows
 from tunix.trainer.progress import Display, readable
 
 
@@ -58,16 +62,16 @@ def run(recipe: Recipe, *, fresh: bool = False) -> RunResult:
         Interrupted: after SIGINT or SIGTERM, with a checkpoint.
     """
     keep_compilations()
-    folder = claim(recipe, fresh)
-    with locked(folder):
+    with terminable(), claimed(recipe, fresh) as folder:
         if not recipe.stages:
             return _run(recipe, folder)
-        results = [_run(stage, claim(stage, fresh=False)) for stage in recipe.stages]
-    return results[-1]
+        return _run_stages(recipe.stages)
 
 
 def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = None) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapter as a PEFT folder.
+
+    The run may be going on meanwhile, or have been made on other devices; its rows need not be there any more.
 
     Args:
         run: the run folder.
@@ -86,42 +90,61 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
         run = run / Path(recipe.output).name
     if adapter and recipe.adapter is None:
         raise UserError(f"{run} trained all weights: there is no adapter to export; leave --adapter out")
-    display = Display("export", 0, 0)
-    checkpoints = Checkpoints(run / "checkpoints", recipe.checkpoint)
-    wanted = step or checkpoints.latest()
-    if wanted is None or wanted not in checkpoints.steps():
-        raise UserError(f"{run} has no checkpoint{f' of step {step}' if step else ''}; it has {checkpoints.steps()}")
-    job = assemble(recipe, run, display)
-    job.trainer.state, _ = checkpoints.restore(wanted, job.trainer.state)
-    job.trainer.export(out, adapter=adapter)
-    job.batches.close()
-    display.say(f"step {wanted} of {run} is in {out}")
+    refuse_taken(out)
+    with ExitStack() as stack:
+        display = stack.enter_context(closing(Display("export", 0, 0)))
+        checkpoints = stack.enter_context(closing(Checkpoints(run / "checkpoints", recipe.checkpoint, read_only=True)))
+        wanted = step or checkpoints.latest()
+        if wanted is None or wanted not in checkpoints.steps():
+            asked = f" of step {step}" if step else ""
+            raise UserError(f"{run} has no checkpoint{asked}; it has {checkpoints.steps()}")
+        source = of_recipe(recipe.model, recipe.data.chat_template, run / TOKENIZER, rows=None)
+        trainer = build_trainer(recipe, source, build_mesh(MeshConfig()), total=wanted)
+        trainer.state, _ = checkpoints.restore(wanted, trainer.state)
+        trainer.export(out, adapter=adapter)
+        display.say(f"step {wanted} of {run} is in {out}")
 
 
-def claim(recipe: Recipe, fresh: bool) -> Path:
-    """The run folder, made or recognised as this recipe's own.
+@contextmanager
+def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
+    """The run folder, made or recognised as this recipe's own, and kept from other processes meanwhile.
 
     Raises:
-        UserError: it holds something else.
+        UserError: it holds something else, another process works in it, or it cannot be written.
     """
     folder = Path(recipe.output).expanduser()
-    if folder.exists() and fresh:
-        moved_aside(folder)
     kept = folder / "recipe.yaml"
-    if kept.is_file():
-        if differing := recipe.difference(Recipe.load(kept)):
+    if not kept.is_file() and _foreign(folder):
+        raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
+    if fresh and kept.is_file():
+        with locked(folder):
+            moved_aside(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+    with locked(folder):
+        # Without a checkpoint there is nothing to lose: a recipe that was mended may take the folder over.
+        if kept.is_file() and _trained(folder) and (differing := recipe.difference(Recipe.load(kept))):
             raise UserError(
                 f"{folder} holds the run of another recipe: {', '.join(differing)} differ. Give this one another "
                 "output=..., or start again with --fresh (the old run is moved aside)."
             )
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_text_atomic(kept, recipe.to_yaml())
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
-    return folder
+        yield folder
+
+
+def _foreign(folder: Path) -> bool:
+    """Whether a folder holds what no start of a run has left there."""
+    ours = (".lock", "recipe.yaml")
+    return folder.is_dir() and not all(file.name.startswith(ours) for file in folder.iterdir())
+
+
+def _trained(folder: Path) -> bool:
+    """Whether a run, or one of its stages, has a checkpoint or an export."""
+    places = [folder, *(path.parent for path in folder.glob("*/recipe.yaml"))]
+    steps = [step for place in places for step in place.glob("checkpoints/*") if step.name.isdigit()]
+    return bool(steps) or any((place / "export").exists() for place in places)
 
 
 def moved_aside(folder: Path) -> Path:
@@ -137,14 +160,36 @@ def locked(folder: Path) -> Iterator[None]:
     """Keeps a second process off the folder; the lock ends with this process, however it ends.
 
     Raises:
-        UserError: another process works in it.
+        UserError: another process works in it, or the folder cannot be written.
     """
-    with (folder / ".lock").open("w") as file:
+    with _lock_file(folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder}: another tunix process is running there") from error
+            raise UserError(
+                f"{folder}: another tunix process is running there; wait for it, or set another output"
+            ) from error
         yield
+
+
+def _lock_file(folder: Path) -> IO[str]:
+    try:
+        return (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends like Ctrl-C, with everything put in order, also where no update is going on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def keep_compilations() -> None:
@@ -154,51 +199,89 @@ def keep_compilations() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _run(recipe: Recipe, folder: Path) -> RunResult:
-    """One stage, from wherever it was to its end."""
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint)
-    start = checkpoints.latest() or 0
-    display = Display(folder.name, recipe.steps or 0, start)
-    samples = folder / "samples.jsonl"
-    write_rows(samples, drop_after(samples, start))
-    job = assemble(recipe, folder, display)
-    display.total(job.total)
-    sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
-    decoder = job.trainer.machinery.model.config
-    recorder = Recorder(sinks, display, recipe.logging, decoder, frozen=recipe.adapter is not None)
-    loop = Loop(job, checkpoints, recorder)
-    try:
-        if start:
-            loop.restore(start)
-        loop.run()
-        checkpoints.close()
-    finally:
-        recorder.close()
-        job.batches.close()
-        display.close()
-    if not (folder / "export").exists():
-        job.trainer.export(folder / "export", adapter=_exports_adapter(recipe))
-    result = RunResult(
-        folder,
-        read_rows(folder / "metrics.jsonl"),
-        read_rows(samples),
-        unigram_entropy(job.evaluation) if job.evaluation else None,
-    )
-    display.say(_summary(result, recipe, job))
+def _run_stages(stages: tuple[Recipe, ...]) -> RunResult:
+    """All stages in their order; those that are finished only say so."""
+    folders = [Path(stage.output).expanduser() for stage in stages]
+    results: list[RunResult] = []
+    for stage, folder, after in zip(stages, folders, [*folders[1:], None], strict=True):
+        folder.mkdir(exist_ok=True)
+        write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
+        results.append(_run(stage, folder, after))
+    return results[-1]
+
+
+def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
+    """One stage, from wherever it was to its end.
+
+    Args:
+        after: the folder of the stage that starts from this one's export, if there is one.
+    """
+    with ExitStack() as stack:
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", recipe.checkpoint)))
+        start = checkpoints.latest()
+        display = stack.enter_context(closing(Display(folder.name, recipe.steps or 0, start or 0)))
+        if start is None and (folder / "export").exists():
+            display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
+            return _result(folder, None)
+        _prepare(folder, start)
+        job = assemble(recipe, folder, display)
+        stack.callback(job.batches.close)
+        display.total(job.total)
+        sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
+        decoder = job.trainer.machinery.model.config
+        recorder = Recorder(sinks, display, recipe.logging, decoder, frozen=recipe.adapter is not None)
+        stack.enter_context(closing(recorder))
+        loop = Loop(job, checkpoints, recorder, start)
+        if loop.finished:
+            display.say(f"finished already, at step {loop.step}; a higher steps=... goes on from there")
+        else:
+            _reopen(folder, after, display, loop.step)
+            loop.run()
+            display.say(f"done in {readable(recorder.seconds)} s: {folder}")
+        if not (folder / "export").exists():
+            job.trainer.export(folder / "export", adapter=job.exports_adapter)
+        result = _result(folder, unigram_entropy(job.evaluation) if job.evaluation else None)
+        display.say(_summary(result, recipe))
     return result
 
 
-def _exports_adapter(recipe: Recipe) -> bool:
-    """An adapter is exported alone where its base can be found again."""
-    return recipe.adapter is not None and recipe.model.path is not None
+def _result(folder: Path, entropy: float | None) -> RunResult:
+    """What the files of a finished run say."""
+    return RunResult(folder, read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl"), entropy)
 
 
-def _summary(result: RunResult, recipe: Recipe, job: Job) -> str:
+def _prepare(folder: Path, start: int | None) -> None:
+    """Leaves of earlier starts what belongs to the checkpoint that the run goes on from."""
+    forget_after(folder / "samples.jsonl", start)
+    if start is None and (folder / TOKENIZER).is_dir():
+        shutil.rmtree(folder / TOKENIZER)  # made from rows that may have been mended since
+
+
+def _reopen(folder: Path, after: Path | None, display: Display, step: int) -> None:
+    """Before training goes on, lays the export of fewer steps aside.
+
+    Raises:
+        UserError: another stage has started from it.
+    """
+    if step:
+        display.say(f"going on from step {step}")
+    if not (folder / "export").exists():
+        return
+    if after is not None and _trained(after):
+        raise UserError(
+            f"{folder} was asked for more steps, but {after} has started from its weights already: start again with "
+            "--fresh or another output"
+        )
+    moved_aside(folder / "export")
+
+
+def _summary(result: RunResult, recipe: Recipe) -> str:
     """The last words of a run: what was reached, where it is, how to go on."""
-    lines = [f"done in {readable(result.metrics[-1]['time/seconds'])} s: {result.folder}"]
+    lines: list[str] = []
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
     if losses:
-        lines.append(f"held-out loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token (perplexity {math.exp(losses[-1]):.3g})")
+        first, last = losses[0], losses[-1]
+        lines.append(f"held-out loss {first:.3f} -> {last:.3f} nats per token (perplexity {perplexity(last):.3g})")
         lines.append(f"knowing only how common each token is would give {result.unigram_entropy:.3f}")
     lines.append(f"weights: {result.export}")
     model = f'"model={{path: {result.folder}, dtype: {recipe.model.dtype}}}"'

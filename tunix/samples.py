@@ -3,7 +3,6 @@
 Axes: B rows, T time, S sequences.
 """
 
-import json
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from tunix.client import Client
 from tunix.data.tokenizer import Tokenizer
-from tunix.trainer.metrics import read_rows
+from tunix.trainer.metrics import append_rows
 from tunix.trainer.progress import Display
 from tunix.trainer.scoring import unpack
 from tunix.types import Batch, Sampling
@@ -35,22 +34,24 @@ class Samples:
     display: Display
 
     def take(self, step: int) -> None:
-        """Answers all prompts with the weights as they are, unless this step's answers are on file already."""
-        if not self.prompts or any(row["step"] == step for row in read_rows(self.path)):
+        """Answers all prompts with the weights as they are."""
+        if not self.prompts:
             return
         self.client.publish()
         answers = self.client.sample(self.prompts, 1, self.sampling, seed=0)
-        with self.path.open("a") as file:
-            for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True):
-                row = {
-                    "step": step,
-                    "prompt": self._text(prompt),
-                    "completion": self._text(answer.tokens),
-                    "expected": self._text(expected),
-                    "finish": answer.finish,
-                }
-                file.write(json.dumps(row) + "\n")
-                self._show(row)
+        rows = [
+            {
+                "step": step,
+                "prompt": self._text(prompt),
+                "completion": self._text(answer.tokens),
+                "expected": self._text(expected),
+                "finish": answer.finish,
+            }
+            for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True)
+        ]
+        append_rows(self.path, rows)
+        for row in rows:
+            self._show(row)
 
     def _text(self, tokens: np.ndarray) -> Any:
         """Text without special tokens, or the ids where there is no tokenizer."""
@@ -62,16 +63,11 @@ class Samples:
         self.display.say(f"     expected: {str(row['expected']).strip()!r}")
 
 
-def drop_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of a file of steps up to `step`; those behind it will be made again."""
-    return [row for row in read_rows(path) if row["step"] <= step]
-
-
 def prompts_of(batches: List[Batch], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The first sequences of packed batches, each split before its first trained token.
 
     Returns:
-        Prompts and what follows them; sequences that are trained from their first token on have no prompt and are left out.
+        Prompts and what follows them; sequences trained from their first token on have no prompt and are left out.
     """
     prompts: list[np.ndarray] = []
     rest: list[np.ndarray] = []
@@ -88,7 +84,7 @@ def prompts_of(batches: List[Batch], number: int) -> tuple[list[np.ndarray], lis
 
 
 def unigram_entropy(batches: List[Batch]) -> float:
-    """Entropy in nats of the trained tokens' own frequencies: the loss of knowing nothing but how common each one is."""
+    """Entropy in nats of the trained tokens' frequencies: the loss of knowing nothing but how common each one is."""
     trained = np.concatenate([np.asarray(batch.tokens)[np.asarray(batch.loss_mask)] for batch in batches])
     shares = np.unique(trained, return_counts=True)[1] / trained.size
     return float(-(shares * np.log(shares)).sum())

@@ -5,7 +5,7 @@ row that is too long is an error.
 """
 
 import json
-import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tunix.errors import UserError
 from tunix.files import write_text_atomic
 from tunix.mesh import build_mesh, row_shards
 from tunix.source import adapted, check_vocabulary, pretrained, weights
+from tunix.trainer.metrics import perplexity
 from tunix.trainer.passes import Cut
 from tunix.trainer.progress import Display, readable
 from tunix.trainer.scoring import Scorer
@@ -60,14 +61,9 @@ def score(
     check_vocabulary(source)
     mesh = build_mesh(MeshConfig())
     structure = adapted(source.decoder, ModelConfig(path=model, dtype=dtype), None)
-    how = Rendering(
-        detect_format(rows[0], {}, f"row 1 of {rows.name}"),
-        max_length=max_length,
-        on_overflow="error",
-        train_on="all",
-        vocab_size=source.decoder.vocab_size,
-    )
-    sequences = [_sequence(rows, index, source.tokenizer, how) for index in range(len(rows))]
+    shape = detect_format(rows[0], {}, f"row 1 of {rows.name}")
+    how = Rendering(shape, max_length=sys.maxsize, train_on="all", vocab_size=source.decoder.vocab_size)
+    sequences = [_sequence(rows, index, source.tokenizer, how, max_length) for index in range(len(rows))]
     params, _ = weights(source, structure, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
     # One shape for all passes, no longer than the rows need.
     length = min(max_length, -(-max(len(s.tokens) for s in sequences) // 64) * 64)
@@ -81,16 +77,19 @@ def score(
     display.close()
     write_text_atomic(out, "".join(_line(s, logprobs) for s, logprobs in zip(sequences, found, strict=True)))
     total, count = sum(float(x.sum(dtype=np.float64)) for x in found), sum(x.size for x in found)
-    perplexity = math.exp(-total / count)
-    print(f"{len(found)} rows, {readable(count)} tokens: perplexity {perplexity:.4f}, written to {out}")
-    return perplexity
+    reached = perplexity(-total / count)
+    print(f"{len(found)} rows, {readable(count)} tokens: perplexity {reached:.4f}, written to {out}")
+    return reached
 
 
-def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, how: Rendering) -> Sequence:
+def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, how: Rendering, max_length: int) -> Sequence:
     where = f"row {index + 1} of {rows.name}"
     example = to_sequence(rows[index], tokenizer, how, where)
     if not isinstance(example, Kept):
-        raise UserError(f"{where}: nothing to score in a row of a single token")
+        raise UserError(f"{where}: nothing to score in a row of fewer than two tokens; leave it out")
+    size = len(example.sequence.tokens)
+    if size > max_length:
+        raise UserError(f"{where} has {size} tokens, more than --max-length {max_length}: raise it")
     return example.sequence
 
 

@@ -4,7 +4,6 @@ A run's folder stands for what it exported. An adapter on top of a base, of a ru
 the weights are loaded.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +14,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.config import AdapterConfig, DType, Family, ModelConfig
+from tunix.data.chat import with_template
 from tunix.data.sources import Rows
 from tunix.data.templates import TemplateName
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
+from tunix.files import atomic_folder
 from tunix.lora.adapt import adapt, merge
 from tunix.lora.peft import load_adapter
 from tunix.models.config import DecoderConfig
-from tunix.models.families import preset, read_config, small, with_sizes
+from tunix.models.families import preset, read_config, read_json, small, with_sizes
 from tunix.models.hf import load_params, resolve_folder
 from tunix.models.model import Model, Params, is_adapter
 
@@ -36,6 +37,9 @@ TEMPLATES: dict[Family, TemplateName] = {
 }
 """Chat format of a family, for models from scratch."""
 
+TOKENIZER = "tokenizer"
+"""Folder within a run folder: the tokenizer that the run made or changed."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -48,6 +52,15 @@ class Source:
     """Hugging Face folder; None for random weights."""
     merged: Path | None = None
     """PEFT folder that is merged into the weights."""
+    name: str = ""
+    """What an adapter trained on these weights calls its base: a hub id or an absolute path; empty for random ones."""
+    files: Path | None = None
+    """Folder whose tokenizer files an export takes along."""
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the weights are in a folder as they are, so that an adapter can name it as its base."""
+        return self.folder is not None and self.merged is None
 
 
 def pretrained(path: str, adapter: Path | None = None) -> Source:
@@ -59,16 +72,17 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
     Raises:
         UserError: there is no such folder, or the run has not exported yet.
     """
-    folder, merged = Path(path).expanduser(), adapter
-    if (folder / "recipe.yaml").is_file():
-        folder = exported(folder)
-        if (folder / "adapter_config.json").is_file():
+    merged, local = adapter, Path(path).expanduser()
+    if (local / "recipe.yaml").is_file():
+        local = exported(local)
+        path = str(local)
+        if (local / "adapter_config.json").is_file():
             if merged is not None:
                 raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
-            folder, merged = resolve_folder(_base(folder)), folder
-    else:
-        folder = resolve_folder(path)
-    return Source(read_config(folder), load_tokenizer(folder), folder, merged)
+            path, merged = _base(local), local
+    folder = resolve_folder(path)
+    name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
+    return Source(read_config(folder), load_tokenizer(folder), folder, merged, name, folder)
 
 
 def exported(run: Path) -> Path:
@@ -80,32 +94,59 @@ def exported(run: Path) -> Path:
     stages = sorted(run.glob("[0-9]*_*/recipe.yaml"), key=lambda path: int(path.parent.name.split("_")[0]))
     found = (stages[-1].parent if stages else run) / "export"
     if not found.is_dir():
-        raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder with tunix export {run} OUT")
+        raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder: tunix export {run} OUT")
     return found
 
 
-def from_scratch(config: ModelConfig, made: Path, rows: Rows) -> Source:
-    """A random model's structure and its tokenizer, made on the spot or read back from `made`.
+def of_recipe(config: ModelConfig, chat_template: str | None, kept: Path, rows: Rows | None) -> Source:
+    """The model of a recipe, with the tokenizer that its run uses.
+
+    A tokenizer that no folder of the user's holds as it is (made on the spot, or with another chat template) is written
+    to `kept` once and always read from there: a run that goes on, and an export, have the very same.
 
     Args:
-        config: with `init: random`.
-        made: the run's tokenizer folder, written where the recipe asks for a tokenizer to be made.
-        rows: training rows, read for `tokenizer: bpe`.
+        chat_template: replaces the tokenizer's own, where it is not None.
+        kept: the run's tokenizer folder.
+        rows: training rows, read for `tokenizer: bpe`; None where `kept` is known to be there.
+
+    Raises:
+        UserError: the model is not to be had, or its tokenizer does not fit it or the chat template.
     """
+    source = from_scratch(config) if config.path is None else pretrained(config.path)
+    if not kept.is_dir():
+        tokenizer = source.tokenizer if config.path else _made(config, source.decoder, rows)
+        if chat_template is not None:
+            tokenizer = _with_template(tokenizer, chat_template)
+        if tokenizer is not None and (chat_template is not None or config.path is None):
+            with atomic_folder(kept) as folder:
+                tokenizer.save(folder)
+    if kept.is_dir():
+        source = replace(source, tokenizer=load_tokenizer(kept), files=kept)
+    check_vocabulary(source)
+    return source
+
+
+def from_scratch(config: ModelConfig) -> Source:
+    """The structure of a random model, without a tokenizer."""
     decoder = preset(config.preset) if config.preset else small(_family(config))
-    decoder = with_sizes(decoder, dict(config.sizes))
-    if config.tokenizer is None:
-        return Source(decoder, None)
-    if config.tokenizer not in ("bytes", "bpe"):
-        return Source(decoder, load_tokenizer(config.tokenizer))
-    if not made.is_dir():
-        template = TEMPLATES[decoder.family]
-        if config.tokenizer == "bytes":
-            tokenizer = bytes_tokenizer(template)
-        else:
-            tokenizer = bpe_tokenizer(list(_texts(rows)), decoder.vocab_size, template)
-        tokenizer.save(made)
-    return Source(decoder, load_tokenizer(made))
+    return Source(with_sizes(decoder, dict(config.sizes)), None)
+
+
+def _made(config: ModelConfig, decoder: DecoderConfig, rows: Rows | None) -> Tokenizer | None:
+    """The tokenizer that a recipe asks for beside a random model."""
+    template = TEMPLATES[decoder.family]
+    if config.tokenizer == "bytes":
+        return bytes_tokenizer(template)
+    if config.tokenizer == "bpe":
+        assert rows is not None
+        return bpe_tokenizer(list(_texts(rows)), decoder.vocab_size, template)
+    return load_tokenizer(config.tokenizer) if config.tokenizer else None
+
+
+def _with_template(tokenizer: Tokenizer | None, chat_template: str) -> Tokenizer:
+    if tokenizer is None:
+        raise UserError("data.chat_template changes nothing for a model without a tokenizer: its rows are token ids")
+    return with_template(tokenizer, chat_template)
 
 
 def check_vocabulary(source: Source) -> None:
@@ -173,7 +214,7 @@ def _merged(params: Params, source: Source, mesh: Mesh) -> Params:
 
 def _base(adapter: Path) -> str:
     """The base that a PEFT folder names."""
-    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return str(read_json(adapter / "adapter_config.json")["base_model_name_or_path"])
 
 
 def _family(config: ModelConfig) -> Family:

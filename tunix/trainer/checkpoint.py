@@ -1,9 +1,10 @@
-"""Checkpoints: the whole train state and the run's own record, as one atomic unit on disk, written while training goes on.
+"""Checkpoints: the whole train state and the run's own record, one atomic unit on disk, written while training goes on.
 
 Orbax writes to a temporary folder and renames it; a process that dies in between leaves the previous step intact. The
 arrays restore onto any mesh, bit for bit. The record (data position, counters) is JSON beside them.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,24 @@ BEST = "eval/loss"
 class Checkpoints:
     """The checkpoints of one run, in `folder/<step>/`."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
+    def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False):
+        """Looks at what is there.
+
+        Args:
+            read_only: touches nothing: the run that owns the folder may be writing to it.
+        """
         last = keep.LatestN(config.keep)
-        best = keep.BestN(
-            get_metric_fn=lambda metrics: metrics[BEST], reverse=True, n=1, keep_checkpoints_without_metrics=False
-        )
+        best = keep.BestN(get_metric_fn=_rank, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
+                # Orbax writes metrics, without which a restarted run forgets its best, only where it has a best_fn.
+                best_fn=_rank,
                 preservation_policy=keep.AnyPreservationPolicy([last, best] if config.best else [last]),
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=not read_only,
+                create=not read_only,
+                read_only=read_only,
                 enable_async_checkpointing=True,
             ),
         )
@@ -58,7 +66,7 @@ class Checkpoints:
         """
         parts = ocp.args.Composite(state=ocp.args.StandardSave(flatten(state)), record=ocp.args.JsonSave(dict(record)))
         with self._explained():
-            self._manager.save(step, args=parts, metrics=dict(metrics) if BEST in metrics else None)
+            self._manager.save(step, args=parts, metrics={BEST: metrics.get(BEST)})
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """State and record of a step, placed as `like` is.
@@ -93,6 +101,12 @@ class Checkpoints:
 
     def _explained(self) -> "_WriteErrors":
         return _WriteErrors(self.folder)
+
+
+def _rank(metrics: Mapping[str, float | None]) -> float:
+    """What the best checkpoint has the lowest of; the newest of those without an evaluation counts as their best."""
+    value = metrics[BEST]
+    return math.inf if value is None else value
 
 
 class _WriteErrors:

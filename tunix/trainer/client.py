@@ -98,7 +98,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
         """The loss and its metrics over all batches, as `eval/...`; waits for the result."""
         batches = list(batches)
-        counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+        counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
         total: dict[str, jax.Array] = {}
         with jax.set_mesh(self.machinery.mesh):
             for batch in batches:
@@ -140,8 +140,9 @@ class Trainer:
         save_state(path, self.state)
 
     def load(self, path: Path) -> None:
-        """Restores what `save` wrote."""
-        self.state, self._stale = load_state(path, self.state), True
+        """Restores what `save` wrote; gradients gathered before are dropped."""
+        self.state = load_state(path, self.state)
+        self._gathered, self._stale = None, True
 
     def export(self, path: Path, adapter: bool = False) -> None:
         """Writes a Hugging Face folder, an adapter merged into its base; or the adapter alone as a PEFT folder.
@@ -218,4 +219,3 @@ class Trainer:
         )
         step = jax.device_put(np.int32(0), self._everywhere)
         return TrainState(params, jax.jit(tx.init, out_shardings=moments)(params), step)
-

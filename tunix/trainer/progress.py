@@ -71,7 +71,7 @@ def summary(values: Mapping[str, float]) -> str:
     return "  ".join(shown)
 
 
-def readable(number: float) -> str:
+def readable(number: float | int) -> str:
     """`12_345` -> `12.3k`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:

@@ -1,0 +1,64 @@
+# A fresh machine needs Python 3.11, 3.12 or 3.13 and nothing else:
+#
+#   make quickstart   makes .venv, installs, trains the first model
+#   make test         the same, with what the tests need, and runs them
+#
+# Something is installed only where pyproject.toml has changed. `make PYTHON=/path/to/python3.12 ...` chooses the Python
+# of a new .venv; `make test ARGS="-k packing"` and `make quickstart ARGS="steps=50"` hand words on.
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# 3.11 first: it is what the checks run on and what the numbers in this repository were measured with. A name is taken
+# only if it starts, is one of the three versions, and can make a virtual environment.
+CANDIDATES := python3.11 python3.12 python3.13 python3 python
+SUITABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help quickstart test test-slow lint format
+
+help:
+	@echo "make quickstart   install and train the first model (minutes)"
+	@echo "make test         install what the tests need and run them"
+	@echo "make test-slow    the tests that take minutes or gigabytes"
+	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
+
+quickstart: $(VENV)/installed
+	$(BIN)/tunix run recipes/quickstart.yaml $(ARGS)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# pip arrives last, so that a .venv that was cut short is made again.
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "tunix needs Python 3.11, 3.12 or 3.13 with its venv module, and none was found (tried: $(CANDIDATES)). Install one, on Debian and Ubuntu with 'apt install python3 python3-venv', or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/pip
+	@echo "Installing tunix into $(VENV) (about 1.5 GB; a minute or two) ..."
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(BIN)/pip
+	@echo "Installing tunix and what its tests need into $(VENV) (torch is the largest part; some minutes) ..."
+	@$(PIP) --editable ".[test]"
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/pip
+	@echo "Installing tunix and the developers' tools into $(VENV) ..."
+	@$(PIP) --editable ".[test,dev]"
+	@touch $@ $(VENV)/installed $(VENV)/installed-test

@@ -1,0 +1,80 @@
+"""What a user gets who installs a wheel: all of the package, the recipes, the licence; and how they call a recipe."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tunix.errors import UserError
+from tunix.recipe import Recipe, brought
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # No isolation: the build backend is among the test requirements, so nothing is downloaded.
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, capture_output=True)
+    (built,) = folder.glob("tunix-*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_package_the_recipes_and_nothing_else(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "tunix").rglob("*.py")}
+    recipes = {f"tunix/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    assert len(recipes) >= 5
+    assert package | recipes <= names
+    assert {name for name in names - package - recipes if not name.endswith(".md")} == {"tunix/py.typed"}
+    assert len(licences) == 1
+
+
+def test_the_wheel_runs_a_recipe_by_its_name(wheel: Path, tmp_path: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "import tunix; print(tunix.__file__); print(tunix.Recipe.load('quickstart').output)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    place, output = done.stdout.split()
+    assert Path(place) == tmp_path / "site" / "tunix" / "__init__.py"
+    assert output == "runs/quickstart"
+
+
+def test_a_bare_name_is_a_recipe_that_tunix_brings():
+    assert sorted(brought()) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    assert Recipe.load("quickstart") == Recipe.load(ROOT / "recipes" / "quickstart.yaml")
+
+
+def test_a_file_of_that_name_comes_first(tmp_path: Path):
+    (tmp_path / "quickstart").write_text("model: {path: a/llama}\ndata: {train: a/b}\n")
+    assert Recipe.load("quickstart").model.path == "a/llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("quickstat", "nor a recipe that tunix brings: .*Did you mean 'quickstart'"),
+        ("quickstart.yaml", r"quickstart.yaml: no such file"),
+        ("recipes/quickstart.yaml", r"recipes/quickstart.yaml: no such file"),
+    ],
+)
+def test_a_name_that_is_nothing(name: str, words: str):
+    with pytest.raises(UserError, match=words):
+        Recipe.load(name)
+
+
+def test_continuous_integration_runs_what_a_person_runs():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "\nmake test\n" in script.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"\n{target}: " in makefile for target in ("quickstart", "test", "test-slow", "lint"))
