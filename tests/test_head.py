@@ -51,7 +51,9 @@ def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap,
 
 def test_nothing_needed_gives_zeros(arrays):
     hidden, table, targets, needed = arrays
-    gradient = jax.grad(lambda h: token_logprobs(h, table, targets, needed & False, softcap=None, entropy=False)[0].sum())
+    gradient = jax.grad(
+        lambda h: token_logprobs(h, table, targets, needed & False, softcap=None, entropy=False)[0].sum()
+    )
     assert not np.any(gradient(hidden))
 
 
@@ -89,5 +91,7 @@ def test_a_frozen_table_costs_no_gradient_of_its_own(arrays):
     both = jax.jit(jax.grad(loss, (0, 1)))
     alone = jax.jit(jax.grad(loss))
     np.testing.assert_allclose(alone(hidden, table), both(hidden, table)[0], atol=1e-6)
-    products = [jax.make_jaxpr(f)(hidden, table).pretty_print(use_color=False).count("dot_general") for f in (both, alone)]
+    products = [
+        jax.make_jaxpr(f)(hidden, table).pretty_print(use_color=False).count("dot_general") for f in (both, alone)
+    ]
     assert products[1] == products[0] - 1

@@ -27,9 +27,7 @@ next_steps = 2
 """What takes the place of the first notebook's settings."""
 
 
-def executed(
-    path: Path, settings: str, start_in: Path, last: str | None = None
-) -> dict[str, nbformat.NotebookNode]:
+def executed(path: Path, settings: str, start_in: Path, last: str | None = None) -> dict[str, nbformat.NotebookNode]:
     """Runs a notebook with other settings, up to the cell `last` where one is named; its cells by id."""
     notebook = nbformat.read(path, as_version=4)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))

@@ -72,6 +72,12 @@ def test_a_name_that_is_nothing(name: str, words: str):
         Recipe.load(name)
 
 
+def test_nothing_is_said_about_a_torch_that_is_not_needed():
+    code = "import sys; sys.modules['torch'] = None; from tunix.data.tokenizer import bytes_tokenizer as t; t('gemma')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout + done.stderr == ""
+
+
 def test_continuous_integration_runs_what_a_person_runs():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

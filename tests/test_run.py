@@ -1,5 +1,6 @@
 """Whole runs through the command line: what the run folder holds, how it goes on, and what comes out of it."""
 
+import json
 import math
 import os
 import shutil
@@ -109,7 +110,8 @@ def test_a_run_folder_holds_what_is_promised(here: Path):
     assert (truncated[-1], dropped[-1]) == (8, 8)
     assert truncated == sorted(truncated)
     assert updates[-1]["eval/loss"] < 0.5 * start["eval/loss"]
-    assert all(earlier["time/seconds"] <= later["time/seconds"] for earlier, later in zip(updates, updates[1:]))  # noqa: B905
+    seconds = [one["time/seconds"] for one in updates]
+    assert seconds == sorted(seconds)
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(here: Path):
@@ -179,9 +181,8 @@ def test_fresh_starts_again_and_loses_nothing(here: Path):
 
 
 def test_a_run_starts_from_another_run(here: Path):
-    write_recipe(
-        here / "next.yaml", {"model": {"path": "run", "dtype": "float32"}, "output": "next", "steps": 1, **EVAL}
-    )
+    model = {"path": "run", "dtype": "float32"}
+    write_recipe(here / "next.yaml", {"model": model, "output": "next", "steps": 1, **EVAL})
     train("next.yaml")
     assert metrics("next")[0]["eval/loss"] == pytest.approx(metrics("run")[-1]["eval/loss"], abs=1e-5)
     assert (here / "next/export/tokenizer.json").read_bytes() == (here / "run/export/tokenizer.json").read_bytes()
@@ -264,13 +265,8 @@ def test_a_stage_starts_from_the_one_before_and_is_resumed_where_it_stopped(
 
 def test_an_adapter_on_an_adapter_ends_in_a_whole_folder(tmp_path: Path):
     model_folder(tmp_path / "base")
-    changes = {
-        "model": {"path": "base", "dtype": "float32"},
-        "adapter.rank": 2,
-        "stages": [{}, {"seed": 1}],
-        "steps": 2,
-    }
-    write_recipe(tmp_path / "r.yaml", {**changes, **EVAL, "eval.samples": 0})
+    changes = {"model": {"path": "base", "dtype": "float32"}, "adapter.rank": 2, "steps": 2}
+    write_recipe(tmp_path / "r.yaml", {**changes, **EVAL, "eval.samples": 0, "stages": [{}, {"seed": 1}]})
     train("r.yaml")
     assert (tmp_path / "run/0_sft/export/adapter_config.json").is_file()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/1_sft/export")
@@ -311,10 +307,10 @@ def test_an_adapter_trains_alone_and_goes_to_peft_and_back(tmp_path: Path):
     train("r.yaml")
     names = {path.name for path in (tmp_path / "run/export").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
-    checkpoints = Checkpoints(tmp_path / "run/checkpoints", CheckpointConfig(), read_only=True)
-    saved = checkpoints._manager.item_metadata(4)["state"]
-    checkpoints.close()
-    assert {name.split("_lora_")[0] for name in saved["params"]} == {"layers/q/w", "layers/v/w", "layers/down/w"}
+    saved = json.loads((tmp_path / "run/checkpoints/4/state/_METADATA").read_text())["tree_metadata"]
+    keys = [[part["key"] for part in leaf["key_metadata"]] for leaf in saved.values()]
+    trained = {f"layers/{name}/w_lora_{letter}" for name in ("q", "v", "down") for letter in "ab"}
+    assert {key[1] for key in keys if key[0] == "params"} == trained
 
     held = tmp_path / "held.jsonl"
     assert main(["export", "run", "merged"]) == 0
@@ -337,9 +333,8 @@ def test_an_adapter_trains_alone_and_goes_to_peft_and_back(tmp_path: Path):
 
 def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path):
     model_folder(tmp_path / "base", tokenizer=False)
-    given = [
-        {"input_ids": list(range(i, i + 12)), "labels": [-100] * 4 + list(range(i + 4, i + 12))} for i in range(24)
-    ]
+    ids = [list(range(first, first + 12)) for first in range(24)]
+    given = [{"input_ids": one, "labels": [-100] * 4 + one[4:]} for one in ids]
     write_rows(tmp_path / "train.jsonl", given)
     write_rows(tmp_path / "held.jsonl", given[:3])
     write_recipe(tmp_path / "r.yaml", {"model": {"path": "base", "dtype": "float32"}, **EVAL})
@@ -359,19 +354,17 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path):
 def test_a_chat_template_of_the_recipe_goes_with_the_export(tmp_path: Path):
     model_folder(tmp_path / "base")
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}")
-    said = [
-        {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c" * n}]} for n in (3, 5)
-    ]
-    write_rows(tmp_path / "train.jsonl", said * 4)
+    said = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ccc"}]}
+    write_rows(tmp_path / "train.jsonl", [said] * 8)
     changes = {"model": {"path": "base", "dtype": "float32"}, "data.chat_template": "mine.jinja", "steps": 1}
     write_recipe(tmp_path / "r.yaml", changes)
     train("r.yaml")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/export")
-    assert tokenizer.apply_chat_template(said[0]["messages"], tokenize=False) == "u:ab;a:ccc;"
+    assert tokenizer.apply_chat_template(said["messages"], tokenize=False) == "u:ab;a:ccc;"
     scratch = {"data.chat_template": "mine.jinja", "steps": 1, "output": "scratch"}
     train(str(write_recipe(tmp_path / "s.yaml", scratch)))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "scratch/export")
-    assert tokenizer.apply_chat_template(said[0]["messages"], tokenize=False) == "u:ab;a:ccc;"
+    assert tokenizer.apply_chat_template(said["messages"], tokenize=False) == "u:ab;a:ccc;"
 
 
 # --- Where numbers go -----------------------------------------------------------------------------------------------

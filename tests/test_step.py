@@ -209,7 +209,7 @@ def test_rematerialised_layers_give_the_same_gradients():
 def test_bf16_computes_near_f32_and_keeps_f32_masters():
     batch = pack(sequences(8), 8, 24, packing=True)
     exact, half = trainer(), trainer(dtype="bfloat16")
-    losses = [(float(exact.step(batch, SFT_LOSS)["train/loss"]), float(half.step(batch, SFT_LOSS)["train/loss"])) for _ in range(5)]  # fmt: skip
+    losses = [[float(one.step(batch, SFT_LOSS)["train/loss"]) for one in (exact, half)] for _ in range(5)]
     assert all(x.dtype == jnp.float32 for x in half.state.params.values())
     for right, found in losses:
         assert found == pytest.approx(right, rel=2e-2)

@@ -3,6 +3,7 @@
 All runs share one shape of model and batch, so that their compiled programs are found in the cache.
 """
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -60,13 +61,13 @@ def write_rows(path: Path, written: Iterable[Mapping[str, Any]]) -> Path:
 
 def write_recipe(path: Path, changes: Mapping[str, Any] | None = None) -> Path:
     """RECIPE with changes by dotted key, and rows beside it: 32 to train on, 6 held out."""
-    sections = json.loads(json.dumps(RECIPE))
+    sections = copy.deepcopy(RECIPE)
     for key, value in (changes or {}).items():
         *parents, last = key.split(".")
         place = sections
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[last] = value
+        place[last] = copy.deepcopy(value)
     if not (path.parent / "train.jsonl").exists():
         write_rows(path.parent / "train.jsonl", rows(32))
         write_rows(path.parent / "held.jsonl", rows(6, seed=3))

@@ -17,7 +17,8 @@ Axes = tuple[str | None, ...]
 AXES = ("data", "fsdp", "tensor")
 
 
-def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+# The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
+def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
     """The mesh that a recipe asks for, over all devices or those given.
 
     Raises:
@@ -58,7 +59,10 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Holds an activation to its axes' places inside a compiled function (under `jax.set_mesh`); nothing to do on one device."""
+    """Holds an activation to its axes' places inside a compiled function, under `jax.set_mesh`.
+
+    On one device there is nothing to do.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

@@ -182,8 +182,8 @@ def weights(
         frozen: dtype of those that do not.
         full: all weights train; else only the adapter's.
     """
-    dtypes = {name: trained if full or is_adapter(name) else frozen for name in model.shapes}
-    base = {name: dtype for name, dtype in dtypes.items() if not is_adapter(name)}
+    dtypes: dict[str, DType] = {name: trained if full or is_adapter(name) else frozen for name in model.shapes}
+    base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if not is_adapter(name)}
     key = jax.random.key(seed)
     if source.folder is None:
         params = model.init(key, dtypes, mesh)

@@ -52,15 +52,15 @@ class Batch:
     """Targets of the loss."""
     sequence_ids: Int[Array | np.ndarray, "B T"]
     """Index of the token's sequence in the `[S]` arrays."""
-    weights: Float[Array | np.ndarray, S]
+    weights: Float[Array | np.ndarray, "S"]
     """Weight of each sequence; 0 where the last batch of an epoch has fewer than S."""
-    lengths: Float[Array | np.ndarray, S]
+    lengths: Float[Array | np.ndarray, "S"]
     """Trained tokens of each sequence, at least 1 so that it can divide."""
     counts: Mapping[str, Float[Array | np.ndarray, ""]]
     """The denominators of the whole batch, weighted: `tokens`, `sequences`. Taken before any split."""
     per_token: Mapping[str, Num[Array | np.ndarray, "B T"]] = field(default_factory=dict)
     """Named per-token values."""
-    per_sequence: Mapping[str, Num[Array | np.ndarray, S]] = field(default_factory=dict)
+    per_sequence: Mapping[str, Num[Array | np.ndarray, "S"]] = field(default_factory=dict)
     """Named per-sequence values."""
 
 
@@ -76,7 +76,7 @@ class LossInputs:
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that token t was drawn from, where the loss asks for it."""
 
-    def per_token(self, values_S: Num[Array, S]) -> Num[Array, "B T"]:
+    def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
         """Spreads per-sequence values over the tokens of each sequence."""
         return values_S[self.batch.sequence_ids]
 

@@ -200,7 +200,8 @@ def _render(row: Row, tokenizer: Tokenizer | None, how: Rendering) -> tuple[np.n
         )
     elif how.format == "messages":
         messages = _messages(_column(row, "messages", how))
-        tokens, mask = render_chat(messages, tokenizer, **_tools(_column(row, "tools", how, None)), **how.template_kwargs)
+        tools = _tools(_column(row, "tools", how, None))
+        tokens, mask = render_chat(messages, tokenizer, **tools, **how.template_kwargs)
     elif how.format == "prompt_completion":
         tokens, mask = _prompt_completion(row, tokenizer, how)
     else:

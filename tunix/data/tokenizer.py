@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,14 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for transformers' advice to install torch: only its tokenizers and configs are used here."""
+    return "PyTorch was not found" not in record.getMessage()
+
+
+logging.getLogger("transformers").addFilter(_is_news)
 
 
 @dataclass(frozen=True, eq=False)

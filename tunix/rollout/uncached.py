@@ -41,9 +41,7 @@ def generate(
     tokens = np.zeros((len(requests), width), np.int32)
     for row, prompt in zip(tokens, requests, strict=True):
         row[: len(prompt)] = prompt
-    tokens, logprobs, ends = jax.device_get(
-        _generate(model, sampling, params, tokens, lengths, jax.random.key(seed))
-    )
+    tokens, logprobs, ends = jax.device_get(_generate(model, sampling, params, tokens, lengths, jax.random.key(seed)))
     stops = np.array(sampling.stop_ids)
 
     def completion(row: int) -> Completion:

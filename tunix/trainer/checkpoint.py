@@ -41,7 +41,6 @@ class Checkpoints:
                 preservation_policy=keep.AnyPreservationPolicy([last, best] if config.best else [last]),
                 cleanup_tmp_directories=not read_only,
                 create=not read_only,
-                read_only=read_only,
                 enable_async_checkpointing=True,
             ),
         )

@@ -6,6 +6,7 @@ https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
@@ -69,7 +70,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
         return optax.scale_by_lion(**given)
     if config.name == "adafactor":
         # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
-        factored = optax.scale_by_factored_rms(**({"epsilon": config.eps} if config.eps else {}))
+        factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
         return optax.chain(factored, optax.clip_by_block_rms(1.0))
     return optax.trace(config.momentum) if config.momentum else optax.identity()
 
@@ -80,13 +81,17 @@ def _muon(
     """Muon on the layers' matrices, AdamW on tables, norms and biases (as its authors do)."""
     numbers = {name: _matrix(name, names) for name, names in axes.items()}
     adam = {f"adam_{key}": value for key in ("b1", "b2") if (value := getattr(config, key)) is not None}
+
+    def dimensions(params: Any) -> Any:
+        return {name: numbers[name] for name in params}
+
     return optax.contrib.muon(
         schedule,
         beta=0.95 if config.momentum is None else config.momentum,
         eps=1e-8 if config.eps is None else config.eps,
         weight_decay=config.weight_decay,
         weight_decay_mask=dict(mask),
-        muon_weight_dimension_numbers=lambda params: {name: numbers[name] for name in params},
+        muon_weight_dimension_numbers=dimensions,
         consistent_rms=MUON_RMS,
         adam_weight_decay=config.weight_decay,
         **adam,

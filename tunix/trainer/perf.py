@@ -28,7 +28,8 @@ PEAK_FLOPS: dict[str, float] = {
 """Dense bf16 peak by the start of the device's name, from the vendors' data sheets; a CPU's is not known."""
 
 
-def peak_flops(device: jax.Device) -> float | None:
+# The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
+def peak_flops(device: jax.Device) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
     """FLOP/s of one device at best, or None where it is not known."""
     known = [peak for name, peak in PEAK_FLOPS.items() if device.device_kind.startswith(name)]
     return known[0] if known else None
@@ -74,7 +75,7 @@ class Compilations:
         self._settled = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, duration: float, **_: str | int) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         self._all += event == self._EVENT
 
     def settled(self) -> None:

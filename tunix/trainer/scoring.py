@@ -45,8 +45,8 @@ class Scorer:
         def compute(params: Params, passes: Passes) -> Float[Array, "M R T"]:
             def one(index: jax.Array, found: jax.Array) -> jax.Array:
                 rows = passes.at(index)
-                needed = rows.segment_ids > 0
-                logprobs, _ = self.model.logprobs(params, rows.tokens, rows.positions, rows.segment_ids, needed)
+                read = (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0)
+                logprobs, _ = self.model.logprobs(params, *map(jax.numpy.asarray, read))
                 return found.at[index].set(logprobs)
 
             empty = jax.numpy.zeros(passes.rows["tokens"].shape, jax.numpy.float32)

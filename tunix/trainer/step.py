@@ -9,6 +9,7 @@ Axes: M passes, R rows of a pass, T time, S sequences, D model.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ class Compute:
             "train/grad_norm": optax.global_norm(gradients),
             "train/learning_rate": learning_rate(self.schedule, state.step),
         }
-        params = optax.apply_updates(state.params, updates)
+        params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, moments, state.step + 1), metrics
 
     def evaluate(self, params: Params, passes: Passes, loss: Loss) -> Sums:
@@ -118,10 +119,7 @@ class Compute:
         noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
         logprobs, entropy = self.model.logprobs(
             params,
-            batch.tokens,
-            batch.positions,
-            batch.segment_ids,
-            batch.loss_mask,
+            *map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.loss_mask)),
             entropy=loss.entropy,
             noise=noise,
         )
@@ -176,6 +174,6 @@ def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -
         own = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
         return jax.random.uniform(own, (width,), minval=-1.0, maxval=1.0)
 
-    noise = jax.vmap(jax.vmap(token))(batch.sequence_ids, batch.positions)
+    noise = jax.vmap(jax.vmap(token))(jnp.asarray(batch.sequence_ids), jnp.asarray(batch.positions))
     size = alpha / jnp.sqrt(jnp.maximum(length, 1)[batch.sequence_ids] * float(width))
     return jnp.where(batch.segment_ids > 0, size, 0.0)[..., None] * noise
