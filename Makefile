@@ -31,8 +31,9 @@ quickstart: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
+# With the compiler at its best: these run long enough to be worth it (tests/conftest.py turns it down for the others).
 test-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

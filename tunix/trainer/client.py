@@ -182,7 +182,8 @@ class Trainer:
 
     @cached_property
     def _apply(self):
-        return jax.jit(self._compute.apply, donate_argnums=(0, 1))
+        # Not the gradients: every output already has a buffer of the old state to take.
+        return jax.jit(self._compute.apply, donate_argnums=0)
 
     @cached_property
     def _evaluate(self):
@@ -207,15 +208,14 @@ class Trainer:
         return jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     def _new_state(self, params: Params) -> TrainState:
-        """Step 0: moments live where their parameters live (GSPMD would replicate them)."""
+        """Step 0: a moment of its parameter's shape lives where that lives (GSPMD would replicate it)."""
         tx = self.machinery.optimizer
-        places = {name: x.sharding for name, x in params.items()}
-        moments = optax.tree_utils.tree_map_params(
-            tx,
-            lambda _, place: place,
-            jax.eval_shape(tx.init, params),
-            places,
-            transform_non_params=lambda _: self._everywhere,
-        )
+
+        def home(path: tuple[object, ...], moment: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            owner = params.get(names[-1]) if names else None
+            return owner.sharding if owner is not None and owner.shape == moment.shape else self._everywhere
+
+        moments = jax.tree_util.tree_map_with_path(home, jax.eval_shape(tx.init, params))
         step = jax.device_put(np.int32(0), self._everywhere)
         return TrainState(params, jax.jit(tx.init, out_shardings=moments)(params), step)
