@@ -9,6 +9,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Test processes. Most of their time goes into compiling, one core each; every one of them takes up to 3 GB.
+WORKERS ?= 2
 
 # 3.11 first: it is what the checks run on and what the numbers in this repository were measured with. A name is taken
 # only if it starts, is one of the three versions, and can make a virtual environment.
@@ -29,7 +31,7 @@ quickstart: $(VENV)/installed
 	$(BIN)/tunix run recipes/quickstart.yaml $(ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 # With the compiler at its best: these run long enough to be worth it (tests/conftest.py turns it down for the others).
 test-slow: $(VENV)/installed-test

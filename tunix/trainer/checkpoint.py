@@ -4,6 +4,7 @@ Orbax writes to a temporary folder and renames it; a process that dies in betwee
 arrays restore onto any mesh, bit for bit. The record (data position, counters) is JSON beside them.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,12 +78,12 @@ class Checkpoints:
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(target), record=ocp.args.JsonRestore())
         try:
             found = self._manager.restore(step, args=parts)
-        except (ValueError, KeyError, OSError) as error:
+            return unflatten(found["state"], like), found["record"]
+        except Exception as error:  # a damaged file reaches us as a bare Exception of tensorstore's
             raise UserError(
-                f"{self.folder / str(step)}: the checkpoint cannot be read: {str(error).splitlines()[0]}. Delete that "
+                f"{self.folder / str(step)}: the checkpoint cannot be read: {_first_line(error)}. Delete that "
                 "folder to go on from the one before, or start anew with --fresh."
             ) from error
-        return unflatten(found["state"], like), found["record"]
 
     def wait(self) -> None:
         """Until what was started is on disk.
@@ -120,9 +121,24 @@ class _WriteErrors:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             raise UserError(
-                f"{self.folder}: a checkpoint could not be written ({str(error).strip().splitlines()[0]}). Earlier "
+                f"{self.folder}: a checkpoint could not be written ({_first_line(error)}). Earlier "
                 "checkpoints are intact: make room and run the same command to go on from the last one."
             ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The beginning of an error's text, which may go on for pages; its kind where it has none."""
+    text = str(error).strip() or type(error).__name__
+    return f"{text.splitlines()[0]:.300}"
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Keeps out the tracebacks that Orbax and its abandoned tasks log for a failed write: it is told as one error."""
+    return "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_quiet)
 
 
 def save_state(path: Path, state: TrainState) -> None:
