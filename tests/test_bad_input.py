@@ -441,11 +441,15 @@ def test_a_run_that_cannot_begin_says_why(
 
 
 def test_a_mended_recipe_begins_in_the_same_folder(here: Path, capsys: pytest.CaptureFixture[str]):
+    (here / "run").mkdir()
+    (here / "run/.lock").touch()
+    (here / "run/recipe.yaml.tmp-12345678").touch()  # as a kill leaves it
     refused(["run", "r.yaml", "data.train=gone.jsonl"], capsys)
     write_rows(here / "short.jsonl", [*rows(3), {"prompt": "a"}])
     refused(["run", "r.yaml", "data.train=short.jsonl", "data.shuffle=false"], capsys)
     train("r.yaml", "steps=1")
     assert [one["step"] for one in metrics("run")] == [1]
+    assert not list((here / "run").glob("*.tmp-*"))
 
 
 # --- A folder that holds a run --------------------------------------------------------------------------------------

@@ -94,14 +94,16 @@ class Run:
             assert self.process.poll() is None, self.log
             time.sleep(0.001)
 
-    def held_while(self, happens: Callable[[], bool]) -> None:
-        """Stops the process in the middle of something: it stands still when this returns."""
-        while True:
-            self.until(happens)
-            self.process.send_signal(signal.SIGSTOP)
+    def caught_while(self, happens: Callable[[], bool]) -> bool:
+        """Stops the process in the middle of something; False where it ended before it was seen at that."""
+        while self.process.poll() is None:
             if happens():
-                return
-            self.process.send_signal(signal.SIGCONT)
+                self.process.send_signal(signal.SIGSTOP)
+                if happens():
+                    return True
+                self.process.send_signal(signal.SIGCONT)
+            time.sleep(0.001)
+        return False
 
     def kill(self) -> None:
         self.process.kill()
@@ -172,8 +174,8 @@ def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path
     run.until(lambda: run.steps >= first)
     run.kill()
 
-    run = started()  # while a checkpoint is written
-    run.held_while(lambda: bool(run.unfinished))
+    run = started()  # while the first checkpoint is written
+    assert run.caught_while(lambda: bool(run.unfinished)), run.log
     run.kill()
     assert run.unfinished, "the save was not caught"
 
@@ -188,12 +190,17 @@ def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path
     run.kill()
 
     run = started()  # while the last checkpoint, or the one before it, is written
-    run.held_while(lambda: bool(run.unfinished) and run.steps >= 25)
+    assert run.caught_while(lambda: bool(run.unfinished) and run.steps >= 25), run.log
     run.kill()
+
+    run = started()  # while the weights are exported, if that can be caught
+    if run.caught_while(lambda: any(run.run.glob("export.tmp-*"))):
+        run.kill()
 
     run = started()
     assert run.wait() == 0, run.log
     assert run.unfinished == []
+    assert not list(run.run.glob("*.tmp-*"))
     assert_same_end(run.run, whole / "run")
 
 

@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from tunix.recipe import Recipe
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.step import TrainState
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EVERY_UPDATE = {
     "step",
     "time/seconds",
@@ -143,6 +146,18 @@ def test_the_export_is_what_transformers_and_score_compute(here: Path):
         total, trained = total - sum(answer), trained + len(answer)
     # The run's own evaluation is the mean over the held-out completions.
     assert metrics("run")[-1]["eval/loss"] == pytest.approx(total / trained, abs=1e-4)
+
+
+def test_python_gets_what_the_files_say(here: Path):
+    result = Recipe.load("r.yaml").run()
+    assert (result.folder, result.export) == (Path("run"), Path("run/export"))
+    assert result.metrics == metrics("run")
+    assert result.samples == lines(here / "run/samples.jsonl")
+    # Trained are the completions, of one letter each, and an EOS behind every one.
+    held = [one["completion"] for one in lines(here / "held.jsonl")]
+    trained = [*"".join(held), *["EOS"] * len(held)]
+    shares = [trained.count(token) / len(trained) for token in set(trained)]
+    assert result.unigram_entropy == pytest.approx(-sum(share * math.log(share) for share in shares))
 
 
 def test_a_finished_run_says_so_and_changes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -274,8 +289,15 @@ def test_an_adapter_on_an_adapter_ends_in_a_whole_folder(tmp_path: Path):
     assert second[0]["eval/loss"] == pytest.approx(first[-1]["eval/loss"], abs=1e-5)
     held = lines(tmp_path / "held.jsonl")
     found = scored("run", tmp_path / "held.jsonl", "scores.jsonl")
+    shutil.move("run", "moved")
+    assert main(["export", "moved", "out"]) == 0
+    again = scored("out", tmp_path / "held.jsonl", "again.jsonl")
+    np.testing.assert_allclose(flat(again), flat(found), atol=1e-5)
     answers = [one["logprobs"][len(told["prompt"]) :] for one, told in zip(found, held, strict=True)]
     assert second[-1]["eval/loss"] == pytest.approx(-np.concatenate(answers).mean(), abs=1e-4)
+    # A run whose last stage has not come to its end has no weights to give, though its first stage has.
+    shutil.rmtree("moved/1_sft")
+    assert main(["score", "moved", "held.jsonl", "--out", "none.jsonl"]) == 2
 
 
 # --- The same losses, however it is computed ------------------------------------------------------------------------
@@ -285,6 +307,10 @@ def test_mesh_packing_and_passes_do_not_change_the_losses(tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", {"steps": 6})
     train("r.yaml", "output=plain")
     assert len(losses("plain")) == 6
+    # One device instead of eight, in a process of its own.
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "tunix.cli", "run", "r.yaml", "output=single"], env=env, check=True)
+    np.testing.assert_allclose(losses("single"), losses("plain"), atol=1e-4)
     # Another mesh, restored onto the first after three steps.
     train("r.yaml", "output=other", "mesh={fsdp: 4, tensor: 2}", "steps=3")
     train("r.yaml", "output=other")

@@ -6,6 +6,7 @@ such folder per stage, each starting from the export of the one before.
 """
 
 import fcntl
+import json
 import shutil
 import signal
 import threading
@@ -84,10 +85,11 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
     """
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
-    recipe = Recipe.load(run / "recipe.yaml")
+    # As it lies here: a later stage looks for the one before it beside itself, wherever the run was made.
+    recipe = Recipe.load(run / "recipe.yaml", [f"output={json.dumps(str(run))}"])
     if recipe.stages:
         recipe = recipe.stages[-1]
-        run = run / Path(recipe.output).name
+        run = Path(recipe.output)
     if adapter and recipe.adapter is None:
         raise UserError(f"{run} trained all weights: there is no adapter to export; leave --adapter out")
     refuse_taken(out)
@@ -241,8 +243,8 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not (folder / "export").exists():
             job.trainer.export(folder / "export", adapter=job.exports_adapter)
-        result = _result(folder, unigram_entropy(job.evaluation) if job.evaluation else None)
-        display.say(_summary(result, recipe))
+    result = _result(folder, unigram_entropy(job.evaluation) if job.evaluation else None)
+    display.say(_summary(result, recipe))
     return result
 
 
@@ -253,6 +255,8 @@ def _result(folder: Path, entropy: float | None) -> RunResult:
 
 def _prepare(folder: Path, start: int | None) -> None:
     """Leaves of earlier starts what belongs to the checkpoint that the run goes on from."""
+    for path in folder.glob("*.tmp-*"):  # what a kill left half written; nobody else writes here
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     forget_after(folder / "samples.jsonl", start)
     if start is None and (folder / TOKENIZER).is_dir():
         shutil.rmtree(folder / TOKENIZER)  # made from rows that may have been mended since

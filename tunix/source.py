@@ -26,6 +26,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families import preset, read_config, read_json, small, with_sizes
 from tunix.models.hf import load_params, resolve_folder
 from tunix.models.model import Model, Params, is_adapter
+from tunix.reading import read_mapping
 
 TEMPLATES: dict[Family, TemplateName] = {
     "gemma": "gemma",
@@ -91,9 +92,10 @@ def exported(run: Path) -> Path:
     Raises:
         UserError: there is none yet.
     """
-    stages = sorted(run.glob("[0-9]*_*/recipe.yaml"), key=lambda path: int(path.parent.name.split("_")[0]))
-    found = (stages[-1].parent if stages else run) / "export"
-    if not found.is_dir():
+    stages = read_mapping(run / "recipe.yaml").get("stages") or []
+    last = f"{len(stages) - 1}_*/export" if stages else "export"
+    found = next(run.glob(last), None)
+    if found is None:
         raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder: tunix export {run} OUT")
     return found
 

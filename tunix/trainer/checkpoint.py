@@ -66,7 +66,8 @@ class Checkpoints:
         """
         parts = ocp.args.Composite(state=ocp.args.StandardSave(flatten(state)), record=ocp.args.JsonSave(dict(record)))
         with self._explained():
-            self._manager.save(step, args=parts, metrics={BEST: metrics.get(BEST)})
+            saved = self._manager.save(step, args=parts, metrics={BEST: metrics.get(BEST)})
+        assert saved, f"Orbax passed over step {step}"
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """State and record of a step, placed as `like` is.
@@ -128,8 +129,8 @@ class _WriteErrors:
 
 def _first_line(error: Exception) -> str:
     """The beginning of an error's text, which may go on for pages; its kind where it has none."""
-    text = str(error).strip() or type(error).__name__
-    return f"{text.splitlines()[0]:.300}"
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"  # the cause stands at the end
 
 
 def _quiet(record: logging.LogRecord) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -211,7 +211,7 @@ class Trainer:
         """Step 0: a moment of its parameter's shape lives where that lives (GSPMD would replicate it)."""
         tx = self.machinery.optimizer
 
-        def home(path: tuple[object, ...], moment: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+        def home(path: tuple[Any, ...], moment: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
             owner = params.get(names[-1]) if names else None
             return owner.sharding if owner is not None and owner.shape == moment.shape else self._everywhere

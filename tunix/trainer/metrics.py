@@ -64,7 +64,7 @@ class Wandb:
             )
         except wandb.Error as error:
             raise UserError(
-                f"logging.wandb: {project!r} cannot be logged to: {error}. Log in (`wandb login`), or set "
+                f"logging.wandb: {project!r} cannot be logged to ({error}). Log in (`wandb login`), or set "
                 "WANDB_MODE=offline, or logging.wandb=null"
             ) from error
 

@@ -9,7 +9,7 @@ Axes: M passes, R rows of a pass, T time, S sequences, D model.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,13 +91,8 @@ class Compute:
             sums = self.sums({**frozen, **params}, batch, loss, key)
             return sums["train/loss"], sums
 
-        def gradient(batch: Batch) -> tuple[Params, Sums]:
-            gradients, sums = jax.grad(one_pass, has_aux=True)(state.params, batch)
-            # bf16 weights have bf16 gradients; their sum over passes must not lose the small ones.
-            return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
-
-        gradients, sums = over_passes(gradient, passes)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params), sums
+        gradient = jax.grad(one_pass, has_aux=True)
+        return over_passes(lambda batch: gradient(state.params, batch), passes)
 
     def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, Sums]:
         """The optimizer's update."""
@@ -149,12 +144,15 @@ def reduce(values: Float[Array, "B T"], over: Over | float, batch: Batch) -> Flo
     return jnp.sum(jnp.where(batch.loss_mask, values * share, 0.0)) / count
 
 
-def over_passes(one: Callable, passes: Passes):
-    """Sums `one(batch)` over the filled passes; a single pass needs no loop."""
+def over_passes(one: Callable, passes: Passes) -> Any:
+    """Sums `one(batch)` over the filled passes, in float32 at least; a single pass needs no loop."""
     if passes.number == 1:
         return one(passes.at(0))
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, passes.at(0)))
-    return jax.lax.fori_loop(0, passes.filled, lambda i, sums: jax.tree.map(jnp.add, sums, one(passes.at(i))), nothing)
+    shapes = jax.eval_shape(one, passes.at(0))
+    # bf16 weights have bf16 gradients; their sum over passes must not lose the small ones.
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes)
+    sums = jax.lax.fori_loop(0, passes.filled, lambda i, sums: jax.tree.map(jnp.add, sums, one(passes.at(i))), nothing)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, shapes)
 
 
 def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -> Float[Array, "B T D"] | None:
