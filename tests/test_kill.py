@@ -179,8 +179,10 @@ def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path
     run.kill()
     assert run.unfinished, "the save was not caught"
 
-    run = started()  # whatever it is doing then: imports, restoring, training
-    time.sleep(draw.uniform(1, 4))
+    run = started()  # while it restores, compiles, or takes its first steps
+    said = len(run.log)
+    run.until(lambda: len(run.log) > said)
+    time.sleep(draw.uniform(0, 0.2))
     run.kill()
 
     run = started()  # in the middle of training
@@ -189,8 +191,8 @@ def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path
     time.sleep(draw.uniform(0, 0.05))
     run.kill()
 
-    run = started()  # while the last checkpoint, or the one before it, is written
-    assert run.caught_while(lambda: bool(run.unfinished) and run.steps >= 25), run.log
+    run = started()  # while one of the last checkpoints is written, and older ones are deleted
+    assert run.caught_while(lambda: bool(run.unfinished) and run.steps >= 20), run.log
     run.kill()
 
     run = started()  # while the weights are exported, if that can be caught
