@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from tunix.types import Batch, Completion, Loss, Metrics, Sampling, Sequence
+from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
 
 
 @runtime_checkable
@@ -35,12 +35,27 @@ class Client(Protocol):
         """The loss and its metrics over all the batches, forward only, each divided by its count over all of them."""
         ...
 
-    def logprobs(self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy") -> list[np.ndarray]:
+    def logprobs(
+        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+    ) -> list[np.ndarray]:
         """For each sequence the `[T]` log-probs of its tokens, 0 for the first; forward only."""
         ...
 
-    def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
-        """`n` completions for each prompt of token ids, from the published weights."""
+    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+        """For each sequence the critic's `[T]` values: at t of the state before token t is drawn; 0 for the first."""
+        ...
+
+    def sample(
+        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt of token ids, from the published weights.
+
+        Args:
+            prompts: token ids, at least one each.
+            n: request i is sample i % n of prompt i // n.
+            seed: a draw depends on (seed, request, token index) alone.
+            reply: answers to finished turns, where an environment does; called between the sampler's steps.
+        """
         ...
 
     def publish(self) -> int:

@@ -75,6 +75,8 @@ class LossInputs:
     """`log p(token_t | tokens before t)`; 0 where nothing is trained."""
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that token t was drawn from, where the loss asks for it."""
+    values: Float[Array, "B T"] | None = None
+    """The critic's value of the state before token t is drawn, where the loss asks for it."""
 
     def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
         """Spreads per-sequence values over the tokens of each sequence."""
@@ -96,12 +98,14 @@ class Term:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a loss returns: terms that are summed, and metrics that are only reported (means over trained tokens)."""
+    """What a loss returns: terms that are summed, and what is only reported."""
 
     terms: Mapping[str, Term]
     """By name; the loss is their sum."""
     metrics: Mapping[str, Float[Array, "B T"]] = field(default_factory=dict)
-    """Per-token values by metric name."""
+    """Per-token values by metric name, reported as their mean over trained tokens."""
+    peaks: Mapping[str, Float[Array, "B T"]] = field(default_factory=dict)
+    """Per-token values by metric name, reported as their largest over trained tokens, and where it is."""
 
     def add(self, name: str, values: Float[Array, "B T"], over: Over | float = "tokens") -> LossOutputs:
         """The same outputs with one more term."""
@@ -116,33 +120,72 @@ class Loss:
     """`LossInputs -> LossOutputs`; traced once."""
     entropy: bool = False
     """Whether `inputs.entropy` is read; it costs a little of the head's time."""
+    values: bool = False
+    """Whether `inputs.values` is read; the model must have a value head."""
+    temperature: float = 1.0
+    """Divides the logits before log-probs and entropy: that of the sampler, so that both speak of one distribution."""
     embedding_noise: float = 0.0
     """NEFTune's alpha: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Nothing is read from a folder's generation_config.json."""
+    """How tokens are drawn. Nothing is read from a folder's generation_config.json.
+
+    The transform, in this order: logits / temperature, then the `top_k` most likely, then the smallest set of most
+    likely ids whose mass reaches `top_p`, then the ids of at least `min_p` times the mass of the most likely one.
+    """
 
     max_tokens: int = 64
-    """Tokens of a completion at most, the stop token included."""
+    """Drawn tokens at most, the stop token included; over all turns where an environment answers."""
     temperature: float = 1.0
     """0 is greedy."""
+    top_k: int = 0
+    """Ids that can be drawn, the most likely ones; 0 for all."""
+    top_p: float = 1.0
+    """Mass of the ids that can be drawn, the most likely ones (Holtzman et al. 2019, arXiv 1904.09751)."""
+    min_p: float = 0.0
+    """Least mass of an id, as a share of the most likely one's (Nguyen et al. 2024, arXiv 2407.01082)."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end a completion, kept as its last token."""
+    """Ids that end a completion (a turn of it), kept as its last token."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion; the token that completes one is kept as the last token."""
+    top_logprobs: int = 0
+    """Of how many most likely ids the log-probs are reported beside each drawn token's."""
+    prompt_logprobs: bool = False
+    """Whether the log-probs of the prompt's tokens are reported too."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a sampler returns for one request."""
+    """What a sampler returns for one request. Where an environment answers, its tokens stand among the drawn ones."""
 
     tokens: np.ndarray
-    """`[T]` int32, the stop token included where there is one."""
+    """`[T]` int32 after the prompt, stop tokens included where there are any."""
     logprobs: np.ndarray
-    """`[T]` float32: log-probs of the tokens after the sampling transform."""
+    """`[T]` float32: log-probs of the drawn tokens after the sampling transform; 0 where an environment wrote."""
     finish: Literal["stop", "length"]
-    """Why it ended."""
+    """Why it ended; `stop` also where the environment had no answer to a turn that stopped."""
     version: int
     """The version of the weights that drew it."""
     sampling: Sampling
     """The settings used."""
+    turns: tuple[tuple[int, int], ...]
+    """(start, end) in `tokens` of what was drawn in each turn, e.g. `((0, 12),)`; the rest was observed."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """`[T n]` ids and log-probs of the most likely ones, where asked for."""
+    prompt_logprobs: np.ndarray | None = None
+    """`[T]` of the prompt's own tokens under the same transform, 0 for the first, where asked for."""
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """`[T]` bool: the tokens that the policy chose, and that can be trained."""
+        mask = np.zeros(len(self.tokens), bool)
+        for start, end in self.turns:
+            mask[start:end] = True
+        return mask
+
+
+Reply = Callable[[int, Completion], np.ndarray | None]
+"""An environment as the sampler sees it: (request, all of its completion so far) -> tokens of the observation that the
+same request goes on with, or None at the end of the episode."""

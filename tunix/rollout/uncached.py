@@ -47,7 +47,9 @@ def generate(
     def completion(row: int) -> Completion:
         mine = slice(lengths[row], ends[row])
         stopped = bool(np.isin(tokens[row, ends[row] - 1], stops))
-        return Completion(tokens[row, mine], logprobs[row, mine], "stop" if stopped else "length", version, sampling)
+        finish = "stop" if stopped else "length"
+        turns = ((0, int(ends[row] - lengths[row])),)
+        return Completion(tokens[row, mine], logprobs[row, mine], finish, version, sampling, turns)
 
     done = [completion(row) for row in range(len(requests))]
     return [done[i : i + n] for i in range(0, len(done), n)]
