@@ -7,7 +7,7 @@ from tunix.config import AdapterConfig, DType, MeshConfig, OptimizerConfig
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope
-from tunix.models.model import Model, is_adapter
+from tunix.models.model import Model, is_own
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut
@@ -81,13 +81,14 @@ def trainer(
     dtype: DType = "float32",
     param_dtype: DType = "float32",
     remat: bool = False,
+    critic: bool = False,
     seed: int = 0,
 ) -> Trainer:
     """A trainer with random weights on the first `devices` virtual devices."""
     placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
-    model = Model(config, dtype=dtype, remat=remat, adapt=adapt(adapter, config) if adapter else None)
+    model = Model(config, dtype=dtype, remat=remat, adapt=adapt(adapter, config) if adapter else None, critic=critic)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
-    trained = {name: x for name, x in params.items() if adapter is None or is_adapter(name)}
+    trained = {name: x for name, x in params.items() if adapter is None or is_own(name)}
     optimizer = optimizer or OptimizerConfig(learning_rate=1e-2, schedule="constant")
     machinery = Machinery(
         model=model,

@@ -25,7 +25,7 @@ from tunix.lora.peft import load_adapter
 from tunix.models.config import DecoderConfig
 from tunix.models.families import preset, read_config, read_json, small, with_sizes
 from tunix.models.hf import load_params, resolve_folder
-from tunix.models.model import Model, Params, is_adapter
+from tunix.models.model import Model, Params, is_own
 from tunix.reading import read_mapping
 
 TEMPLATES: dict[Family, TemplateName] = {
@@ -184,8 +184,8 @@ def weights(
         frozen: dtype of those that do not.
         full: all weights train; else only the adapter's.
     """
-    dtypes: dict[str, DType] = {name: trained if full or is_adapter(name) else frozen for name in model.shapes}
-    base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if not is_adapter(name)}
+    dtypes: dict[str, DType] = {name: trained if full or is_own(name) else frozen for name in model.shapes}
+    base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if not is_own(name)}
     key = jax.random.key(seed)
     if source.folder is None:
         params = model.init(key, dtypes, mesh)
@@ -195,7 +195,7 @@ def weights(
             params = _merged(params, source, mesh)
         if len(base) < len(dtypes):
             params |= model.init(key, {name: dtypes[name] for name in dtypes if name not in base}, mesh)
-    mine = {name for name in dtypes if full or is_adapter(name)}
+    mine = {name for name in dtypes if full or is_own(name)}
     return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}
 
 

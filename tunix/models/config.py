@@ -75,3 +75,8 @@ class DecoderConfig:
     """Gemma 3: rope of the local layers; None for `rope`."""
     stops: Stops = ()
     """bos_token_id, eos_token_id, pad_token_id of the folder, carried to the export."""
+
+    @property
+    def scale(self) -> float:
+        """What q.k is multiplied by."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale

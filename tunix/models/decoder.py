@@ -8,7 +8,6 @@ Axes: B rows, T time, V vocabulary, D model, F ffn, N query heads, K kv heads, H
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as kept
 from jaxtyping import Array, Float, Int
 
+from tunix.config import DType
 from tunix.mesh import constrain
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Norm, Projection, attention, rope_tables, rotate, weight
@@ -56,30 +56,32 @@ class Block(nnx.Module):
         rope: tuple[jax.Array, jax.Array],
         window: Int[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        y = self.attend(self.pre_attn_norm(x), segment_ids, rope, window)
-        x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
-        x = kept(x, "x")
-        y = self.feed_forward(self.pre_mlp_norm(x))
-        x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
-        return constrain(x, "rows", None, None)
+        c = self.config
+        q, k, v = self.heads(x, rope)
+        mixed = attention(q, k, v, segment_ids, window=window, scale=c.scale, softcap=c.attention_softcap)
+        return self.rest(x, mixed)
 
     def projections(self) -> dict[str, Projection]:
         """The matrices of the layer by name."""
         return {name: module for name, module in vars(self).items() if isinstance(module, Projection)}
 
-    def attend(
-        self, x: jax.Array, segment_ids: jax.Array, rope: tuple[jax.Array, jax.Array], window: jax.Array | None
-    ) -> jax.Array:
-        """The attention's output `[B T D]` for normed inputs."""
+    def heads(self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        """Rotated queries `[B T N H]`, rotated keys and values `[B T K H]` of the residual stream."""
+        x = self.pre_attn_norm(x)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        q, k, v = kept(q, "q"), kept(k, "k"), kept(v, "v")
-        c = self.config
-        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = attention(q, k, v, segment_ids, window=window, scale=scale, softcap=c.attention_softcap)
-        return self.o(kept(mixed, "mixed"))
+        return kept(q, "q"), kept(k, "k"), kept(v, "v")
+
+    def rest(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The residual stream after the layer, from the values that attention has mixed."""
+        y = self.o(kept(mixed, "mixed"))
+        x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
+        x = kept(x, "x")
+        y = self.feed_forward(self.pre_mlp_norm(x))
+        x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        return constrain(x, "rows", None, None)
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """The gated ffn's output `[B T D]` for normed inputs."""
@@ -96,18 +98,42 @@ class Table(nnx.Module):
         self.w = weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), std=config.d_model**-0.5)
 
 
+class ValueHead(nnx.Module):
+    """One number per state, `x w + b`; zero at first, so that a new critic claims nothing."""
+
+    def __init__(self, config: DecoderConfig):
+        self.w = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), axes=("embed",))
+        self.b = nnx.Param(jnp.zeros((), jnp.float32), axes=())
+
+
+def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"], dtype: DType) -> Float[Array, "B T D"]:
+    """The residual stream before the first layer."""
+    x = table[tokens].astype(dtype)
+    return x * jnp.asarray(config.d_model**0.5, dtype) if config.scale_embeddings else x
+
+
 class Decoder(nnx.Module):
     """The whole model with its layers stacked `[L ...]`."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, adapt: Adapt | None = None, remat: bool = False):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        adapt: Adapt | None = None,
+        remat: bool = False,
+        critic: bool = False,
+    ):
         """Args:
         adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
         remat: keep only each layer's input, and recompute the layer in the backward pass.
+        critic: has a value head beside the table of logits.
         """
         self.config, self.remat = config, remat
         self.embed = Table(config, rngs)
         self.head = None if config.tied else Table(config, rngs)
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
+        self.value = ValueHead(config) if critic else None
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
@@ -123,14 +149,12 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
         *,
-        dtype: Literal["float32", "bfloat16"],
+        dtype: DType,
         noise: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm, in `dtype`; `noise` is added to the embeddings (NEFTune)."""
         c = self.config
-        x = self.embed.w[...][tokens].astype(dtype)
-        if c.scale_embeddings:
-            x = x * jnp.asarray(c.d_model**0.5, dtype)
+        x = embedded(c, self.embed.w[...], tokens, dtype)
         if noise is not None:
             x = x + noise.astype(dtype)
         x = constrain(x, "rows", None, None)

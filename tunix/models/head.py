@@ -3,7 +3,8 @@
 The tokens that count are moved to the front of each row. Blocks of `[B C]` of them meet the head one after the other;
 their number is found at run time, so that a prompt that is not trained costs nothing here. Within a block the
 vocabulary goes by in chunks of W: logits `[B C W]` -> a running log-sum-exp -> log-prob. The backward pass makes each
-chunk's logits again, and writes each chunk of the table's gradient once a block.
+chunk's logits again, and writes each chunk of the table's gradient once a block. Under a frozen table (LoRA) it has
+nothing to make: the forward pass gathers each log-prob's own gradient by the state, `[B T D]`, beside the sum.
 
 Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
 """
@@ -25,6 +26,15 @@ CHUNK_LOGITS = 1 << 22
 """Logits that exist at a time: 16 MiB in float32. Wider chunks are slower on a CPU, where each row is a memory page."""
 NEVER = -1e30
 """Logit of the ids that pad the last chunk."""
+
+
+class _Head(NamedTuple):
+    """What is known when a program is compiled."""
+
+    softcap: float | None
+    temperature: float
+    entropy: bool
+    vocab: int
 
 
 class _Visit(NamedTuple):
@@ -57,8 +67,11 @@ def token_logprobs(
     *,
     softcap: float | None,
     entropy: bool,
+    temperature: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`log softmax(cap(hidden @ table.T))[target]` and the distribution's entropy in nats, float32, 0 where not needed.
+    """`log softmax(cap(hidden @ table.T) / temperature)[target]` and that distribution's entropy in nats.
+
+    Both in float32, and 0 where not needed.
 
     Args:
         hidden: states that predict `targets` (already shifted).
@@ -66,13 +79,14 @@ def token_logprobs(
         needed: tokens that count.
         softcap: `softcap * tanh(logits / softcap)` (Gemma 2), or None.
         entropy: whether the entropy is computed; zeros otherwise.
+        temperature: the sampler's, above 0.
     """
     rows, length, width = hidden.shape
     vocab = table.shape[0]
     chunk = chunk_width(rows * block_length(rows, length), vocab)
     padded = jnp.pad(constrain(table, None, None), ((0, -vocab % chunk), (0, 0)))
     chunks = constrain(padded.reshape(-1, chunk, width), None, "vocab", None)
-    return _token_logprobs(softcap, entropy, vocab, hidden, chunks, targets, needed)
+    return _token_logprobs(_Head(softcap, temperature, entropy, vocab), hidden, chunks, targets, needed)
 
 
 def _visit(needed: jax.Array) -> _Visit:
@@ -90,13 +104,20 @@ def _pick(values: jax.Array, order: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, index, axis=1)
 
 
-def _logits(softcap: float | None, vocab: int, hidden: jax.Array, chunks: jax.Array, index: jax.Array) -> jax.Array:
-    """`[B C W]` float32 logits of one chunk of the vocabulary."""
+def _logits(head: _Head, hidden: jax.Array, chunks: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    """`[B C W]` float32 logits of one chunk of the vocabulary, and their derivative by the product `h w`."""
     logits = jnp.einsum("BCD,WD->BCW", hidden, chunks[index], preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", None, "vocab")
-    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    slope: jax.Array | float = 1.0
+    if head.softcap is not None:
+        bent = jnp.tanh(logits / head.softcap)
+        logits, slope = head.softcap * bent, 1 - bent**2
+    if head.temperature != 1:
+        logits, slope = logits / head.temperature, slope / head.temperature
     number, width, _ = chunks.shape
-    return logits if number * width == vocab else jnp.where(index * width + jnp.arange(width) < vocab, logits, NEVER)
+    if number * width != head.vocab:
+        logits = jnp.where(index * width + jnp.arange(width) < head.vocab, logits, NEVER)
+    return logits, slope
 
 
 def _taken(targets: jax.Array, width: int, index: jax.Array) -> jax.Array:
@@ -104,33 +125,51 @@ def _taken(targets: jax.Array, width: int, index: jax.Array) -> jax.Array:
     return targets[..., None] == index * width + jnp.arange(width)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _token_logprobs(softcap, entropy, vocab, hidden, chunks, targets, needed):
-    return _values(softcap, entropy, vocab, hidden, chunks, targets, _visit(needed), needed)[:2]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_logprobs(head, hidden, chunks, targets, needed):
+    logprobs, spread, _, _ = _values(head, hidden, chunks, targets, _visit(needed), needed, pulled=False)
+    return logprobs, spread
 
 
-def _values(softcap, entropy, vocab, hidden, chunks, targets, visit, needed):
-    """Log-probs and entropies `[B T]`, and the log-sum-exps in the order of the visit `[B P]`."""
+def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
+    """Log-probs and entropies `[B T]`; in the order of the visit log-sum-exps `[B P]` and, if asked, pulls `[B P D]`.
+
+    A pull is the gradient of a token's log-prob by its state, `w_target - sum_v p_v w_v` (each times its slope). Like
+    the log-sum-exp it is gathered chunk by chunk, and shrunk whenever a larger logit turns up.
+    """
     block = block_length(*needed.shape)
-    number, width, _ = chunks.shape
+    number, width, size = chunks.shape
+    size = size if pulled else 0
 
-    def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Log-prob, entropy and log-sum-exp of a block, each `[B C]`."""
+    def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
+        """Log-prob, entropy, log-sum-exp `[B C]` and pull `[B C D]` of a block."""
 
         def body(index, running):
-            top, total, weighted, taken = running
-            logits = _logits(softcap, vocab, h, chunks, index)
+            top, total, weighted, taken, mixed, steep = running
+            logits, slope = _logits(head, h, chunks, index)
             new_top = jnp.maximum(top, jnp.max(logits, -1))
             shrink, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None])
             total = total * shrink + jnp.sum(p, -1)
-            weighted = weighted * shrink + jnp.sum(p * logits, -1) if entropy else weighted
-            taken = taken + jnp.sum(jnp.where(_taken(wanted, width, index), logits, 0.0), -1)
-            return new_top, total, weighted, taken
+            weighted = weighted * shrink + jnp.sum(p * logits, -1) if head.entropy else weighted
+            here = _taken(wanted, width, index)
+            taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
+            if pulled:
+                # The barrier has these made once, not fused (and made again) into the product.
+                weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
+                new = jnp.einsum("BCW,WD->BCD", weights, chunks[index], preferred_element_type=jnp.float32)
+                mixed = mixed * shrink[..., None] + new
+                steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
+            return new_top, total, weighted, taken, mixed, steep
 
         zero = jnp.zeros(wanted.shape, jnp.float32)
-        top, total, weighted, taken = jax.lax.fori_loop(0, number, body, (zero + NEVER, zero, zero, zero))
+        start = (zero + NEVER, zero, zero, zero, jnp.zeros((*wanted.shape, size), jnp.float32), zero)
+        top, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
         lse = top + jnp.log(total)
-        return taken - lse, lse - weighted / total if entropy else zero, lse
+        pull = mixed
+        if pulled:
+            target = chunks[wanted // width, wanted % width].astype(jnp.float32)
+            pull = steep[..., None] * target - mixed / total[..., None]
+        return taken - lse, lse - weighted / total if head.entropy else zero, lse, pull
 
     def body(i, found):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
@@ -140,28 +179,48 @@ def _values(softcap, entropy, vocab, hidden, chunks, targets, visit, needed):
         )
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
-    logprobs, spread, lse = jax.lax.fori_loop(0, visit.number, body, (empty, empty, empty))
+    start = (empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
+    logprobs, spread, lse, pull = jax.lax.fori_loop(0, visit.number, body, start)
     logprobs, spread = (jnp.where(needed, _pick(x, visit.back), 0.0) for x in (logprobs, spread))
-    return logprobs, spread, lse
+    return logprobs, spread, lse, pull
 
 
-def _forward(softcap, entropy, vocab, hidden, chunks, targets, needed):
+def _forward(head, hidden, chunks, targets, needed):
     trained = chunks.perturbed
+    # The entropy's gradient is another sum over the vocabulary: with it the backward pass makes the logits again.
+    pulled = not trained and not head.entropy
     hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
     visit = _visit(needed)
-    logprobs, spread, lse = _values(softcap, entropy, vocab, hidden, chunks, targets, visit, needed)
+    logprobs, spread, lse, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
+    if pulled:
+        return (logprobs, spread), (_pick(pull, visit.back).astype(hidden.dtype), targets, needed)
     # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
     return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
 
 
-def _backward(softcap, entropy, vocab, saved, cotangents):
+def _backward(head, saved, cotangents):
+    d_logprobs, d_spread = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
+    d_table = None
+    if len(saved) == 3:
+        pull, targets, needed = saved
+        d = jnp.zeros(needed.shape) if d_logprobs is None else jnp.where(needed, d_logprobs, 0.0)
+        # where, not a product alone: the pull of a token that does not count was never made.
+        d_hidden = jnp.where(needed[..., None], d[..., None] * pull, 0).astype(pull.dtype)
+    else:
+        targets, needed = saved[2:4]
+        zero = jnp.zeros(needed.shape)
+        pulls = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
+        d_hidden, d_table = _gradients(head, saved, *pulls)
+    nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
+    return d_hidden, d_table, *nothing
+
+
+def _gradients(head, saved, d_logprobs, d_spread):
+    """Gradients by the states and, where it trains, by the table; each chunk's logits are made again."""
     hidden, chunks, targets, needed, visit, lse, spread, trained = saved
     length = needed.shape[1]
     block = block_length(*needed.shape)
     number, width, size = chunks.shape
-    d_logprobs, d_spread = (
-        jnp.zeros(needed.shape) if isinstance(d, SymbolicZero) else jnp.where(needed, d, 0.0) for d in cotangents
-    )
 
     def body(i, gradients):
         d_hidden, d_chunks = gradients
@@ -175,13 +234,12 @@ def _backward(softcap, entropy, vocab, saved, cotangents):
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
-            logits = _logits(softcap, vocab, h, chunks, index)
+            logits, slope = _logits(head, h, chunks, index)
             p = jnp.exp(logits - own_lse)
             d_logits = pull * (_taken(wanted, width, index) - p)
-            if entropy:
+            if head.entropy:
                 d_logits -= pull_spread * p * (logits - own_lse + own_spread)
-            if softcap is not None:
-                d_logits *= jnp.where(logits == NEVER, 0.0, 1 - (logits / softcap) ** 2)
+            d_logits *= slope
             # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))
             d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[index], preferred_element_type=jnp.float32)
@@ -200,9 +258,7 @@ def _backward(softcap, entropy, vocab, saved, cotangents):
     start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
     d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
     d_hidden = jnp.where(needed[..., None], _pick(d_hidden, visit.back), 0)
-    nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
-    d_table = None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks.dtype)
-    return d_hidden, d_table, *nothing
+    return d_hidden, None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks.dtype)
 
 
 _token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -25,7 +25,7 @@ from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES, to_hf
 from tunix.models.family import Tensor
-from tunix.models.model import Model, Params, is_adapter
+from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.tensor_files import (
     INDEX,
     SINGLE,
@@ -176,7 +176,7 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
     table = FAMILIES[config.family].tensors
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        if is_adapter(name):
+        if is_own(name):
             continue
         if name.startswith("layers/"):
             wanted |= {table[name].key(layer): table[name].their_shape(shape[1:]) for layer in range(shape[0])}
@@ -246,6 +246,7 @@ def save_folder(
         UserError: something is at `path`, or the disk refuses.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
+    params = {name: x for name, x in params.items() if not is_own(name)}  # a critic is no part of a language model
     with atomic_folder(path) as folder:
         fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")

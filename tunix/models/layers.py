@@ -115,9 +115,14 @@ class Norm(nnx.Module):
         self.w = nnx.Param((jnp.zeros if offset else jnp.ones)((size,), jnp.float32), axes=(axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        scale = self.w[...].astype(jnp.float32) + float(self.offset)
-        return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + self.eps) * scale).astype(x.dtype)
+        return rms_norm(x, self.w[...], eps=self.eps, offset=self.offset)
+
+
+def rms_norm(x: jax.Array, w: jax.Array, *, eps: float, offset: bool) -> jax.Array:
+    """`x / rms(x) * w` over the last axis, or `* (1 + w)`, in float32."""
+    x32 = x.astype(jnp.float32)
+    scale = w.astype(jnp.float32) + float(offset)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:

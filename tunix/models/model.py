@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from tunix.config import DType
 from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
-from tunix.models.decoder import Adapt, Decoder
+from tunix.models.decoder import Adapt, Block, Decoder
 from tunix.models.head import token_logprobs
 
 Params = dict[str, jax.Array]
@@ -28,6 +28,11 @@ Params = dict[str, jax.Array]
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
     return name.endswith(("_lora_a", "_lora_b"))
+
+
+def is_own(name: str) -> bool:
+    """Whether no folder of a base holds a parameter: an adapter's and a value head's start anew, and always train."""
+    return is_adapter(name) or name.startswith("value/")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Model:
     """Recompute each layer in the backward pass."""
     adapt: Adapt | None = field(default=None, compare=False)
     """How blocks are adapted (`lora.adapt`), if they are."""
+    critic: bool = False
+    """Has a value head."""
 
     @cached_property
     def _split(self) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
@@ -104,10 +111,25 @@ class Model:
         needed: Bool[Array, "B T"],
         *,
         entropy: bool = False,
+        temperature: float = 1.0,
         noise: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
         hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise)
+        return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
+
+    def logprobs_of(
+        self,
+        params: Params,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        needed: Bool[Array, "B T"],
+        *,
+        entropy: bool = False,
+        temperature: float = 1.0,
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """`logprobs` from hidden states that are there already."""
         # The state at t - 1 predicts token t; the first token of a segment is predicted by nothing.
         needed = (needed & (positions > 0))[:, 1:]
         found = token_logprobs(
@@ -117,12 +139,29 @@ class Model:
             needed,
             softcap=self.config.logit_softcap,
             entropy=entropy,
+            temperature=temperature,
         )
         logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
         return logprobs, spread
 
+    def values_of(
+        self, params: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        """At t the value of the state before token t is drawn, float32; 0 at the first token of a segment."""
+        w, b = (params[f"value/{name}"].astype(jnp.float32) for name in ("w", "b"))
+        values = jnp.pad((hidden.astype(jnp.float32) @ w + b)[:, :-1], ((0, 0), (1, 0)))
+        return jnp.where(positions > 0, values, 0.0)
+
+    @cached_property
+    def _layer_graph(self) -> nnx.GraphDef:
+        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0)).layers))[0]
+
+    def layer(self, weights: Params) -> Block:
+        """One block from its own weights, named as in `layers/` but without the axis L."""
+        return nnx.merge(self._layer_graph, _nest(weights))
+
     def _build(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, rngs, adapt=self.adapt, remat=self.remat)
+        return Decoder(self.config, rngs, adapt=self.adapt, remat=self.remat, critic=self.critic)
 
 
 def _axes(name: str, variable: nnx.Variable) -> Axes:

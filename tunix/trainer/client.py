@@ -46,6 +46,9 @@ class Machinery:
     """Folder whose tokenizer files an export takes along."""
     base: str = ""
     """What an exported adapter names as its base."""
+    reference: bool = False
+    """Whether the weights that the run starts from are kept, to be asked for their log-probs. An adapter's base is
+    there anyway."""
 
 
 class Trainer:
@@ -59,6 +62,8 @@ class Trainer:
             frozen: the others; empty without an adapter.
         """
         self.machinery, self.frozen = machinery, frozen
+        copied = machinery.reference and machinery.adapter is None
+        self._reference = self._snapshot(params) if copied else None
         with jax.set_mesh(machinery.mesh):
             self.state = self._new_state(params)
         self._key = jax.device_put(jax.random.key(machinery.seed), self._everywhere)
@@ -107,17 +112,33 @@ class Trainer:
                 total = self._add(total, sums) if total else sums
         return {name.replace("train/", "eval/"): float(value) for name, value in total.items()}
 
-    def logprobs(self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy") -> list[np.ndarray]:
-        """`[T]` log-probs of each sequence's tokens, 0 for the first. `reference` is the base under the adapter.
+    def logprobs(
+        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """`[T]` log-probs of each sequence's tokens, 0 for the first.
+
+        `reference` is the base under the adapter, or the weights that the run started from.
 
         Raises:
             ValueError: a reference is asked for where none is held.
         """
-        if of == "reference" and self.machinery.adapter is None:
-            raise ValueError("no reference is held: without an adapter the base itself is being trained")
-        if of == "reference":
-            return self._base_scorer.logprobs(self.frozen, sequences)
-        return self._scorer.logprobs(self.params, sequences)
+        if of == "policy":
+            return self._scorer.logprobs(self.params, sequences, temperature=temperature)
+        if self._reference is not None:
+            return self._scorer.logprobs(self._reference, sequences, temperature=temperature)
+        if self.machinery.adapter is None:
+            raise ValueError("no reference is held: build the trainer with reference=True")
+        return self._base_scorer.logprobs(self.frozen, sequences, temperature=temperature)
+
+    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+        """`[T]` values of each sequence's states: at t of the one before token t is drawn; 0 for the first.
+
+        Raises:
+            ValueError: the model has no value head.
+        """
+        if not self.machinery.model.critic:
+            raise ValueError("there is no value head: build the model with critic=True")
+        return self._scorer.values(self.params, sequences)
 
     def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
         """`n` completions a prompt, from the published weights.
@@ -196,12 +217,18 @@ class Trainer:
 
     @cached_property
     def _base_scorer(self) -> Scorer:
-        return replace(self._scorer, model=replace(self.machinery.model, adapt=None))
+        return replace(self._scorer, model=replace(self.machinery.model, adapt=None, critic=False))
 
     @cached_property
     def _merge(self):
         assert self.machinery.adapter is not None
         return jax.jit(partial(merge, adapter=self.machinery.adapter))
+
+    def _snapshot(self, params: Params) -> Params:
+        """The weights as they are now, in the compute dtype: training takes their buffers over."""
+        dtype = self.machinery.model.dtype
+        with jax.set_mesh(self.machinery.mesh):
+            return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype).copy(), params))(params)
 
     @cached_property
     def _add(self):

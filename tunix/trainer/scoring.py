@@ -1,11 +1,12 @@
-"""Log-probs of given sequences: packed, computed pass by pass, and unpacked again.
+"""Log-probs and values of given sequences: packed, computed pass by pass, and unpacked again.
 
 Axes: B rows, T time, S sequences, M passes, R rows of a pass.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import numpy as np
@@ -27,32 +28,60 @@ class Scorer:
     length: int
     """T: the longest sequence that fits."""
 
-    def logprobs(self, params: Params, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
+    def logprobs(
+        self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
+    ) -> list[np.ndarray]:
         """`[T]` log-probs of each sequence's tokens given those before, 0 for the first.
 
         Args:
             params: all weights.
             sequences: at least one.
             size: sequences that the compiled shape is made for; calls of one size compile once.
+            temperature: divides the logits.
         """
+        return self._scored(partial(self._logprobs, temperature=temperature), params, sequences, size)
+
+    def values(self, params: Params, sequences: List[Sequence]) -> list[np.ndarray]:
+        """`[T]` values: at t of the state before token t, 0 for the first. The model must have a value head."""
+        return self._scored(self._values, params, sequences, None)
+
+    def _scored(
+        self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None
+    ) -> list[np.ndarray]:
         batch = pack(sequences, size or len(sequences), self.length, packing=True)
         with jax.set_mesh(self.cut.mesh):
-            found = np.asarray(self._compiled(params, self.cut.place(batch)))
+            found = np.asarray(compiled(params, self.cut.place(batch)))
         return unpack(found.reshape(-1, found.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))
 
     @cached_property
-    def _compiled(self):
-        def compute(params: Params, passes: Passes) -> Float[Array, "M R T"]:
-            def one(index: jax.Array, found: jax.Array) -> jax.Array:
-                rows = passes.at(index)
-                read = (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0)
-                logprobs, _ = self.model.logprobs(params, *map(jax.numpy.asarray, read))
-                return found.at[index].set(logprobs)
+    def _logprobs(self):
+        def one(params: Params, rows: Batch, temperature: float) -> jax.Array:
+            read = (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0)
+            return self.model.logprobs(params, *map(jax.numpy.asarray, read), temperature=temperature)[0]
 
-            empty = jax.numpy.zeros(passes.rows["tokens"].shape, jax.numpy.float32)
-            return jax.lax.fori_loop(0, passes.filled, one, empty)
+        def compute(params: Params, passes: Passes, temperature: float) -> Float[Array, "M R T"]:
+            return each_pass(lambda rows: one(params, rows, temperature), passes)
 
-        return jax.jit(compute)
+        return jax.jit(compute, static_argnames="temperature")
+
+    @cached_property
+    def _values(self):
+        def one(params: Params, rows: Batch) -> jax.Array:
+            tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
+            hidden = self.model.hidden(params, tokens, positions, segments)
+            return self.model.values_of(params, hidden, positions)
+
+        return jax.jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
+
+
+def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T"]:
+    """Per-token values of the filled passes; zeros elsewhere."""
+
+    def body(index: jax.Array, found: jax.Array) -> jax.Array:
+        return found.at[index].set(one(passes.at(index)))
+
+    empty = jax.numpy.zeros(passes.rows["tokens"].shape, jax.numpy.float32)
+    return jax.lax.fori_loop(0, passes.filled, body, empty)
 
 
 def unpack(rows: np.ndarray, batch: Batch, number: int) -> list[np.ndarray]:

@@ -7,6 +7,8 @@ padding and devices cannot change the result.
 Axes: M passes, R rows of a pass, T time, S sequences, D model.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,7 +22,22 @@ from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Over
 
-Sums = dict[str, jax.Array]
+Sums = dict[str, "jax.Array | Peak"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Peak:
+    """The largest of some per-token values, and where it is."""
+
+    value: Float[Array, ""]
+    place: Int[Array, ""]
+    """Index in the batch's rows as passes, `[M R T]` flattened."""
+
+    def or_larger(self, other: Peak) -> Peak:
+        """The larger of both, the earlier one where they are equal."""
+        larger = other.value > self.value
+        return Peak(*(jnp.where(larger, b, a) for a, b in ((self.value, other.value), (self.place, other.place))))
 
 
 @jax.tree_util.register_dataclass
@@ -92,9 +109,10 @@ class Compute:
             return sums["train/loss"], sums
 
         gradient = jax.grad(one_pass, has_aux=True)
-        return over_passes(lambda batch: gradient(state.params, batch), passes)
+        gradients, sums = over_passes(lambda batch: gradient(state.params, batch), passes)
+        return gradients, told(sums)
 
-    def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, Sums]:
+    def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
         """The optimizer's update."""
         updates, moments = self.optimizer.update(gradients, state.moments, state.params)
         metrics = {
@@ -104,31 +122,54 @@ class Compute:
         params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, moments, state.step + 1), metrics
 
-    def evaluate(self, params: Params, passes: Passes, loss: Loss) -> Sums:
+    def evaluate(self, params: Params, passes: Passes, loss: Loss) -> dict[str, jax.Array]:
         """The loss and its metrics, forward only and without noise."""
         loss = replace(loss, embedding_noise=0.0)
-        return over_passes(lambda batch: self.sums(params, batch, loss, jax.random.key(0)), passes)
+        return told(over_passes(lambda batch: self.sums(params, batch, loss, jax.random.key(0)), passes))
 
     def sums(self, params: Params, batch: Batch, loss: Loss, key: PRNGKeyArray) -> Sums:
         """One pass's share of the loss and its metrics, already divided by the whole batch's counts."""
         noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
-        logprobs, entropy = self.model.logprobs(
+        tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
+        hidden = self.model.hidden(params, tokens, positions, segments, noise=noise)
+        logprobs, entropy = self.model.logprobs_of(
             params,
-            *map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.loss_mask)),
+            hidden,
+            tokens,
+            positions,
+            jnp.asarray(batch.loss_mask),
             entropy=loss.entropy,
-            noise=noise,
+            temperature=loss.temperature,
         )
-        inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None)
+        values = self.model.values_of(params, hidden, positions) if loss.values else None
+        inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         return reduce_outputs(loss.function(inputs), batch)
 
 
 def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
     """`train/loss` (the sum of the terms), each term where there are several, and the loss's own metrics."""
     terms = {name: reduce(term.values, term.over, batch) for name, term in outputs.terms.items()}
-    sums = {"train/loss": sum(terms.values(), jnp.float32(0))}
+    sums: Sums = {"train/loss": sum(terms.values(), jnp.float32(0))}
     if len(terms) > 1:
         sums |= {f"loss/{name}": value for name, value in terms.items()}
-    return sums | {name: reduce(values, "tokens", batch) for name, values in outputs.metrics.items()}
+    sums |= {name: reduce(values, "tokens", batch) for name, values in outputs.metrics.items()}
+    return sums | {name: peak(values, batch) for name, values in outputs.peaks.items()}
+
+
+def peak(values: Float[Array, "B T"], batch: Batch) -> Peak:
+    """The largest value at a trained token of a sequence that counts; nan is larger than any number."""
+    counts = batch.loss_mask & (batch.weights[batch.sequence_ids] > 0)
+    flat = jnp.where(counts, jnp.where(jnp.isnan(values), jnp.inf, values), -jnp.inf).ravel()
+    place = jnp.argmax(flat)
+    return Peak(flat[place], place.astype(jnp.int32))
+
+
+def told(sums: Sums) -> dict[str, jax.Array]:
+    """Scalars by name; a peak's place is its name and `/at`."""
+    flat: dict[str, jax.Array] = {}
+    for name, value in sums.items():
+        flat |= {name: value.value, f"{name}/at": value.place} if isinstance(value, Peak) else {name: value}
+    return flat
 
 
 def reduce(values: Float[Array, "B T"], over: Over | float, batch: Batch) -> Float[Array, ""]:
@@ -145,14 +186,34 @@ def reduce(values: Float[Array, "B T"], over: Over | float, batch: Batch) -> Flo
 
 
 def over_passes(one: Callable, passes: Passes) -> Any:
-    """Sums `one(batch)` over the filled passes, in float32 at least; a single pass needs no loop."""
+    """Sums `one(batch)` over the filled passes, in float32 at least; peaks keep their largest.
+
+    A single pass needs no loop.
+    """
     if passes.number == 1:
         return one(passes.at(0))
     shapes = jax.eval_shape(one, passes.at(0))
-    # bf16 weights have bf16 gradients; their sum over passes must not lose the small ones.
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes)
-    sums = jax.lax.fori_loop(0, passes.filled, lambda i, sums: jax.tree.map(jnp.add, sums, one(passes.at(i))), nothing)
+    size = passes.rows["tokens"][0].size
+
+    def nothing(x: Any) -> Any:
+        if isinstance(x, Peak):
+            return Peak(jnp.float32(-jnp.inf), jnp.int32(0))
+        # bf16 weights have bf16 gradients; their sum over passes must not lose the small ones.
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    def body(i: jax.Array, sums: Any) -> Any:
+        def joined(a: Any, b: Any) -> Any:
+            return a.or_larger(replace(b, place=b.place + i * size)) if isinstance(a, Peak) else a + b
+
+        return jax.tree.map(joined, sums, one(passes.at(i)), is_leaf=_is_peak)
+
+    start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
+    sums = jax.lax.fori_loop(0, passes.filled, body, start)
     return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, shapes)
+
+
+def _is_peak(x: Any) -> bool:
+    return isinstance(x, Peak)
 
 
 def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -> Float[Array, "B T D"] | None:

@@ -1,0 +1,171 @@
+"""The decoder with a cache of keys and values: new tokens meet those before them without computing them again.
+
+Weights come as per-layer views (`unstack`), because layers run unrolled here: a scan would copy the caches. Each layer
+holds keys and values `[B K T H]`; local layers hold a ring, in which position p stands in column p mod T. New tokens
+are written first and attend afterwards, so the ring is as long as the window and the longest piece together.
+
+Axes: B rows, C new tokens, T columns of a cache, D model, N query heads, K kv heads, H head dim, L layers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.config import DType
+from tunix.mesh import constrain
+from tunix.models.config import DecoderConfig
+from tunix.models.decoder import embedded
+from tunix.models.layers import HIDDEN, rms_norm, rope_tables
+from tunix.models.model import Model, Params
+
+TOP = ("embed/w", "head/w", "norm/w")
+"""The parameters outside of the layers that decoding reads."""
+
+Cache = tuple[jax.Array, jax.Array]
+"""Keys and values `[B K T H]` of one layer."""
+
+
+class Weights(NamedTuple):
+    """A model's weights for decoding, in the compute dtype."""
+
+    top: Params
+    """The tables and the final norm."""
+    layers: tuple[Params, ...]
+    """Of each layer its own, named without `layers/`."""
+
+
+def unstack(model: Model, params: Params) -> Weights:
+    """Copies of the weights, layer by layer, in the compute dtype (the final norm's stays as it is)."""
+    prefix = "layers/"
+    top = {
+        name: jnp.copy(x if name == "norm/w" else x.astype(model.dtype)) for name, x in params.items() if name in TOP
+    }
+    stacked = {name.removeprefix(prefix): x for name, x in params.items() if name.startswith(prefix)}
+    layers = [{name: x[i].astype(model.dtype) for name, x in stacked.items()} for i in range(model.config.num_layers)]
+    return Weights(top, tuple(layers))
+
+
+def is_local(config: DecoderConfig, layer: int) -> bool:
+    """Whether a layer sees its window only."""
+    return config.window is not None and bool(config.local_layers) and config.local_layers[layer]
+
+
+def columns(config: DecoderConfig, layer: int, length: int, piece: int) -> int:
+    """T of a layer's cache for sequences of `length`, where at most `piece` tokens are new at a time.
+
+    A ring forgets position p when p + T is written: `piece` columns beside the window keep what the first of the new
+    tokens still sees, and what a sequence sees that is cut by as many tokens.
+    """
+    return min(length, config.window + piece) if config.window and is_local(config, layer) else length
+
+
+def empty(config: DecoderConfig, rows: int, length: int, piece: int, dtype: DType) -> tuple[Cache, ...]:
+    """Caches that hold nothing yet."""
+
+    def one(layer: int) -> jax.Array:
+        shape = (rows, config.num_kv_heads, columns(config, layer, length, piece), config.head_dim)
+        return placed(jnp.zeros(shape, dtype))
+
+    return tuple((one(layer), one(layer)) for layer in range(config.num_layers))
+
+
+def placed(cache: jax.Array) -> jax.Array:
+    """A cache where it lives on the mesh."""
+    return constrain(cache, "rows", "kv_heads", None, None)
+
+
+def extend(
+    model: Model,
+    weights: Weights,
+    caches: tuple[Cache, ...],
+    tokens: Int[Array, "B C"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
+    """Hidden states of new tokens after the final norm, and the caches with them.
+
+    Args:
+        tokens: the new ones of each row, padded on the right.
+        start: tokens that a row's cache holds already.
+        count: how many of a row's are real, 0 to C; the others are not written, and their states mean nothing.
+    """
+    c = model.config
+    offsets = jnp.arange(tokens.shape[1], dtype=start.dtype)
+    positions, real = start[:, None] + offsets, offsets < count[:, None]
+    ropes = _ropes(c, positions)
+    views: dict[tuple[int, bool], _View] = {}
+    x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
+    new = []
+    for layer, (own, (keys, values)) in enumerate(zip(weights.layers, caches, strict=True)):
+        kind = (keys.shape[2], is_local(c, layer))
+        if kind not in views:
+            views[kind] = _view(positions, real, start + count, kind[0], c.window if kind[1] else None)
+        block, view = model.layer(own), views[kind]
+        q, k, v = block.heads(x, ropes[kind[1]])
+        keys, values = _write(keys, k, view.columns), _write(values, v, view.columns)
+        mixed = _attend(q, keys, values, view.bias, scale=c.scale, softcap=c.attention_softcap)
+        x = block.rest(x, mixed)
+        new.append((keys, values))
+    return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
+
+
+class _View(NamedTuple):
+    """What new tokens write to and see of one kind of cache."""
+
+    columns: Int[Array, "B C"]
+    """Where each is written; T, which is nowhere, for padding."""
+    bias: Float[Array, "B C T"]
+    """0 where the column is seen, else HIDDEN."""
+
+
+def _view(
+    positions: Int[Array, "B C"], real: Bool[Array, "B C"], end: Int[Array, "B"], size: int, window: int | None
+) -> _View:
+    last = end[:, None] - 1
+    # Column j holds the latest position p <= last with p = j mod T; a negative one where nothing was written yet.
+    held = last - (last - jnp.arange(size, dtype=last.dtype)) % size
+    behind = positions[:, :, None] - held[:, None]
+    seen = (behind >= 0) & (held >= 0)[:, None]
+    if window is not None:
+        seen &= behind < window
+    return _View(jnp.where(real, positions % size, size), jnp.where(seen, 0.0, HIDDEN))
+
+
+def _ropes(config: DecoderConfig, positions: Int[Array, "B C"]) -> dict[bool, tuple[jax.Array, jax.Array]]:
+    """Rope tables by whether a layer is local."""
+    everywhere = rope_tables(positions, config.rope, config.head_dim)
+    near = config.rope_local
+    return {False: everywhere, True: everywhere if near is None else rope_tables(positions, near, config.head_dim)}
+
+
+def _write(cache: Float[Array, "B K T H"], new: Float[Array, "B C K H"], at: Int[Array, "B C"]) -> jax.Array:
+    """The cache with the new tokens' columns."""
+    # Mapped over rows, so that a row's write stays with the devices that hold it.
+    write = jax.vmap(lambda row, x, columns: row.at[:, columns].set(x, mode="drop"))
+    return placed(write(cache, new.transpose(0, 2, 1, 3).astype(cache.dtype), at))
+
+
+def _attend(
+    q: Float[Array, "B C N H"],
+    keys: Float[Array, "B K T H"],
+    values: Float[Array, "B K T H"],
+    bias: Float[Array, "B C T"],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B C N H"]:
+    """`layers.attention` over a cache."""
+    rows, new, heads, dim = q.shape
+    kv_heads, size = keys.shape[1], keys.shape[2]
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    queries = q.reshape(rows, kv_heads, -1, dim)
+    scores = jnp.einsum("BKMH,BKTH->BKMT", queries, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = scores.reshape(rows, kv_heads, -1, new, size)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores += bias[:, None, None]
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(rows, kv_heads, -1, size)
+    mixed = jnp.einsum("BKMT,BKTH->BKMH", weights, values.astype(q.dtype))
+    return mixed.reshape(rows, kv_heads, -1, new, dim).transpose(0, 3, 1, 2, 4).reshape(rows, new, heads, dim)
