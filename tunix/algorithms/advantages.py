@@ -1,0 +1,227 @@
+"""From rewards to advantages, on the host. Everything is numpy and runs once per batch of rollouts.
+
+Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `kl_rewards` -> `group_advantages`
+or `gdpo`; for PPO token rewards `[T]` -> `gae` -> `whitened`. A failed sample is no zero: it is left out of every
+baseline, its advantage is 0, and the caller gives it weight 0.
+
+Axes: P prompts, G samples of a prompt (its group), T time.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from typing import Literal, cast
+
+import numpy as np
+from jaxtyping import Bool, Float, Num
+
+from tunix.algorithms.ops import Estimator, kl_estimate
+
+Kind = Literal["mean", "mean_std", "leave_one_out", "median", "batch", "mean_batch"]
+
+
+def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float = 1e-4) -> Float[np.ndarray, "P G"]:
+    """How much better each sample is than its baseline.
+
+    | kind | A | from |
+    |---|---|---|
+    | mean | R - mean(group) | Dr. GRPO, Liu et al. 2025, https://arxiv.org/abs/2503.20783 |
+    | mean_std | (R - mean(group)) / (std(group) + eps) | GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300 |
+    | leave_one_out | R - mean(the others) | RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 |
+    | median | R - median(group) | the robust location in place of the mean |
+    | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
+    | mean_batch | R - mean(group), then divided by the batch's std | REINFORCE++-baseline, same paper |
+
+    std is that of the population (divided by n), so that a group's advantages have variance 1; several libraries
+    divide by n - 1, which scales all of them by sqrt((n - 1) / n). Where a group has one sample left, there is
+    nothing to compare it with: 0.
+
+    Args:
+        rewards_PG: NaN where a sample failed.
+        kind: see above.
+        eps: keeps the quotient finite where all rewards are equal.
+
+    Returns:
+        0 where a sample failed.
+    """
+    if kind == "batch":
+        return batch_normalised(rewards_PG, eps)
+    valid = ~np.isnan(rewards_PG)
+    number = valid.sum(axis=1, keepdims=True)
+    rewards = np.where(valid, rewards_PG, 0.0)
+    mean = rewards.sum(axis=1, keepdims=True) / np.maximum(number, 1)
+    centred = np.where(valid, rewards - mean, 0.0)
+    if kind == "mean":
+        return centred
+    if kind == "mean_std":
+        variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(number, 1)
+        return centred / (np.sqrt(variance) + eps)
+    if kind == "leave_one_out":
+        # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
+        return centred * number / np.maximum(number - 1, 1)
+    if kind == "median":
+        # A group without a single valid sample has no median, and numpy would warn.
+        median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
+        return np.where(valid, rewards - median, 0.0)
+    return batch_normalised(np.where(valid, centred, np.nan), eps)
+
+
+def batch_normalised(values_PG: Num[np.ndarray, "P G"], eps: float = 1e-4) -> Float[np.ndarray, "P G"]:
+    """`(x - mean) / (std + eps)` over all samples of the batch that did not fail; 0 for those that did."""
+    valid = ~np.isnan(values_PG)
+    if not valid.any():
+        return np.zeros(values_PG.shape)
+    mean, std = values_PG[valid].mean(), values_PG[valid].std()
+    return np.where(valid, (values_PG - mean) / (std + eps), 0.0)
+
+
+def gdpo(
+    rewards: Mapping[str, Num[np.ndarray, "P G"]],
+    weights: Mapping[str, float],
+    kind: Kind = "mean_std",
+    eps: float = 1e-4,
+) -> Float[np.ndarray, "P G"]:
+    """Several rewards, each made relative to its group before they are added: `batch_normalised(sum_k w_k A_k)`.
+
+    GDPO, Liu et al. 2026, https://arxiv.org/abs/2601.05242. Summed first, rewards (1, 0) and (0, 1) are one and the
+    same, and a reward of large spread drowns the others.
+
+    Args:
+        rewards: by name; NaN where it failed. A sample that failed in one is left out of all.
+        weights: by name.
+        kind: of each reward's own advantage; the paper's is mean_std.
+        eps: see `group_advantages`.
+    """
+    failed = np.isnan(weighted_sum(rewards, weights))
+    parts = {name: group_advantages(np.where(failed, np.nan, x), kind, eps) for name, x in rewards.items()}
+    return batch_normalised(np.where(failed, np.nan, weighted_sum(parts, weights)), eps)
+
+
+def weighted_sum(
+    values: Mapping[str, Num[np.ndarray, "P G"]], weights: Mapping[str, float]
+) -> Float[np.ndarray, "P G"]:
+    """`sum_k w_k x_k`; NaN where any is, whatever its weight."""
+    return np.stack([weights[name] * x for name, x in values.items()]).sum(axis=0)
+
+
+def has_signal(rewards_PG: Num[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+    """Groups in which two valid rewards differ; the others have advantage 0 and teach nothing.
+
+    The condition of DAPO's dynamic sampling (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 11), for rewards
+    that need not be 0 or 1.
+    """
+    valid = ~np.isnan(rewards_PG)
+    high = np.where(valid, rewards_PG, -np.inf).max(axis=1)
+    low = np.where(valid, rewards_PG, np.inf).min(axis=1)
+    return high > low
+
+
+def overlong_penalty(lengths: Num[np.ndarray, "*shape"], limit: int, buffer: int) -> Float[np.ndarray, "*shape"]:
+    """DAPO's soft overlong punishment, added to the reward (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13).
+
+    0 up to `limit - buffer` tokens, then `(limit - buffer - length) / buffer` down to -1 at `limit`, and -1 beyond.
+
+    Args:
+        lengths: drawn tokens of each completion, the stop token included.
+        limit: the most that a completion may have.
+        buffer: the last tokens before it, at least 1.
+    """
+    return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
+
+
+def kl_rewards(
+    policy_T: Float[np.ndarray, "T"],
+    reference_T: Float[np.ndarray, "T"],
+    drawn_T: Bool[np.ndarray, "T"],
+    coefficient: float,
+    estimator: Estimator = "k1",
+) -> Float[np.ndarray, "T"]:
+    """The KL penalty as rewards of the drawn tokens: `-coefficient k(log p_t - log ref_t)`, 0 elsewhere.
+
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
+    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3).
+    """
+    difference = np.where(drawn_T, policy_T - reference_T, 0.0)
+    return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator))
+
+
+def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) -> float:
+    """The next KL coefficient: `coefficient (1 + gain clip(kl / target - 1, -0.2, 0.2))`.
+
+    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593: a proportional controller in log-space.
+
+    Args:
+        coefficient: the present one.
+        kl: measured `KL(policy || reference)`, in nats of a whole completion.
+        target: the same unit.
+        gain: K of the paper.
+    """
+    return coefficient * (1.0 + gain * float(np.clip(kl / target - 1.0, -0.2, 0.2)))
+
+
+def gae(
+    rewards_T: Num[np.ndarray, "T"],
+    values_T: Num[np.ndarray, "T"],
+    drawn_T: Bool[np.ndarray, "T"],
+    gamma: float,
+    lam: float,
+    bootstrap: float = 0.0,
+) -> tuple[Float[np.ndarray, "T"], Float[np.ndarray, "T"]]:
+    """Generalised advantage estimation over the drawn tokens i = 0..n-1 of one episode.
+
+    `delta_i = r_i + gamma V_(i+1) - V_i`, `A_i = delta_i + gamma lam A_(i+1)`, `V_n = bootstrap`, `A_n = 0`, and the
+    return `A_i + V_i`. Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16.
+
+    What an environment wrote is no action: the successor of a turn's last token is the first of the next turn, and
+    neither gamma nor lam is applied in between.
+
+    Args:
+        rewards_T: a completion's reward stands on its last drawn token, a turn's on the turn's last.
+        values_T: V at t, of the state before token t is drawn.
+        drawn_T: what the policy chose.
+        gamma: discount of a token; 1 is usual for language.
+        lam: 1 is the return minus the value, 0 the one-step error.
+        bootstrap: value of the state after the last token where the episode was cut short; 0 where it ended.
+
+    Returns:
+        Advantages and returns, 0 where nothing was drawn.
+
+    Raises:
+        ValueError: a reward stands where nothing was drawn, and would be lost.
+    """
+    if np.any(rewards_T[~drawn_T]):
+        place = int(np.flatnonzero((rewards_T != 0) & ~drawn_T)[0])
+        raise ValueError(f"the reward {rewards_T[place]:g} at token {place} belongs to a token that the policy drew")
+    advantages, returns = np.zeros(len(rewards_T)), np.zeros(len(rewards_T))
+    following, advantage = float(bootstrap), 0.0
+    for t in np.flatnonzero(drawn_T)[::-1]:
+        delta = float(rewards_T[t]) + gamma * following - float(values_T[t])
+        advantage = delta + gamma * lam * advantage
+        following = float(values_T[t])
+        advantages[t], returns[t] = advantage, advantage + following
+    return advantages, returns
+
+
+def whitened(
+    values: List[Float[np.ndarray, "_"]], masks: List[Bool[np.ndarray, "_"]], eps: float = 1e-8
+) -> list[np.ndarray]:
+    """`(x - mean) / (std + eps)` over the masked places of all sequences of a batch; 0 elsewhere.
+
+    Args:
+        values: of each sequence, e.g. its advantages.
+        masks: the tokens that count; leave a failed sample's empty.
+        eps: keeps the quotient finite.
+    """
+    joined = np.concatenate([x[mask] for x, mask in zip(values, masks, strict=True)])
+    if joined.size == 0:
+        return [np.zeros(len(x)) for x in values]
+    mean, std = joined.mean(), joined.std()
+    return [np.where(mask, (x - mean) / (std + eps), 0.0) for x, mask in zip(values, masks, strict=True)]
+
+
+def explained_variance(returns: Float[np.ndarray, "N"], values: Float[np.ndarray, "N"]) -> float:
+    """`1 - Var(returns - values) / Var(returns)`: 1 is a perfect critic, 0 one that knows the mean alone.
+
+    NaN where the returns do not vary.
+    """
+    variance = float(np.var(returns))
+    return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")

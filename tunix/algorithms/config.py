@@ -1,0 +1,199 @@
+"""What the sections of GRPO and PPO share, and how their settings are settled. Loads without jax.
+
+A section as written -> the preset's settings under it -> nulls replaced by the usual values of what was chosen ->
+the fields' own checks -> refusal of settings that the others leave without effect. A `Rule` says which keys mean
+something only under a condition; subclasses add theirs.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
+
+from tunix.config import AlgorithmConfig, Positive
+from tunix.errors import UserError
+
+Settings = Mapping[str, Any]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Rule(NamedTuple):
+    """Keys that mean something only where other settings let them."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Settings], bool]
+    """Whether they do; asked before the values are checked, so it compares and never computes."""
+    why: str
+    """What stands in the way and what to do, after `KEY changes nothing `."""
+
+
+class PolicyConfig(AlgorithmConfig):
+    """Keys of a policy gradient on rollouts; GRPO and PPO add theirs."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The ratio counts as no less than 1 - clip_low. Null: 0.2; with `surrogate: cispo` 1, no lower bound."""
+    clip_high: NonNegative | None = None
+    """And as no more than 1 + clip_high; above clip_low, unlikely tokens can rise. Null: 0.2; with cispo 4."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bounds the loss of tokens with a negative advantage at this many times it; 3 is usual, null for no bound."""
+    reduction: Literal["tokens", "sequences", "constant"] = "tokens"
+    """Mean over all trained tokens, mean of each completion's token mean, or sum over a completion / constant."""
+    reduction_length: Positive | None = None
+    """The constant of `reduction: constant`; null: the most tokens that a completion may have."""
+    kl: NonNegative = 0.0
+    """Coefficient of KL(policy || reference). 0: no reference model is loaded."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Where the penalty stands. Null: `loss` for GRPO, `reward` for PPO."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of KL(policy || reference), k3 that of
+    KL(reference || policy)."""
+    kl_weighted: bool = False
+    """In the loss: times the ratio to the policy that drew, so that k1 and k3 have the gradient of
+    KL(policy || reference), after several updates too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556)."""
+    entropy_bonus: NonNegative = 0.0
+    """Coefficient of the policy's entropy, which is raised; 0 for none."""
+    old_logprobs: Literal["sampler", "recompute"] = "sampler"
+    """The ratio's denominator: what the sampler reports, or a forward pass of the trainer before the updates."""
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """Importance weights for a sampler that differs from the trainer: `truncate` (TIS), `mask` (IcePop)."""
+    correction_level: Literal["token", "sequence"] | None = None
+    """Weights of tokens, or one of the whole completion (the product of its tokens'). Null: token."""
+    correction_low: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """`mask` drops weights below. Null: 0.5."""
+    correction_high: Annotated[float, Field(ge=1)] | None = None
+    """`truncate` lowers larger weights to this, `mask` drops them. Null: 2 for truncate, 5 for mask."""
+    overlong_buffer: Annotated[float, Field(gt=0)] | None = None
+    """DAPO's soft penalty: over the last so many tokens of the limit the reward falls by up to 1. Below 1 a share of
+    the limit; null for none."""
+    mask_truncated: bool = False
+    """Completions that were cut off at the limit are left out of the loss; their rewards still count in baselines."""
+    updates: Positive = 1
+    """Optimizer updates per batch of rollouts: the prompts are split in that many parts."""
+    epochs: Positive = 1
+    """Passes over a batch of rollouts."""
+
+    presets: ClassVar[Mapping[str, Settings]] = {}
+    """Named settings; the keys that the user writes go before them."""
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("reduction_length",), lambda s: s["reduction"] == "constant", "without reduction: constant"),
+        Rule(("kl_in", "kl_estimator"), lambda s: bool(s["kl"]), "while kl is 0: set kl"),
+        Rule(
+            ("kl_weighted",),
+            lambda s: bool(s["kl"]) and s["kl_in"] != "reward",
+            "without a KL term in the loss: set kl and kl_in: loss",
+        ),
+        Rule(
+            ("correction",),
+            lambda s: s["old_logprobs"] != "sampler",
+            "with old_logprobs: sampler, whose ratio already starts at the sampler: set old_logprobs: recompute",
+        ),
+        Rule(
+            ("correction_level", "correction_high"),
+            lambda s: s["correction"] != "none",
+            "without a correction: set correction",
+        ),
+        Rule(
+            ("correction_low",),
+            lambda s: s["correction"] not in ("none", "truncate"),
+            "without correction: mask, which alone has a lower bound",
+        ),
+    )
+    """A key has one rule at most. They are settled in this order: a rule may ask for what those before it filled in."""
+
+    @classmethod
+    def usual(cls, settings: Settings) -> Settings:
+        """What null stands for, given the other settings."""
+        return {
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_in": "loss",
+            "kl_estimator": "k1" if settings["kl_in"] == "reward" else "k3",
+            "correction_level": "token",
+            "correction_low": 0.5,
+            "correction_high": 2.0 if settings["correction"] == "truncate" else 5.0,
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, given: Any) -> Any:
+        """Presets and usual values, filled in where the user wrote nothing."""
+        if not isinstance(given, Mapping):
+            return given
+        defaults = {name: field.get_default() for name, field in cls.model_fields.items() if not field.is_required()}
+        chosen = given.get("preset")
+        preset = cls.presets.get(chosen, {}) if isinstance(chosen, str) else {}
+        settings = {**defaults, **preset, **given}
+        ruled = {key for rule in cls.rules for key in rule.keys}
+        always = Rule(tuple(key for key in defaults if key not in ruled), lambda _: True, "")
+        for rule in (always, *cls.rules):
+            for key in rule.keys:
+                if not rule.read(settings):
+                    # A preset's setting that another choice of the user's leaves without effect.
+                    settings[key] = given.get(key, defaults[key])
+                elif settings[key] is None:
+                    settings[key] = cls.usual(settings).get(key)
+        return settings
+
+    @model_validator(mode="after")
+    def _read(self) -> "PolicyConfig":
+        settings, fields = dict(self), type(self).model_fields
+        complaints = [
+            f"{key} is {settings[key]!r}, which changes nothing {rule.why}; or leave it at {_shown(fields[key])}"
+            for rule in self.rules
+            for key in rule.keys
+            if not rule.read(settings) and settings[key] != fields[key].get_default()
+        ]
+        if complaints := complaints or list(self.conflicts()):
+            raise ValueError("\n".join(complaints))
+        return self
+
+    def conflicts(self) -> list[str]:
+        """What is wrong between settings that are all read; one sentence each."""
+        found = []
+        if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_weighted:
+            found.append(
+                "kl_estimator: the gradient of k1 as a loss is 0 in expectation: set kl_weighted, kl_in: reward, or k2"
+            )
+        if self.kl_weighted and self.kl_estimator == "k2":
+            found.append("kl_weighted: k2 has the gradient of KL(policy || reference) unweighted; weight k1 or k3")
+        if self.overlong_buffer and self.overlong_buffer > 1 and self.overlong_buffer % 1:
+            found.append(f"overlong_buffer: {self.overlong_buffer:g} is neither a share below 1 nor a number of tokens")
+        return found
+
+    def over(self, completion_length: int) -> Literal["tokens", "sequences"] | float:
+        """What the terms of the loss are averaged over, as `types.Term` spells it.
+
+        Args:
+            completion_length: the most tokens that a completion may have.
+        """
+        if self.reduction == "constant":
+            return float(self.reduction_length or completion_length)
+        return self.reduction
+
+    def overlong_tokens(self, completion_length: int) -> int | None:
+        """The buffer of the soft overlong penalty in tokens, or None where there is no penalty.
+
+        Args:
+            completion_length: the most tokens that a completion may have.
+
+        Raises:
+            UserError: the buffer is longer than that.
+        """
+        if self.overlong_buffer is None:
+            return None
+        share = self.overlong_buffer < 1
+        tokens = max(1, round(self.overlong_buffer * completion_length if share else self.overlong_buffer))
+        if tokens > completion_length:
+            raise UserError(
+                f"algorithm.overlong_buffer: {tokens} tokens do not fit into a completion's {completion_length}; "
+                "below 1 it is a share of them"
+            )
+        return tokens
+
+
+def _shown(field: FieldInfo) -> str:
+    """A default as YAML spells it."""
+    default = field.get_default()
+    return default if isinstance(default, str) else json.dumps(default)

@@ -1,0 +1,62 @@
+"""Published members of the family as settings of `GRPOConfig`. Loads without jax.
+
+A key that the user writes goes before the preset's. What a paper tunes to its task (group size, learning rate, updates
+per batch of rollouts) is left to the recipe.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Preset = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 and 4, sec. 4.2 (KL coefficient).
+    "grpo": {"advantage": "mean_std", "reduction": "sequences", "kl": 0.04, "kl_in": "loss", "kl_estimator": "k3"},
+    # Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 8 to 13, sec. 4.1: buffer of 4096 in 20480 tokens.
+    "dapo": {
+        "advantage": "mean_std",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "reduction": "tokens",
+        "dynamic_sampling": True,
+        "overlong_buffer": 0.2,
+    },
+    # Liu et al. 2025, https://arxiv.org/abs/2503.20783, sec. 3.2: no length normalisation, no std.
+    "dr_grpo": {"advantage": "mean", "reduction": "constant"},
+    # Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. 5 to 7, sec. 5.1 (clip).
+    "gspo": {
+        "advantage": "mean_std",
+        "ratio": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "reduction": "sequences",
+    },
+    # MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eq. 4 and 5: no lower bound. The paper does not
+    # print the upper one; weights up to 5 are those of ScaleRL, Khatri et al. 2025, https://arxiv.org/abs/2510.13786.
+    "cispo": {
+        "advantage": "mean_std",
+        "surrogate": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "reduction": "tokens",
+    },
+    # Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3: a completion is one action, so its log-probs are
+    # summed. Divided by a constant, which scales every gradient alike and leaves clip_norm its meaning.
+    "rloo": {
+        "advantage": "leave_one_out",
+        "surrogate": "none",
+        "reduction": "constant",
+        "kl": 0.05,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    # Hu et al. 2025, https://arxiv.org/abs/2501.03262: PPO's clip; rewards, with the KL in them, are
+    # normalised over the batch.
+    "reinforce_pp": {
+        "advantage": "batch",
+        "reduction": "tokens",
+        "kl": 0.01,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+}

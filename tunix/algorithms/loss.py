@@ -1,0 +1,115 @@
+"""What the losses of GRPO and PPO share: the surrogate's companions (KL, entropy, correction) and what is reported.
+
+A loss computes its surrogate from `old_log_ratio`, and `policy_outputs` makes the terms and the metrics of it.
+
+Axes: B rows, T time.
+"""
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.ops import (
+    Estimator,
+    Importance,
+    Surrogate,
+    importance_weight,
+    kl_estimate,
+    log_ratio,
+    sequence_sum,
+    token_ratio,
+)
+from tunix.types import LossInputs, LossOutputs, Over, Term
+
+
+def old_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under the policy as it was before the updates on this batch of rollouts.
+
+    Where they would be recomputed for a single update, the batch may leave them out: they are the current ones, held
+    fixed, and cost no further forward pass.
+    """
+    return inputs.batch.per_token.get("old_logprobs", jax.lax.stop_gradient(inputs.logprobs))
+
+
+def old_log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
+    """`log p - log p_old` of each token."""
+    return log_ratio(inputs.logprobs, old_logprobs(inputs), inputs.batch)
+
+
+def policy_outputs(
+    inputs: LossInputs,
+    config: PolicyConfig,
+    over: Over | float,
+    surrogate: Surrogate,
+    ratio: Float[Array, "B T"],
+    kl: float | Float[Array, "B T"],
+) -> LossOutputs:
+    """The terms `policy`, `kl` and `entropy` of a policy's loss, and its metrics.
+
+    Args:
+        inputs: `reference_logprobs` are read where `config.kl` is not 0, `sampler_logprobs` with
+            `old_logprobs: recompute`, the entropy where there is a bonus.
+        config: the section.
+        over: what every term is averaged over.
+        surrogate: the policy's loss per token.
+        ratio: what the surrogate clips.
+        kl: coefficient of the KL term; read with `kl_in: loss`.
+    """
+    batch, current = inputs.batch, old_log_ratio(inputs)
+    metrics = {"policy/ratio": ratio, "kl/old": _estimate(-current, "k3")}
+    if surrogate.clipped is not None:
+        metrics["policy/clipped"] = surrogate.clipped.astype(jnp.float32)
+    policy = surrogate.loss
+    if config.correction != "none":
+        importance = _importance(inputs, config)
+        policy = policy * importance.weight
+        metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
+    terms = {"policy": Term(policy, over)}
+    if config.kl:
+        reference = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch)
+        metrics["kl/reference"] = _estimate(reference, "k3")
+        if config.kl_in == "loss":
+            weight = token_ratio(current) if config.kl_weighted else 1.0
+            terms["kl"] = Term(kl * weight * _estimate(reference, config.kl_estimator or "k3"), over)
+    if inputs.entropy is not None:
+        metrics["policy/entropy"] = inputs.entropy
+        if config.entropy_bonus:
+            terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+    mismatch, peaks = _mismatch(inputs, config)
+    return LossOutputs(terms, metrics | mismatch, peaks)
+
+
+def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:
+    return cast(Array, kl_estimate(log_ratios, estimator))
+
+
+def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
+    """Trainer over sampler, both as they were before the updates."""
+    batch = inputs.batch
+    weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
+    if config.correction_level == "sequence":
+        weights = sequence_sum(weights, batch)
+    assert config.correction != "none"
+    return importance_weight(weights, config.correction, config.correction_low or 0.0, config.correction_high or 1.0)
+
+
+def _mismatch(
+    inputs: LossInputs, config: PolicyConfig
+) -> tuple[dict[str, Float[Array, "B T"]], dict[str, Float[Array, "B T"]]]:
+    """Metrics and peaks of `trainer log-prob - sampler log-prob`, on the tokens that the sampler drew.
+
+    mean: of the absolute difference. k3: estimate of KL(sampler || trainer). max: the largest absolute difference.
+    Where the sampler's log-probs are the old ones, later updates add what the policy moved: read the first one's.
+    """
+    batch, current = inputs.batch, jax.lax.stop_gradient(inputs.logprobs)
+    if config.old_logprobs == "recompute":
+        trainer, sampler = jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"]
+    else:
+        trainer, sampler = current, batch.per_token["old_logprobs"]
+    distance = jnp.abs(jnp.where(batch.loss_mask, trainer - sampler, 0.0))
+    k3 = _estimate(log_ratio(jnp.asarray(sampler), trainer, batch), "k3")
+    return {"mismatch/mean": distance, "mismatch/k3": k3}, {"mismatch/max": distance}

@@ -1,0 +1,181 @@
+"""The arithmetic of policy gradients: ratios, KL estimates, surrogates, importance weights. Pure jax, per token.
+
+Log-probs -> `log_ratio` -> `token_ratio` or `sequence_ratio` -> `clipped_surrogate`, `cispo_surrogate` or
+`plain_surrogate`, times `importance_weight` where the sampler's log-probs are not the trainer's. Nothing here divides
+by a count: `types.Term` says over what a loss is averaged, and the framework does it once.
+
+Axes: B rows, T time, S sequences of a batch.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from tunix.types import Batch
+
+Estimator = Literal["k1", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are held within +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
+
+
+class Surrogate(NamedTuple):
+    """A policy loss before it is reduced, and where it is clipped."""
+
+    loss: Float[Array, "B T"]
+    """To be minimised."""
+    clipped: Bool[Array, "B T"] | None
+    """Tokens that the clip binds; None where nothing clips."""
+
+
+class Importance(NamedTuple):
+    """Weights that correct for who drew the tokens."""
+
+    weight: Float[Array, "B T"]
+    """Constant for the gradient."""
+    changed: Bool[Array, "B T"]
+    """Tokens whose weight was truncated or masked."""
+
+
+def log_ratio(
+    logprobs: Float[Array, "B T"], others: Float[Array | np.ndarray, "B T"], batch: Batch
+) -> Float[Array, "B T"]:
+    """`log p - log q` of the taken tokens, 0 outside of the mask whatever stands there, within +-`LOG_RATIO_LIMIT`."""
+    difference = jnp.where(batch.loss_mask, logprobs - others, 0.0)
+    return jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """The sum of each sequence's values over its trained tokens, given to every one of its tokens.
+
+    A sequence never spans passes, so its tokens are all here.
+    """
+    masked = jnp.where(batch.loss_mask, values, 0.0)
+    sums = jax.ops.segment_sum(masked.ravel(), jnp.ravel(batch.sequence_ids), num_segments=batch.weights.shape[0])
+    return sums[batch.sequence_ids]
+
+
+def token_ratio(log_ratios: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """`r_t = p(y_t) / q(y_t)` (PPO, Schulman et al. 2017, https://arxiv.org/abs/1707.06347)."""
+    return jnp.exp(log_ratios)
+
+
+def sequence_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """`s = (p(y) / q(y))^(1/|y|) = exp(mean_t log r_t)`, the same for every token of a sequence.
+
+    GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. 7. `|y|` counts trained tokens, so what an
+    environment wrote between them does not dilute the mean.
+    """
+    return jnp.exp(sequence_sum(log_ratios, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids])
+
+
+def kl_estimate(
+    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator
+) -> Float[Array | np.ndarray, "*shape"]:
+    """Estimates `KL(p || q)` from samples of p, with `d = log p - log q` at each.
+
+    k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1 and k3 are
+    unbiased, k3 is never negative, k2 is biased by third-order terms. All are 0 where p = q.
+
+    What a value estimates is not what its gradient estimates. With p the policy, drawn from itself, the expected
+    gradient of each as a loss is (Tang and Munos 2025, https://arxiv.org/abs/2506.09477):
+
+        k1: 0                k2: that of KL(p || q)                 k3: that of KL(q || p), the other direction
+        r k1, r k3: that of KL(p || q), where r is p over whoever drew the token, also when p has moved on
+        (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7)
+
+    As a penalty in the reward, k1 has the gradient of KL(p || q).
+
+    Args:
+        log_ratios: d, of any shape; numpy in, numpy out.
+        estimator: which.
+    """
+    if estimator == "k1":
+        return log_ratios
+    if estimator == "k2":
+        return 0.5 * log_ratios**2
+    return log_ratios.__array_namespace__().expm1(-log_ratios) + log_ratios
+
+
+def clipped_surrogate(
+    ratio: Float[Array, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Surrogate:
+    """`-min(r A, clip(r, 1 - low, 1 + high) A)`, and with `dual`: `-max(that minimum, dual A)` where A < 0.
+
+    PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, eq. 7); low < high is DAPO's (Yu et al. 2025,
+    https://arxiv.org/abs/2503.14476, eq. 10). The minimum leaves `r A` unbounded below where A < 0 and r is large;
+    the dual clip (Ye et al. 2020, https://arxiv.org/abs/1912.09729) bounds it.
+
+    Args:
+        ratio: r, per token or per sequence.
+        advantages: A.
+        low: the ratio counts as no less than 1 - low.
+        high: and as no more than 1 + high.
+        dual: above 1; 3 is usual.
+    """
+    advantages = jnp.asarray(advantages)
+    plain, bound = ratio * advantages, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantages
+    # where, not minimum: on a tie, which is every unclipped token, a minimum's gradient is half of each side's.
+    clipped = plain > bound
+    objective = jnp.where(clipped, bound, plain)
+    if dual is not None:
+        floored = (advantages < 0) & (objective < dual * advantages)
+        objective = jnp.where(floored, dual * advantages, objective)
+        clipped |= floored
+    return Surrogate(-objective, clipped)
+
+
+def cispo_surrogate(
+    logprobs: Float[Array, "B T"],
+    ratio: Float[Array, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    low: float,
+    high: float,
+) -> Surrogate:
+    """`-sg(clip(r, 1 - low, 1 + high)) A log p`: the weight is clipped, and no token loses its gradient.
+
+    CISPO, MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eqs. 4 and 5.
+
+    Args:
+        logprobs: log p of the taken tokens.
+        ratio: r.
+        advantages: A.
+        low: 1 for no lower bound, as in the paper.
+        high: the weight is at most 1 + high.
+    """
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - low, 1.0 + high))
+    return Surrogate(-weight * advantages * logprobs, (ratio < 1.0 - low) | (ratio > 1.0 + high))
+
+
+def plain_surrogate(ratio: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:
+    """`-r A`: the importance-weighted policy gradient. On-policy r = 1 and its gradient is `-A grad log p` (REINFORCE,
+    Williams 1992, https://doi.org/10.1007/BF00992696)."""
+    return Surrogate(-ratio * advantages, None)
+
+
+def importance_weight(
+    log_weights: Float[Array, "B T"], kind: Literal["truncate", "mask"], low: float, high: float
+) -> Importance:
+    """Weights `w = p(y) / q(y)` for tokens that q drew and that are trained as if p had.
+
+    truncate: `min(w, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008).
+    mask: w where `low <= w <= high`, else 0 (IcePop, Ling team 2025, https://arxiv.org/abs/2510.18855).
+
+    Args:
+        log_weights: log p - log q, of each token, or summed over the sequence (`sequence_sum`).
+        kind: which.
+        low: read by mask alone.
+        high: the largest weight.
+    """
+    weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(log_weights), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    if kind == "truncate":
+        return Importance(jnp.minimum(weight, high), weight > high)
+    outside = (weight < low) | (weight > high)
+    return Importance(jnp.where(outside, 0.0, weight), outside)
