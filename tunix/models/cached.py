@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.config import DType
-from tunix.mesh import constrain
+from tunix.mesh import Axes, constrain
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
 from tunix.models.layers import HIDDEN, rms_norm, rope_tables
@@ -22,6 +22,7 @@ from tunix.models.model import Model, Params
 
 TOP = ("embed/w", "head/w", "norm/w")
 """The parameters outside of the layers that decoding reads."""
+LAYERS = "layers/"
 
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values `[B K T H]` of one layer."""
@@ -36,15 +37,25 @@ class Weights(NamedTuple):
     """Of each layer its own, named without `layers/`."""
 
 
-def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights, layer by layer, in the compute dtype (the final norm's stays as it is)."""
-    prefix = "layers/"
-    top = {
-        name: jnp.copy(x if name == "norm/w" else x.astype(model.dtype)) for name, x in params.items() if name in TOP
-    }
-    stacked = {name.removeprefix(prefix): x for name, x in params.items() if name.startswith(prefix)}
-    layers = [{name: x[i].astype(model.dtype) for name, x in stacked.items()} for i in range(model.config.num_layers)]
-    return Weights(top, tuple(layers))
+def unstack(model: Model, params: Params, *, share: bool) -> Weights:
+    """The weights (or some of them) layer by layer in the compute dtype; the final norm's stays.
+
+    Args:
+        share: whether tables that are in the right dtype may be the given arrays themselves: frozen ones, that no step
+            takes over.
+    """
+
+    def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
+        x = x if name == "norm/w" else x.astype(model.dtype)
+        return constrain(x if share else jnp.copy(x), *axes)
+
+    top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
+    stacked = [name for name in params if name.startswith(LAYERS)]
+
+    def layer(index: int) -> Params:
+        return {name.removeprefix(LAYERS): view(name, params[name][index], model.axes[name][1:]) for name in stacked}
+
+    return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
 
 
 def is_local(config: DecoderConfig, layer: int) -> bool:

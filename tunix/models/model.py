@@ -7,7 +7,7 @@ Axes: B rows, T time, D model.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import jax
@@ -44,7 +44,7 @@ class Model:
     """Of the computation."""
     remat: bool = False
     """Recompute each layer in the backward pass."""
-    adapt: Adapt | None = field(default=None, compare=False)
+    adapt: Adapt | None = None
     """How blocks are adapted (`lora.adapt`), if they are."""
     critic: bool = False
     """Has a value head."""

@@ -1,0 +1,322 @@
+"""The engine: requests in, completions out, with continuous batching over slots.
+
+Requests wait in a queue. Free slots are filled from it (`prompts.py` computes each prompt once), all slots draw for
+some steps in one dispatch (`programs.decode`), and slots that have ended make room or go on with what an environment
+answers. Slots and cache lengths come from a small closed set, so that compiling ends. The caches live as long as one
+call of `run`: none can outlast the weights that filled it.
+
+Axes: S slots, K steps of a dispatch.
+"""
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tunix.config import DType
+from tunix.errors import UserError
+from tunix.models.cached import Weights, unstack
+from tunix.models.model import Model, Params, is_adapter
+from tunix.rollout.episode import Decode, Episode, Request
+from tunix.rollout.programs import Flow, State, blank, decode, put, resize, take
+from tunix.rollout.prompts import Piece, Prefix, Sizes, append, batches, compute
+from tunix.rollout.sampling import MOST_STOPS, Transform, check
+from tunix.types import Completion, Reply, Sampling
+
+OnTokens = Callable[[int, np.ndarray], None]
+"""Hears of (request, its new tokens) after each dispatch."""
+SHORT = 8
+"""Steps of a dispatch where the host looks at the text: streaming, and stop strings."""
+REFILL = 8
+"""A dispatch ends early when one slot in so many has ended and something is there to go on with."""
+NARROW = 4
+"""Factor between the numbers of slots that are compiled."""
+
+
+class Engine:
+    """Samples from the weights that were loaded last."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        *,
+        slots: int,
+        length: int,
+        cache_dtype: DType | None = None,
+        decode: Decode | None = None,
+        chunk: int = 256,
+        steps: int = 32,
+    ):
+        """Args:
+        slots: requests that are answered at a time.
+        length: tokens of prompt and completion at most.
+        cache_dtype: of keys and values; None for the model's own.
+        decode: token ids -> text, for stop strings.
+        chunk: tokens of a prompt that are computed at a time; a power of two.
+        steps: K, tokens that a slot draws in one dispatch at most.
+
+        Raises:
+            ValueError: a size is not positive, or the chunk is no power of two.
+        """
+        if min(slots, length, chunk, steps) < 1 or chunk & (chunk - 1):
+            given = f"slots={slots} length={length} chunk={chunk} steps={steps}"
+            raise ValueError(f"sizes must be positive and the chunk a power of two, not {given}")
+        self.model, self.mesh, self.slots, self.steps, self.decode = model, mesh, slots, steps, decode
+        self.sizes = Sizes(length, chunk, max(chunk, steps), cache_dtype or model.dtype)
+        self.weights: Weights | None = None
+        self.version = 0
+        self._base: Weights | None = None
+        self._base_of: list[weakref.ref] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion at most."""
+        return self.sizes.length
+
+    def load(self, params: Params, version: int) -> None:
+        """From now on samples come from copies of these weights, which are made here.
+
+        Under an adapter the base is frozen: it is copied once, and only the adapter's weights move afterwards.
+
+        Args:
+            params: all weights by name.
+            version: noted in the completions.
+        """
+        base = {name: x for name, x in params.items() if not is_adapter(name)}
+        adapter = {name: x for name, x in params.items() if is_adapter(name)}
+        same = [ref() for ref in self._base_of]
+        with jax.set_mesh(self.mesh):
+            if not adapter or self._base is None or any(a is not b for a, b in zip(same, base.values(), strict=True)):
+                self._base = _unstack(self.model, base, share=bool(adapter))
+                self._base_of = [weakref.ref(x) for x in base.values()]
+            views = _unstack(self.model, adapter, share=False)
+        layers = zip(self._base.layers, views.layers, strict=True)
+        self.weights = Weights(self._base.top, tuple({**mine, **adapted} for mine, adapted in layers))
+        self.version = version
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt; `client.Client.sample` says more.
+
+        Raises:
+            UserError: settings or a prompt that mean nothing.
+        """
+        if n < 1:
+            raise UserError(f"n is {n}: ask for at least one completion of each prompt")
+        requests = [
+            Request(prompt, sampling, seed, index) for index, prompt in enumerate(p for p in prompts for _ in range(n))
+        ]
+        found = self.run(requests, reply)
+        return [found[i : i + n] for i in range(0, len(found), n)]
+
+    def run(
+        self, requests: Sequence[Request], reply: Reply | None = None, on_tokens: OnTokens | None = None
+    ) -> list[Completion]:
+        """The completion of each request, in their order.
+
+        Args:
+            reply: (place in `requests`, completion so far) -> an observation to go on with, or None.
+            on_tokens: hears of new tokens while they are drawn.
+
+        Raises:
+            UserError: settings or a prompt that mean nothing.
+            ValueError: no weights were loaded.
+        """
+        if self.weights is None:
+            raise ValueError("the engine has no weights: load() them before sampling")
+        for number, request in enumerate(requests):
+            self._check(number, request)
+        with jax.set_mesh(self.mesh):
+            return _Run(self, self.weights, requests, reply, on_tokens).finish()
+
+    def _check(self, number: int, request: Request) -> None:
+        tokens, vocab = len(request.prompt), self.model.config.vocab_size
+        check(request.sampling, vocab)
+        if request.sampling.stop_strings and self.decode is None:
+            raise UserError(
+                f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
+                "tokenizer's decode; use stop_ids, or give it one"
+            )
+        if not tokens:
+            raise UserError(f"prompt {number} has no token; begin it with at least one, such as the BOS token")
+        if tokens >= self.length:
+            raise UserError(
+                f"prompt {number} has {tokens} tokens, which leaves no room for a completion in a length of "
+                f"{self.length}; shorten it or allow a greater length"
+            )
+        if not 0 <= int(np.min(request.prompt)) <= int(np.max(request.prompt)) < vocab:
+            raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab - 1}")
+
+
+class _Run:
+    """One call of `Engine.run`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: Weights,
+        requests: Sequence[Request],
+        reply: Reply | None,
+        on_tokens: OnTokens | None,
+    ):
+        self.engine, self.model, self.weights, self.sizes = engine, engine.model, weights, engine.sizes
+        self.reply, self.on_tokens = reply, on_tokens
+        episodes = [Episode(x, number, engine.length, engine.decode) for number, x in enumerate(requests)]
+        self.waiting = deque(episodes)
+        self.expected = Counter(_prompt_key(x) for x in requests)
+        self.prefixes: dict[tuple, Prefix] = {}
+        self.slots: list[Episode | None] = []
+        self.length = 0
+        self.state: State | None = None
+        self.done: list[Completion | None] = [None] * len(episodes)
+
+    def finish(self) -> list[Completion]:
+        while self.waiting or any(self.slots):
+            self._admit()
+            self._draw()
+        assert all(self.done)
+        return [completion for completion in self.done if completion is not None]
+
+    def _admit(self) -> None:
+        """Fills free slots from the queue, and fits their number and length to what is there."""
+        running = [episode for episode in self.slots if episode is not None]
+        free = self.engine.slots - len(running)
+        new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        self._fit(len(running) + len(new), max(episode.held for episode in running + new))
+        if not new:
+            return
+        self._compute([episode.request for episode in new])
+        sources: dict[int, tuple[State, np.ndarray]] = {}
+        for episode in new:
+            slot, key = self.slots.index(None), _prompt_key(episode.request)
+            self.slots[slot], prefix = episode, self.prefixes[key]
+            episode.prompt_logprobs = prefix.logprobs
+            rows, source = sources.setdefault(id(prefix.rows), (prefix.rows, np.full(len(self.slots), -1, np.int32)))
+            source[slot] = prefix.row
+            self.expected[key] -= 1
+            if not self.expected[key]:
+                del self.prefixes[key]
+        for rows, source in sources.values():
+            self.state = put(self.state, rows, source)
+
+    def _compute(self, requests: Sequence[Request]) -> None:
+        """The prefixes of prompts that are met for the first time."""
+        fresh = {_prompt_key(x): x for x in requests if _prompt_key(x) not in self.prefixes}
+        prompts = [np.asarray(x.prompt, np.int32) for x in fresh.values()]
+        found = compute(self.model, self.weights, prompts, [x.sampling for x in fresh.values()], self.sizes)
+        self.prefixes |= zip(fresh, found, strict=True)
+
+    def _fit(self, number: int, held: int) -> None:
+        """Makes the slots as many and as long as they need to be for one more token each; running ones move up."""
+        width = self.engine.slots
+        while number <= -(-width // NARROW) < width:
+            width = -(-width // NARROW)
+        length = max(self.length, self.sizes.bucket(held + 1))
+        if (width, length) == (len(self.slots), self.length):
+            return
+        kept = [slot for slot, episode in enumerate(self.slots) if episode is not None]
+        if self.state is None or not kept:
+            self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
+        else:
+            source = np.array(kept + [0] * (width - len(kept)), np.int32)
+            self.state = resize(self.model, self.state, source, length, self.sizes.piece)
+        self.slots = [self.slots[slot] for slot in kept] + [None] * (width - len(kept))
+        self.length = length
+
+    def _draw(self) -> None:
+        """One dispatch, and what follows from it."""
+        running = [episode for episode in self.slots if episode is not None]
+        looks = self.on_tokens is not None or any(episode.request.sampling.stop_strings for episode in running)
+        room = self.length - max(episode.held for episode in running)
+        most = np.int32(min(self.engine.steps, SHORT if looks else self.engine.steps, room))
+        enough = np.int32(self._enough(len(running)))
+        assert self.state is not None
+        self.state, found = decode(
+            self.model, self.engine.steps, self.weights, self.state, _flow(self.slots), most, enough
+        )
+        draws, counts = jax.device_get(found)
+        answered = []
+        for slot, episode in enumerate(self.slots):
+            if episode is None:
+                continue
+            new = episode.take(jax.tree.map(lambda x, slot=slot: x[:, slot], draws), int(counts[slot]))
+            if self.on_tokens is not None and len(new):
+                self.on_tokens(episode.number, new)
+            if episode.ended and (piece := self._answer(episode)) is not None:
+                answered.append((slot, piece))
+            elif episode.ended:
+                self.done[episode.number] = episode.completion(self.engine.version)
+                self.slots[slot] = None
+        if answered:
+            self._observe(answered)
+
+    def _enough(self, running: int) -> int:
+        """Down to how many running slots a dispatch goes on."""
+        if self.waiting or self.reply is not None:
+            return running - max(1, running // REFILL)
+        narrower = -(-len(self.slots) // NARROW)
+        return narrower if narrower < running else 0
+
+    def _answer(self, episode: Episode) -> Piece | None:
+        """What the cache is to be given before the next turn; None where the episode has ended."""
+        if self.reply is None or episode.ended != "stop":
+            return None
+        observation = self.reply(episode.number, episode.completion(self.engine.version))
+        tokens = None if observation is None else episode.observe(np.asarray(observation, np.int32))
+        return None if tokens is None else Piece(tokens, episode.held - len(tokens))
+
+    def _observe(self, answered: list[tuple[int, Piece]]) -> None:
+        """Appends observations to their slots."""
+        # Slots must not move before their pieces are in, so only the length is fitted.
+        episodes = [episode for episode in self.slots if episode is not None]
+        self._fit_length(max(episode.held for episode in episodes))
+        assert self.state is not None
+        for batch in batches(range(len(answered)), lambda item: self.sizes.cut(len(answered[item][1].tokens))):
+            slots = np.array([answered[item][0] for item in batch], np.int32)
+            pieces = [answered[item][1] for item in batch]
+            rows, _ = append(self.model, self.weights, take(self.state, slots), pieces, self.sizes, [])
+            source = np.full(len(self.slots), -1, np.int32)
+            source[slots] = np.arange(len(slots))
+            self.state = put(self.state, rows, source)
+
+    def _fit_length(self, held: int) -> None:
+        length = self.sizes.bucket(held + 1)
+        if length > self.length:
+            source = np.arange(len(self.slots), dtype=np.int32)
+            assert self.state is not None
+            self.state = resize(self.model, self.state, source, length, self.sizes.piece)
+            self.length = length
+
+
+def _flow(slots: Sequence[Episode | None]) -> Flow:
+    """What the device is told of the slots; those without an episode rest."""
+    running = [(slot, episode) for slot, episode in enumerate(slots) if episode is not None]
+    held, left, drawn, index = np.zeros((4, len(slots)), np.int32)
+    seeds = np.zeros((len(slots), 2), np.uint32)
+    stops = np.full((len(slots), MOST_STOPS), -1, np.int32)
+    settings = [Sampling()] * len(slots)
+    for slot, episode in running:
+        request = episode.request
+        held[slot], left[slot], drawn[slot], index[slot] = episode.held, episode.left, episode.drawn, request.index
+        seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
+        settings[slot] = request.sampling
+        stops[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+    return Flow(held, left, drawn, seeds, index, stops, Transform.of(settings))
+
+
+def _prompt_key(request: Request) -> tuple:
+    """Requests of one key share a prefix: equal prompts, and equal settings where the prompt's log-probs are asked."""
+    prompt = np.asarray(request.prompt, np.int32).tobytes()
+    return (prompt, request.sampling if request.sampling.prompt_logprobs else None)
+
+
+def _unstacked(model: Model, params: Params, share: bool) -> Weights:
+    return unstack(model, params, share=share)
+
+
+_unstack = jax.jit(_unstacked, static_argnames=("model", "share"))

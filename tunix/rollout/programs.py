@@ -1,0 +1,184 @@
+"""The compiled programs of the engine: pure functions over slots, few in number, with shapes from a closed set.
+
+`prefill` computes prompts in rows of their own, `put` copies rows into slots (one prompt's row into all slots of its
+group), `decode` draws tokens until slots have ended, `take` copies slots out so that `prefill` can append to them, and
+`resize` changes the number of slots and the length of their caches.
+
+A slot's last hidden state waits in `State.hidden`: a step draws from it, then runs the drawn token, so that prompts,
+observations and drawn tokens all leave a slot in the same condition.
+
+Axes: S slots, R rows of a prefill, C tokens of a chunk, D model, K steps of a dispatch, M stop ids, A reported ids.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from tunix.config import DType
+from tunix.mesh import constrain
+from tunix.models.cached import Cache, Weights, columns, empty, extend, placed
+from tunix.models.model import Model, Params
+from tunix.rollout.sampling import Draw, Transform, draw, logprobs
+
+Host = jax.Array | np.ndarray
+
+
+class State(NamedTuple):
+    """What the device holds of the slots."""
+
+    caches: tuple[Cache, ...]
+    """Of each layer."""
+    hidden: Float[Array, "S D"]
+    """The state that the next token of each slot is drawn from."""
+
+
+class Flow(NamedTuple):
+    """What the host says about the slots at each dispatch."""
+
+    held: Host
+    """`[S]` int32: tokens in the cache."""
+    left: Host
+    """`[S]` int32: tokens that may still be drawn; 0 for slots that rest."""
+    drawn: Host
+    """`[S]` int32: index of the next token among those drawn for the request."""
+    seeds: Host
+    """`[S 2]` uint32: high and low word of the seed."""
+    index: Host
+    """`[S]` int32: of the request."""
+    stops: Host
+    """`[S M]` int32, padded with -1."""
+    transform: Transform
+
+
+class Steps(NamedTuple):
+    """What a dispatch found, step by step; of slot s the first `count[s]` are real."""
+
+    draws: Draw
+    """With K in front."""
+    count: Int[Array, "S"]
+
+
+@partial(jax.jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
+def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> State:
+    """Slots, or rows, that hold nothing."""
+    hidden = constrain(jnp.zeros((rows, model.config.d_model), model.dtype), "rows", None)
+    return State(empty(model.config, rows, length, piece, dtype), hidden)
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="rows")
+def prefill(
+    model: Model, weights: Weights, rows: State, tokens: Int[Host, "R C"], start: Int[Host, "R"], count: Int[Host, "R"]
+) -> tuple[State, Float[Array, "R C D"]]:
+    """Appends a chunk of `count` tokens to each row that holds `start`; also the states of all of the chunk."""
+    hidden, caches = extend(model, weights, rows.caches, jnp.asarray(tokens), jnp.asarray(start), jnp.asarray(count))
+    last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)[:, 0]
+    return State(caches, last), hidden
+
+
+@partial(jax.jit, static_argnames="model")
+def score(
+    model: Model, top: Params, hidden: Float[Array, "R C D"], targets: Int[Host, "R C"], transform: Transform
+) -> Float[Array, "R C"]:
+    """Log-probs of the tokens behind the states of a chunk, under each row's transform."""
+
+    def column(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        state, target = inputs
+        return logprobs(model.logits(top, state[:, None])[:, 0], target, transform)
+
+    # One column at a time: logits of a whole chunk would be [R C V].
+    return jax.lax.map(column, (hidden.swapaxes(0, 1), targets.T)).T
+
+
+@partial(jax.jit, donate_argnames="state")
+def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
+    """Slot s takes row `source[s]`, or stays as it is where that is -1. Rows may be shorter than slots."""
+    chosen, taken = jnp.maximum(source, 0), source >= 0
+
+    def one(slots: jax.Array, rows: jax.Array) -> jax.Array:
+        size = rows.shape[2]
+        new = jnp.where(taken[:, None, None, None], rows[chosen], slots[:, :, :size])
+        return placed(slots.at[:, :, :size].set(new))
+
+    hidden = jnp.where(taken[:, None], rows.hidden[chosen], state.hidden)
+    return State(jax.tree.map(one, state.caches, rows.caches), constrain(hidden, "rows", None))
+
+
+@jax.jit
+def take(state: State, slots: Int[Host, "R"]) -> State:
+    """Copies of some slots as rows."""
+    return State(jax.tree.map(lambda x: placed(x[slots]), state.caches), state.hidden[slots])
+
+
+@partial(jax.jit, static_argnames=("model", "length", "piece"))
+def resize(model: Model, state: State, source: Int[Host, "S"], length: int, piece: int) -> State:
+    """Slots for sequences of `length`; slot s is the old slot `source[s]`."""
+
+    def one(layer: int, x: jax.Array) -> jax.Array:
+        missing = columns(model.config, layer, length, piece) - x.shape[2]
+        return placed(jnp.pad(x[source], ((0, 0), (0, 0), (0, missing), (0, 0))))
+
+    caches = tuple((one(layer, k), one(layer, v)) for layer, (k, v) in enumerate(state.caches))
+    return State(caches, constrain(state.hidden[source], "rows", None))
+
+
+@partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
+def decode(
+    model: Model,
+    steps: int,
+    weights: Weights,
+    state: State,
+    flow: Flow,
+    most: Int[Host, ""],
+    enough: Int[Host, ""],
+) -> tuple[State, Steps]:
+    """Draws up to `most` <= `steps` (K) tokens in each slot that has some left.
+
+    Args:
+        enough: returns as soon as no more slots than these are running.
+    """
+    flow = jax.tree.map(jnp.asarray, flow)
+    keys = _request_keys(flow)
+    blank_draw = jax.eval_shape(lambda: _draw(model, weights, state, flow, keys, flow.drawn, flow.left > 0))
+    draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
+    start = (jnp.int32(0), state, flow.left > 0, jnp.zeros_like(flow.left), draws)
+
+    def running(carry: tuple) -> jax.Array:
+        step, _, live, _, _ = carry
+        return (step < most) & (jnp.sum(live) > enough)
+
+    def one(carry: tuple) -> tuple:
+        step, state, live, count, draws = carry
+        new = _draw(model, weights, state, flow, keys, flow.drawn + count, live)
+        draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
+        hidden, caches = extend(
+            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32)
+        )
+        count += live
+        live &= (count < flow.left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
+        return step + 1, State(caches, constrain(hidden[:, 0], "rows", None)), live, count, draws
+
+    _, state, _, count, draws = jax.lax.while_loop(running, one, start)
+    return state, Steps(draws, count)
+
+
+def _request_keys(flow: Flow) -> Key[Array, "S"]:
+    """`[S]` keys of the requests: of their seed and index alone."""
+    keys = jax.random.wrap_key_data(flow.seeds, impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(keys, flow.index)
+
+
+def _draw(
+    model: Model,
+    weights: Weights,
+    state: State,
+    flow: Flow,
+    keys: Key[Array, "S"],
+    number: Int[Array, "S"],
+    live: jax.Array,
+) -> Draw:
+    logits = model.logits(weights.top, state.hidden[:, None])[:, 0]
+    return draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)
