@@ -137,8 +137,17 @@ class DataConfig(Config):
     """Our column -> theirs, for instance {prompt: question, completion: answer}."""
     max_length: Positive = 1024
     """Tokens of a sequence, and of a packed row."""
+    prompt_length: Positive | None = None
+    """Tokens of a prompt, where a policy writes the completions; null leaves max_length less completion_length."""
+    completion_length: Positive | None = None
+    """Tokens of such a completion at most, over all of its turns; null is half of
+    max_length, or what prompt_length leaves."""
     on_overflow: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a longer one; it is counted either way."""
+    """What happens to a longer one; it is counted either way. A prompt that is read alone loses its beginning."""
+    chat: bool = False
+    """Prompts (and completions) that are strings become a chat of user (and assistant), in the model's template."""
+    system: str | None = None
+    """System message of such chats."""
     shuffle: bool = True
     """False takes the rows in file order."""
     packing: bool = True
@@ -148,6 +157,28 @@ class DataConfig(Config):
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
     would write today's date, which a run that goes on tomorrow could not repeat."""
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens of a completion that a policy writes."""
+        rest = self.max_length - self.prompt_length if self.prompt_length else self.max_length // 2
+        return self.completion_length or max(rest, 1)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt that a policy is given."""
+        return self.prompt_length or max(self.max_length - self.longest_completion, 1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "DataConfig":
+        if self.longest_prompt + self.longest_completion > self.max_length > 1:
+            raise ValueError(
+                f"prompt_length {self.longest_prompt} and completion_length {self.longest_completion} do not fit into "
+                f"max_length {self.max_length}, the tokens of a whole sequence"
+            )
+        if self.system and not self.chat:
+            raise ValueError("system changes nothing without `chat: true`; rows of messages bring their own")
+        return self
 
 
 class OptimizerConfig(Config):
@@ -247,3 +278,61 @@ class EvalConfig(Config):
     """Greedy completions of held-out prompts, shown and written before and after training."""
     sample_tokens: Positive = 48
     """Tokens of such a completion at most."""
+
+
+class RewardFunction(Config):
+    """One reward: a function, what it is told, and how much it counts."""
+
+    name: str
+    """A shipped one (exact_match, number, math, gsm8k, format, length, json_schema, unit_tests), or `module:function`
+    or `file.py:function`."""
+    label: str | None = None
+    """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
+    weight: float = 1.0
+    """Multiplies its scores in the sum."""
+    options: dict[str, Any] = {}
+    """Arguments with one value for the whole run, such as {pattern: "<answer>.*</answer>"}."""
+    columns: dict[str, str] = {}
+    """Argument -> column of the row, where they are called differently, such as {answer: solution}."""
+
+    @property
+    def title(self) -> str:
+        """The name in metrics and messages, e.g. `exact_match`."""
+        return self.label or self.name.rpartition(":")[2]
+
+
+class RewardConfig(Config):
+    """What a completion is worth: functions that run in worker processes, and the time they are given."""
+
+    functions: tuple[RewardFunction, ...] = ()
+    """One or several; a plain name stands for a function with weight 1 and no options."""
+    deadline: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds of a call, after which the sample counts as failed and the worker is replaced."""
+    workers: Positive | None = None
+    """Processes that score; null: as many as there are cores, at most 8. Never changes a result."""
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list | tuple):
+            return value
+        return tuple({"name": item} if isinstance(item, str) else item for item in listed)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "RewardConfig":
+        titles = [function.title for function in self.functions]
+        if twice := sorted({title for title in titles if titles.count(title) > 1}):
+            raise ValueError(f"{', '.join(twice)} stands there twice: give one of them another label")
+        return self
+
+
+class EnvironmentConfig(Config):
+    """What answers the model: one episode of it per completion."""
+
+    name: str = "problem"
+    """A shipped one (problem, calculator, guessing), or `module:Class` or `file.py:Class`."""
+    options: dict[str, Any] = {}
+    """Its settings, such as {guesses: 5}."""
+    turns: Positive = 16
+    """Answers of the model in an episode at most; an environment that has not ended by then counts as failed."""

@@ -1,0 +1,1 @@
+"""Rewards: plain functions of prompts and completions, run in worker processes with a deadline."""

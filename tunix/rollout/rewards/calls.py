@@ -1,0 +1,132 @@
+"""One call of a reward function, wherever it runs, and the messages in which a worker process hears of it.
+
+An outcome is a number, or a text: what went wrong, as the end of a sentence that begins with the reward's name. The
+standard library is all that is needed here, and the messages are JSON: whatever a reward returns, nothing that comes
+back is ever unpickled.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat
+
+Outcome = float | str
+LENGTH = struct.Struct("!Q")
+
+
+def perform(
+    function: Callable[..., Any], batched: bool, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float
+) -> list[Outcome] | str:
+    """Calls a reward for some samples.
+
+    Args:
+        function: with its options bound.
+        batched: one call for all of the samples, or one each.
+        arguments: by name, a value for each sample.
+        count: number of samples.
+        deadline: seconds that each sample of an async function has; what else takes long is ended from outside.
+
+    Returns:
+        An outcome per sample, or one text where none has an outcome of its own.
+    """
+    try:
+        if batched:
+            return _outcomes(_settled(function(**{name: list(column) for name, column in arguments.items()})), count)
+        rows = [{name: column[i] for name, column in arguments.items()} for i in range(count)]
+        if inspect.iscoroutinefunction(function):
+            return asyncio.run(_together(function, rows, deadline))
+        return [as_outcome(_settled(function(**row))) for row in rows]
+    except BaseException as error:  # sys.exit in a reward ends that call, not the worker
+        return raised(error)
+
+
+def as_outcome(value: Any) -> Outcome:
+    """A finite number as a float (True is 1), or what is wrong with the value."""
+    if hasattr(value, "item"):  # a scalar of numpy, jax or torch
+        value = value.item()
+    if isinstance(value, str):
+        return "returned a string, not a number"
+    if not isinstance(value, SupportsFloat):
+        return f"returned {'None' if value is None else f'a {type(value).__name__}'}, not a number"
+    number = float(value)
+    return number if math.isfinite(number) else f"returned {'NaN' if math.isnan(number) else 'infinity'}"
+
+
+def raised(error: BaseException) -> str:
+    """An exception in a line, e.g. `raised ValueError: no digits`."""
+    text = " ".join(str(error).split())
+    return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "")
+
+
+def _outcomes(values: Any, count: int) -> list[Outcome] | str:
+    """The outcomes in what a batched reward returned."""
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        kind = "a string" if isinstance(values, str) else f"a {type(values).__name__}"
+        return f"returned {kind}, not a list of numbers"
+    scores = list(values)
+    if len(scores) != count:
+        return f"returned {len(scores)} scores for {count} completion{'s' * (count != 1)}"
+    return [as_outcome(score) for score in scores]
+
+
+def _settled(value: Any) -> Any:
+    """What an async function returned in the end; anything else as it is."""
+
+    async def awaited() -> Any:
+        return await value
+
+    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
+
+
+async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], deadline: float) -> list[Outcome]:
+    """All the samples at once, each with its own deadline."""
+
+    async def outcome(row: Mapping[str, Any]) -> Outcome:
+        try:
+            async with asyncio.timeout(deadline) as limit:
+                return as_outcome(await function(**row))
+        except Exception as error:
+            return too_slow(deadline) if limit.expired() else raised(error)
+
+    return await asyncio.gather(*(outcome(row) for row in rows))
+
+
+def too_slow(deadline: float) -> str:
+    """The outcome of a call that its deadline ended."""
+    return f"took longer than {deadline:g} s"
+
+
+def encode(message: Any) -> bytes:
+    """A message with its length before it; a TypeError for values that JSON does not know.
+
+    Arrays and their scalars become lists and numbers.
+    """
+    text = json.dumps(message, default=_plain).encode()
+    return LENGTH.pack(len(text)) + text
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next message; an EOFError where the other end is gone."""
+    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
+    return json.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        piece = connection.recv(min(size - len(received), 1 << 20))
+        if not piece:
+            raise EOFError
+        received += piece
+    return bytes(received)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists; what else JSON does not know is refused."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(type(value).__name__)

@@ -1,0 +1,142 @@
+"""Programs judged by unit tests, in a process that can do nothing else (`jail.py` says what holds it there).
+
+The program runs first; the tests, with a word that nobody can guess, are sent only when it is done, and the word comes
+back once for each test that passed. A program that exits, prints or waits earns nothing by it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_JAIL = Path(__file__).with_name("jail.py")
+_MOST = 1 << 20
+"""Bytes that are read of a program's answer: one word a test."""
+
+
+def unit_tests(
+    completion: str,
+    tests: Any,
+    entry_point: str | None = None,
+    *,
+    timeout: float = 6.0,
+    memory_mb: int = 1024,
+    partial: bool = False,
+) -> float:
+    """1 where the completion's Python program passes all of its tests, else 0.
+
+    The program has no network, starts no process, writes only to a temporary folder, and is ended with all it did when
+    its time is over: a program that is too slow or too large has failed its tests, and earns 0. The tests run inside of
+    the program's process, so one that sets out to forge their result, and knows this file, can.
+
+    Args:
+        completion: Python, or text whose last fenced block is taken.
+        tests: Python source with assertions, or a list of such (or JSON of a list). Functions in it that are called
+            `test...` are called without arguments, classes of unittest are run.
+        entry_point: name of the function that a `check(candidate)` in the tests is called with, as HumanEval has it
+            (Chen et al. 2021, arXiv 2107.03374).
+        timeout: seconds for the program and all its tests.
+        memory_mb: megabytes of address space.
+        partial: score the share of the tests that pass instead of all or nothing.
+
+    Raises:
+        ValueError: there are no tests.
+    """
+    sources = read_tests(tests)
+    if entry_point:
+        sources = [f"{source}\ncheck({entry_point})\n" for source in sources]
+    passed = run_tests(program_of(completion), sources, timeout, memory_mb)
+    return passed / len(sources) if partial else float(passed == len(sources))
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block of a text, or all of it."""
+    blocks = _FENCE.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+def read_tests(tests: Any) -> list[str]:
+    """The tests' sources: a text is one test, unless it is JSON of a list of them."""
+    if isinstance(tests, str):
+        try:
+            listed = json.loads(tests)
+        except ValueError:
+            listed = [tests]
+        tests = listed if isinstance(listed, list) else [tests]
+    sources = [str(source) for source in tests]
+    if not any(source.strip() for source in sources):
+        raise ValueError("there are no tests")
+    return sources
+
+
+def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int) -> int:
+    """How many of the tests pass after the program ran, within `timeout` seconds."""
+    limit = time.monotonic() + timeout
+    word = secrets.token_hex(16)
+    folder = tempfile.mkdtemp(prefix="tunix_tests_")
+    limits = {"memory": memory_mb << 20, "seconds": timeout, "folder": folder}
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(_JAIL), json.dumps(limits)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        if _tell(process, program) and _until(process, b"ran\n", limit).endswith(b"ran\n"):
+            _tell(process, {"word": word, "tests": list(tests)})
+            return min(_until(process, None, limit).split(b"\n").count(word.encode()), len(tests))
+        return 0
+    finally:
+        _end(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell(process: subprocess.Popen[bytes], message: Any) -> bool:
+    """Sends a line; False where the process is gone already."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def _until(process: subprocess.Popen[bytes], end: bytes | None, limit: float) -> bytes:
+    """What the process writes until `end`, or until it closes its output or the time is over."""
+    assert process.stdout is not None
+    written = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while len(written) < _MOST and selector.select(max(0.0, limit - time.monotonic())):
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            written += piece
+            if not piece or (end and written.endswith(end)):
+                break
+    return written
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and its group."""
+    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # what it did not read is lost with it
+            pipe.close()

@@ -1,0 +1,61 @@
+"""The process that reward functions run in: `serve` is all that it does, and it imports nothing heavy by itself.
+
+A thread reads requests, so that the process notices when the trainer is gone even while a reward hangs; the calls
+themselves run in the main thread, where signals and event loops work as a function's author expects.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tunix.errors import UserError
+from tunix.reference import load_object
+from tunix.rollout.rewards.calls import encode, perform, receive
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests on the inherited socket until its other end closes."""
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    _volunteer_when_memory_ends()
+    rewards = receive(connection)
+    try:
+        functions = [_load(reward) for reward in rewards]
+    except (UserError, ImportError) as error:
+        connection.sendall(encode({"error": str(error)}))
+        return
+    connection.sendall(encode({"ready": True}))
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
+    while True:
+        i, arguments, count, deadline = requests.get()
+        connection.sendall(encode(perform(functions[i], rewards[i]["batched"], arguments, count, deadline)))
+
+
+def _load(reward: dict[str, Any]) -> Callable[..., Any]:
+    """The function with its options bound, and its heavy imports done."""
+    for module in reward["modules"]:
+        importlib.import_module(module)
+    return functools.partial(load_object(reward["source"]), **reward["options"])
+
+
+def _read(connection: socket.socket, requests: "queue.SimpleQueue[Any]") -> None:
+    """Requests into the queue; at their end the process and all that it started end too."""
+    try:
+        while True:
+            requests.put(receive(connection))
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)
+
+
+def _volunteer_when_memory_ends() -> None:
+    """Linux ends this process before the trainer where a reward eats all the memory."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have no such file
+        file.write("1000")
