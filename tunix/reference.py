@@ -1,8 +1,11 @@
-"""Code that a recipe names: `module:name`, or `file.py:name` for a file of the user's own."""
+"""Code that a recipe names: `module:name`, or `file.py:name` for a file of the user's own; and its options."""
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +35,38 @@ def load_object(reference: str) -> Any:
     if name not in vars(module):
         raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
     return vars(module)[name]
+
+
+def check_options(
+    what: str, function: Callable[..., Any], options: Mapping[str, Any], hidden: tuple[str, ...] = ()
+) -> None:
+    """Refuses options that a function does not have, that lack, or that have the wrong type.
+
+    Args:
+        what: how it is called in messages, e.g. `the reward format`.
+        function: annotated; a class stands for its constructor.
+        options: what the recipe sets.
+        hidden: parameters that are no options.
+
+    Raises:
+        UserError: names the option, its value and what it could be.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name not in hidden}
+    types = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
+    for option, value in options.items():
+        if option not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise UserError(f"{what} has no option {option!r}; it has {known}.{nearest(option, parameters)}")
+        try:
+            TypeAdapter(types[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise UserError(f"{what} has {option}: {value!r}. {error.errors()[0]['msg']}") from error
+    for parameter in parameters.values():
+        required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if required and parameter.name not in options:
+            raise UserError(f"{what} wants the option {parameter.name!r}: set it in its `options`")
 
 
 def _file_module(path: Path) -> ModuleType:

@@ -68,6 +68,38 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     return np.asarray(tokenizer.encode(text), np.int32)
 
 
+def render_continuation(
+    messages: Sequence[Message],
+    answers: Sequence[Message],
+    tokenizer: Tokenizer,
+    stopped: bool,
+    **template_kwargs: Any,
+) -> np.ndarray:
+    """`[T]` int32 tokens that go on from an assistant's turn: its end, the answers to it, the start of its next turn.
+
+    They are read off the template's rendering behind some assistant's turn, whose own text does not matter: what was
+    said stays as the tokens that it was said in.
+
+    Args:
+        messages: the conversation that the assistant's turn answered.
+        answers: what the turn is answered with, usually of role `user` or `tool`.
+        tokenizer: its chat template is the only authority on the format.
+        stopped: whether the turn's tokens end with a stop token, which is then not repeated.
+        template_kwargs: handed to the template.
+
+    Raises:
+        UserError: as `render_chat`.
+    """
+    check_messages([*messages, *answers])
+    spoken = [[*messages, {"role": "assistant", "content": "x" + end}, *answers] for end in ("", _PROBE)]
+    text, probed = (_render(turns, tokenizer, template_kwargs, add_generation_prompt=True) for turns in spoken)
+    ids = tokenizer.encode(text[_common_prefix(text, probed) :])
+    first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
+    if stopped and first is not None and ids[first] in tokenizer.stop_ids:
+        ids = ids[first + 1 :]
+    return np.asarray(ids, np.int32)
+
+
 def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
     """The tokenizer with the chat template that `data.chat_template` names.
 

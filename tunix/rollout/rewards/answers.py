@@ -124,5 +124,8 @@ def _equal(gold: str, given: str) -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing ends it: our deadline does
     latex = [LatexExtractionConfig()]  # its reader of plain expressions would evaluate them as Python
-    parsed = [parse(f"${text}$", latex, parsing_timeout=None) for text in (gold, given)]  # pyright: ignore
-    return bool(verify(*parsed, timeout_seconds=None))
+    wanted, found = (
+        parse(f"${text}$", latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]: it takes None
+        for text in (gold, given)
+    )
+    return bool(verify(wanted, found, timeout_seconds=None))

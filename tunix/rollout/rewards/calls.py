@@ -86,8 +86,9 @@ async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, An
     """All the samples at once, each with its own deadline."""
 
     async def outcome(row: Mapping[str, Any]) -> Outcome:
+        limit = asyncio.timeout(deadline)
         try:
-            async with asyncio.timeout(deadline) as limit:
+            async with limit:
                 return as_outcome(await function(**row))
         except Exception as error:
             return too_slow(deadline) if limit.expired() else raised(error)

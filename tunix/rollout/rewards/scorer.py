@@ -121,7 +121,8 @@ class Scorer:
         """The calls of one reward."""
         wanted = reward.arguments(list(columns))
         arguments: dict[str, Sequence[Any]] = {name: columns[column] for name, column in wanted.items()}
-        texts = dict(zip(MANY if reward.batched else ONE, (prompts, completions), strict=True))
+        names = MANY if reward.batched else ONE
+        texts: dict[str, Sequence[str]] = dict(zip(names, (prompts, completions), strict=True))
         arguments |= {name: texts[name] for name in reward.texts}
         if reward.source is not None:
             for name, column in wanted.items():

@@ -8,12 +8,12 @@ import importlib.util
 import inspect
 import json
 import re
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunix.errors import UserError, nearest
+from tunix.errors import UserError
+from tunix.reference import check_options
 from tunix.rollout.rewards.answers import gsm8k, math, number
 from tunix.rollout.rewards.code import unit_tests
 
@@ -67,7 +67,7 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     from jsonschema import validators
     from referencing import Registry
 
-    rules = json.loads(schema) if isinstance(schema, str) else schema
+    rules = json.loads(schema) if isinstance(schema, str) else dict(schema)
     kind = validators.validator_for(rules, default=validators.Draft202012Validator)
     kind.check_schema(rules)
     blocks = re.findall(r"```(?:json)?\s*\n(.*?)```", completion, re.DOTALL)
@@ -95,28 +95,10 @@ class Shipped:
         Raises:
             UserError: names the reward, the option and the remedy.
         """
-        from pydantic import TypeAdapter, ValidationError
-
         missing = [module for module in self.modules if importlib.util.find_spec(module) is None]
         if missing:
             raise UserError(f"the reward {name} needs {', '.join(missing)}: pip install 'tunix[rewards]'")
-        parameters = inspect.signature(self.function).parameters
-        types = typing.get_type_hints(self.function)
-        for option, value in options.items():
-            if option not in parameters:
-                known = [known for known in parameters if known not in ("prompt", "completion")]
-                raise UserError(
-                    f"the reward {name} has no option {option!r}; it has {', '.join(known)}.{nearest(option, known)}"
-                )
-            try:
-                TypeAdapter(types[option]).validate_python(value, strict=True)
-            except ValidationError as error:
-                reason = error.errors()[0]["msg"]
-                raise UserError(f"the reward {name} has the option {option}: {value!r}. {reason}") from error
-        for parameter in parameters.values():
-            required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-            if required and parameter.name not in options:
-                raise UserError(f"the reward {name} wants the option {parameter.name!r}: set it in its `options`")
+        check_options(f"the reward {name}", self.function, options, hidden=("prompt", "completion"))
         if self.rules is not None:
             self.rules(name, options, deadline)
 

@@ -1,0 +1,100 @@
+"""A game that a tiny model learns: guess a number in a few tries, each answered with `higher` or `lower`.
+
+    1-31          the prompt
+    16            a guess, ended by a new line
+    higher        the answer: the number is higher
+    24            ... and so on; five guesses are enough for 31 numbers, if they are good ones
+
+A guess that is no number of the range loses the game. What the model writes is read as a guess and nothing else, so
+that it cannot write its own victory.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
+from tunix.errors import UserError
+from tunix.rollout.environments.base import Environment, Episode, Row, Step
+
+HIGHER, LOWER = "higher\n", "lower\n"
+
+
+class Guessing(Environment):
+    """1 for a number found within the guesses, else 0."""
+
+    stop_strings: ClassVar[tuple[str, ...]] = ("\n",)
+
+    def __init__(self, highest: int = 31, guesses: int = 5) -> None:
+        """The rules.
+
+        Args:
+            highest: numbers go from 1 to this one.
+            guesses: tries.
+        """
+        if highest < 1 or guesses < 1:
+            raise UserError(f"the environment guessing has highest {highest} and guesses {guesses}: 1 is the least")
+        self.highest, self._left = highest, guesses
+
+    def reset(self, row: Row, rng: np.random.Generator) -> str:
+        """The range. The number is the row's `secret`, the same for all of its completions, or else a random one."""
+        self._secret = int(row["secret"]) if "secret" in row else int(rng.integers(1, self.highest + 1))
+        if not 1 <= self._secret <= self.highest:
+            raise ValueError(f"the secret {self._secret} is not between 1 and {self.highest}")
+        return f"1-{self.highest}\n"
+
+    def step(self, action: str, tokens: np.ndarray) -> Step:
+        """Higher or lower, or the end of the game."""
+        text = action.removesuffix("\n")
+        legal = text.isascii() and text.isdigit() and len(text) <= len(str(self.highest))
+        if not legal or not 1 <= int(text) <= self.highest:
+            return Step(reward=0.0, done=True)
+        self._left -= 1
+        guess = int(text)
+        if guess == self._secret or self._left == 0:
+            return Step(reward=float(guess == self._secret), done=True)
+        return Step(HIGHER if guess < self._secret else LOWER)
+
+
+def secrets(count: int = 3100, highest: int = 31) -> list[dict[str, int]]:
+    """Rows with every `secret` in turn. For `data.train`."""
+    return [{"secret": i % highest + 1} for i in range(count)]
+
+
+def demonstrations(
+    count: int = 4096, seed: int = 0, highest: int = 31, guesses: int = 5, tokenizer: Tokenizer | None = None
+) -> list[dict[str, Any]]:
+    """Games to start from by SFT: rows of `input_ids` and a `loss_mask` that trains the guesses only.
+
+    Every other game is played at random, the rest with guesses that the answers so far allow, so that a model learns
+    the rules and the idea, and still has the better half of the game to find.
+
+    Args:
+        count: games, won and lost ones.
+        seed: of the secrets and the guesses.
+        highest: as `Guessing`'s.
+        guesses: as `Guessing`'s.
+        tokenizer: None takes the bytes tokenizer, which a recipe has as `model: {tokenizer: bytes}`.
+    """
+    rng = np.random.default_rng(seed)
+    known = tokenizer or bytes_tokenizer()
+    return [_game(i % 2 == 1, rng, Guessing(highest, guesses), known) for i in range(count)]
+
+
+def _game(sensible: bool, rng: np.random.Generator, game: Guessing, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One game as tokens and mask, put together as the sampler does it."""
+    episode = Episode(game, {}, rng, tokenizer, turns=1000)
+    tokens, mask = list(episode.prompt), [0] * len(episode.prompt)
+    low, high = 1, game.highest
+    while not episode.done:
+        guess = int(rng.integers(low, high + 1)) if sensible else int(rng.integers(1, game.highest + 1))
+        action = tokenizer.encode(f"{guess}\n")
+        observed = episode.turn(np.asarray(action, np.int32))
+        seen = [] if observed is None else list(observed)
+        tokens += [*action, *seen]
+        mask += [1] * len(action) + [0] * len(seen)
+        if tokenizer.decode(seen) == HIGHER:
+            low = max(low, guess + 1)
+        elif seen:
+            high = min(high, guess - 1)
+    return {"input_ids": [int(token) for token in tokens], "loss_mask": mask}

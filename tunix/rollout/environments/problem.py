@@ -1,0 +1,77 @@
+"""A problem with one answer: the row's prompt, one turn of the model, and the reward functions as the judges."""
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tunix.data.chat import Message
+from tunix.errors import UserError, nearest
+from tunix.rollout.environments.base import Environment, Observation, Row, Step
+
+
+class Problem(Environment):
+    """One turn, judged by reward functions."""
+
+    scores: ClassVar[bool] = False
+
+    def __init__(self, template: str | None = None, chat: bool = False, system: str | None = None) -> None:
+        """How a row becomes a prompt.
+
+        Args:
+            template: text with the row's columns in braces, e.g. `Question: {question}`; None takes its `prompt`.
+            chat: whether a text becomes the user's message in the tokenizer's chat template.
+            system: system message before it; wants `chat`, or prompts that are messages.
+        """
+        self._template, self._chat, self._system = template, chat, system
+
+    def reset(self, row: Row, rng: np.random.Generator) -> Observation:
+        """The prompt."""
+        return prompt_of(row, self._template, self._chat, self._system)
+
+    def step(self, action: str, tokens: np.ndarray) -> Step:
+        """The end: there is one turn."""
+        return Step(done=True)
+
+
+def prompt_of(row: Row, template: str | None, chat: bool, system: str | None) -> Observation:
+    """The prompt of a row: a text, messages, or token ids (`prompt_ids`).
+
+    Raises:
+        UserError: the row lacks a column, or a system message has no conversation to stand in.
+    """
+    if template is not None:
+        prompt: Any = _filled(template, row)
+    elif "prompt_ids" in row:
+        prompt = np.asarray(row["prompt_ids"], np.int32)
+    else:
+        prompt = _column(row, "prompt")
+    if isinstance(prompt, str) and chat:
+        prompt = [{"role": "user", "content": prompt}]
+    if system is None:
+        return prompt
+    if isinstance(prompt, str | np.ndarray):
+        raise UserError("a system message wants a conversation: set the environment's option chat: true")
+    messages: Sequence[Message] = prompt
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _filled(template: str, row: Row) -> str:
+    """The template with the row's values; braces hold column names and nothing that could run."""
+    values: dict[str, str] = {}
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is not None:
+            if form or conversion or not name.isidentifier():
+                raise UserError(f"the template holds {{{name}}}: a column's name stands alone; write {{{{ for a brace")
+            values[name] = str(_column(row, name))
+    return template.format_map(values)
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise UserError(
+            f"the row has no {name!r}; it has {', '.join(map(repr, row))}.{nearest(name, row)} Name yours in "
+            "data.columns or in the environment's template"
+        )
+    return row[name]

@@ -1,0 +1,72 @@
+"""Prompts and observations as token ids, whichever of the three forms an environment gives them in.
+
+Axes: T time.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tunix.data.chat import Message, render_continuation, render_prompt
+from tunix.data.tokenizer import Tokenizer
+from tunix.errors import UserError
+
+Observation = str | Sequence[Message] | np.ndarray
+"""A text as it should stand, messages that the tokenizer's template renders, or token ids as they are."""
+
+
+def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
+    """`[T]` int32 ids of a prompt. A text begins with BOS where the tokenizer's own encoding does.
+
+    Raises:
+        UserError: it cannot be rendered.
+    """
+    if isinstance(start, np.ndarray):
+        return _given(start)
+    known = _needed(tokenizer)
+    if isinstance(start, str):
+        return np.asarray(known.encode(start, bos=known.adds_bos), np.int32)
+    return render_prompt(start, known, **template_kwargs)
+
+
+def render_observation(
+    start: Observation,
+    observation: Observation,
+    action: np.ndarray,
+    tokenizer: Tokenizer | None,
+    template_kwargs: Mapping[str, Any],
+) -> np.ndarray:
+    """`[T]` int32 ids of what stands behind a turn of the model.
+
+    Args:
+        start: the episode's prompt; messages are answered within its conversation.
+        observation: what is said.
+        action: `[T]` ids of the turn.
+        tokenizer: None serves token ids only.
+        template_kwargs: variables of the chat template.
+
+    Raises:
+        UserError: it cannot be rendered.
+    """
+    if isinstance(observation, np.ndarray):
+        return _given(observation)
+    known = _needed(tokenizer)
+    if isinstance(observation, str):
+        return np.asarray(known.encode(observation), np.int32)
+    if isinstance(start, str | np.ndarray):
+        raise UserError("an observation of messages wants a prompt of messages: a text or tokens are no conversation")
+    stopped = len(action) > 0 and int(action[-1]) in known.stop_ids
+    return render_continuation(start, observation, known, stopped, **template_kwargs)
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise UserError("the model's folder has no tokenizer: the environment has to speak in token ids")
+    return tokenizer
+
+
+def _given(ids: np.ndarray) -> np.ndarray:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UserError(f"token ids are a vector of whole numbers, not {ids.dtype} of shape {ids.shape}")
+    return ids.astype(np.int32)
