@@ -1,16 +1,18 @@
 """What the losses of GRPO and PPO share: the surrogate's companions (KL, entropy, correction) and what is reported.
 
-A loss computes its surrogate from `old_log_ratio`, and `policy_outputs` makes the terms and the metrics of it.
+`trained_only` first; then a loss computes its surrogate from `old_log_ratio`, and `policy_outputs` makes the terms and
+the metrics of it.
 
 Axes: B rows, T time.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.ops import (
@@ -24,6 +26,26 @@ from tunix.algorithms.ops import (
     token_ratio,
 )
 from tunix.types import LossInputs, LossOutputs, Over, Term
+
+
+def trained_only(inputs: LossInputs) -> LossInputs:
+    """The same with 0 wherever nothing is trained: the first thing that a loss does.
+
+    The framework masks a loss's values, but a gradient through something infinite is NaN even where it is masked.
+    """
+    mask = jnp.asarray(inputs.batch.loss_mask)
+
+    def kept(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
+        return jnp.where(mask, values, 0)
+
+    per_token = {name: kept(values) for name, values in inputs.batch.per_token.items()}
+    return replace(
+        inputs,
+        batch=replace(inputs.batch, per_token=per_token),
+        logprobs=kept(inputs.logprobs),
+        entropy=None if inputs.entropy is None else kept(inputs.entropy),
+        values=None if inputs.values is None else kept(inputs.values),
+    )
 
 
 def old_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
@@ -110,6 +132,6 @@ def _mismatch(
         trainer, sampler = jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"]
     else:
         trainer, sampler = current, batch.per_token["old_logprobs"]
-    distance = jnp.abs(jnp.where(batch.loss_mask, trainer - sampler, 0.0))
+    distance = jnp.abs(trainer - sampler)
     k3 = _estimate(log_ratio(jnp.asarray(sampler), trainer, batch), "k3")
     return {"mismatch/mean": distance, "mismatch/k3": k3}, {"mismatch/max": distance}

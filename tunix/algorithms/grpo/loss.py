@@ -4,7 +4,7 @@ Axes: B rows, T time.
 """
 
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.loss import old_log_ratio, policy_outputs
+from tunix.algorithms.loss import old_log_ratio, policy_outputs, trained_only
 from tunix.algorithms.ops import cispo_surrogate, clipped_surrogate, plain_surrogate, sequence_ratio, token_ratio
 from tunix.types import LossInputs, LossOutputs, Over
 
@@ -20,6 +20,7 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         config: the section of the recipe.
         over: `config.over(completion_length)`.
     """
+    inputs = trained_only(inputs)
     advantages = inputs.batch.per_token["advantages"]
     log_ratios = old_log_ratio(inputs)
     ratio = sequence_ratio(log_ratios, inputs.batch) if config.ratio == "sequence" else token_ratio(log_ratios)

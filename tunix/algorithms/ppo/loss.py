@@ -5,7 +5,7 @@ Axes: B rows, T time.
 
 import jax.numpy as jnp
 
-from tunix.algorithms.loss import old_log_ratio, policy_outputs
+from tunix.algorithms.loss import old_log_ratio, policy_outputs, trained_only
 from tunix.algorithms.ops import clipped_surrogate, token_ratio
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.types import LossInputs, LossOutputs, Over, Term
@@ -32,6 +32,7 @@ def policy_loss(inputs: LossInputs, config: PPOConfig, over: Over | float) -> Lo
         config: the section of the recipe.
         over: `config.over(completion_length)`.
     """
+    inputs = trained_only(inputs)
     batch = inputs.batch
     ratio = token_ratio(old_log_ratio(inputs))
     assert config.clip_low is not None
@@ -56,16 +57,15 @@ def value_loss(inputs: LossInputs, config: PPOConfig) -> LossOutputs:
         inputs: `values`, and per-token `returns` and `old_values`.
         config: the section of the recipe.
     """
+    inputs = trained_only(inputs)
     assert inputs.values is not None
     assert config.value_coefficient is not None
-    returns, old = inputs.batch.per_token["returns"], inputs.batch.per_token["old_values"]
-    # Outside of the mask values may be anything; a square of something infinite has a NaN gradient.
-    error = jnp.where(inputs.batch.loss_mask, inputs.values - returns, 0.0)
-    squares = error**2
+    returns, old = (jnp.asarray(inputs.batch.per_token[name]) for name in ("returns", "old_values"))
+    squares = (inputs.values - returns) ** 2
     metrics = {"value/mean": inputs.values, "value/error": squares}
     if config.value_clip is not None:
         moved = jnp.clip(inputs.values - old, -config.value_clip, config.value_clip)
-        bound = jnp.where(inputs.batch.loss_mask, old + moved - returns, 0.0) ** 2
+        bound = (old + moved - returns) ** 2
         metrics["value/clipped"] = (bound > squares).astype(jnp.float32)
         squares = jnp.where(bound > squares, bound, squares)
     return LossOutputs({"value": Term(0.5 * config.value_coefficient * squares, "tokens")}, metrics)

@@ -1,0 +1,468 @@
+"""The GRPO family: each preset against its paper's formula by hand, and what must not change the loss of any."""
+
+from dataclasses import replace
+from functools import partial
+from math import exp, log, sqrt
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
+
+from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.grpo.loss import grpo_loss
+from tunix.algorithms.grpo.presets import PRESETS
+from tunix.algorithms.ops import cispo_surrogate, clipped_surrogate, importance_weight, kl_estimate
+from tunix.errors import UserError
+
+LONGEST = 10  # the constant of `reduction: constant`
+
+
+def loss_of(**settings):
+    config = GRPOConfig(**settings)
+    return partial(grpo_loss, config=config, over=config.over(LONGEST))
+
+
+# A: two tokens with ratios 1.5 and 0.5, advantage 1, twice as likely and as likely as under the reference.
+# B: one token with ratio 1.1, advantage -2, half as likely as under the reference.
+A = Taken(
+    current=[log(0.5), -1.0],
+    old=[log(0.5 / 1.5), -1.0 - log(0.5)],
+    advantage=[1.0, 1.0],
+    more={"reference_logprobs": [log(0.25), -1.0]},
+)
+B = Taken(current=[-2.0], old=[-2.0 - log(1.1)], advantage=[-2.0], more={"reference_logprobs": [-2.0 + log(2)]})
+K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, B: .1931, 0, .3069
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        # clip .2: min(1.5, 1.2) = 1.2, min(.5, .8) = .5, min(-2.2, -2.2). No preset: mean over three tokens.
+        (None, -(1.2 + 0.5 - 2.2) / 3),
+        # Mean over sequences of their token means; KL k3 with .04.
+        ("grpo", -((1.2 + 0.5) / 2 - 2.2) / 2 + 0.04 * ((K3[0] + K3[1]) / 2 + K3[2]) / 2),
+        # Upper clip .28, mean over tokens.
+        ("dapo", -(1.28 + 0.5 - 2.2) / 3),
+        # Sums over a constant of 10 tokens, mean over two sequences.
+        ("dr_grpo", -((1.2 + 0.5) / 10 - 2.2 / 10) / 2),
+        # s_A = sqrt(1.5 * .5) = .866 < .9997: the minimum takes it. s_B = 1.1: min(-2.2, -2 * 1.0004) = -2.2.
+        ("gspo", -(sqrt(0.75) - 2.2) / 2),
+        # Weights 1.5, .5, 1.1 (bounded by 5) times A log p.
+        ("cispo", -(1.5 * log(0.5) + 0.5 * -1.0 + 1.1 * -2.0 * -2.0) / 3),
+        # r A, unclipped, over the constant; the KL is in the reward.
+        ("rloo", -((1.5 + 0.5) / 10 - 2.2 / 10) / 2),
+        # PPO's clip over tokens; the KL is in the reward.
+        ("reinforce_pp", -(1.2 + 0.5 - 2.2) / 3),
+    ],
+)
+def test_each_preset_by_hand(preset, expected):
+    found = reduced(loss_of(preset=preset), inputs_of(batch_of([A, B])))
+    assert found["train/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        # d r A / d log p = r A where it is not clipped: A's first token is (1.5 > 1.2).
+        ("dapo", [0, -0.5 / 3, 2.2 / 3]),
+        ("dr_grpo", [0, -0.5 / 20, 2.2 / 20]),
+        # s = exp(mean): each of A's tokens has half of s A; mean over sequences.
+        ("gspo", [-sqrt(0.75) / 4, -sqrt(0.75) / 4, 2.2 / 2]),
+        # The weight is constant: w A.
+        ("cispo", [-1.5 / 3, -0.5 / 3, 2.2 / 3]),
+        ("rloo", [-1.5 / 20, -0.5 / 20, 2.2 / 20]),
+        # Policy: mean over tokens of a sequence, then over two. KL: .04 (1 - ref/p) = .04 of .5, 0, -1.
+        ("grpo", [0.04 * 0.5 / 4, -0.5 / 4, 2.2 / 2 - 0.04 * 1 / 2]),
+    ],
+)
+def test_gradients_of_presets_by_hand(preset, expected):
+    found = gradients(loss_of(preset=preset), inputs_of(batch_of([A, B])))
+    places = [(0, PROMPT), (0, PROMPT + 1), (1, PROMPT)]
+    np.testing.assert_allclose([found[place] for place in places], expected, rtol=1e-5, atol=1e-7)
+    assert all(value == 0 for place, value in found.items() if place not in places)
+
+
+def test_metrics_by_hand():
+    found = reduced(loss_of(preset="grpo"), inputs_of(batch_of([A, B])))
+    assert found["policy/ratio"] == pytest.approx((1.5 + 0.5 + 1.1) / 3, rel=1e-5)
+    assert found["policy/clipped"] == pytest.approx(1 / 3)  # .5 with a positive advantage is not held back
+    assert found["kl/reference"] == pytest.approx(sum(K3) / 3, rel=1e-5)
+    # KL(old || policy) from old's samples: r - 1 - log r.
+    assert found["kl/old"] == pytest.approx((0.5 - log(1.5) - 0.5 - log(0.5) + 0.1 - log(1.1)) / 3, rel=1e-4)
+    assert found["mismatch/mean"] == pytest.approx((log(1.5) - log(0.5) + log(1.1)) / 3, rel=1e-5)
+    assert found["loss/kl"] == pytest.approx(0.04 * ((K3[0] + K3[1]) / 2 + K3[2]) / 2, rel=1e-5)
+    assert "policy/entropy" not in found
+    assert "policy/clipped" not in reduced(loss_of(preset="rloo"), inputs_of(batch_of([A, B])))
+
+
+def test_largest_mismatch_is_a_peak():
+    inputs = inputs_of(batch_of([A, B]))
+    peak = grpo_loss(inputs, GRPOConfig(), "tokens").peaks["mismatch/max"]
+    assert float(jnp.max(peak)) == pytest.approx(log(2), rel=1e-6)  # A's second token: log .5
+
+
+def test_mismatch_is_zero_where_trainer_and_sampler_agree():
+    same = [replace(one, old=one.current) for one in (A, B)]
+    found = reduced(loss_of(), inputs_of(batch_of(same)))
+    assert (found["mismatch/mean"], found["mismatch/k3"], found["kl/old"], found["policy/ratio"]) == (0, 0, 0, 1)
+
+
+@pytest.mark.parametrize("settings", [{"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_weighted": True}])
+def test_kl_is_zero_where_the_policy_is_the_reference(settings):
+    """At step 0: value, metric and gradient, exactly."""
+    start = [replace(one, old=one.current, more={"reference_logprobs": one.current}) for one in (A, B)]
+    inputs = inputs_of(batch_of(start))
+    with_kl, without = loss_of(kl=100.0, **settings), loss_of()
+    found = reduced(with_kl, inputs)
+    assert found["loss/kl"] == 0
+    assert found["kl/reference"] == 0
+    assert gradients(with_kl, inputs) == gradients(without, inputs)
+
+
+def test_entropy_is_raised():
+    taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
+    inputs = inputs_of(batch_of(taken), entropy=True)
+    found, without = reduced(loss_of(entropy_bonus=0.1), inputs), reduced(loss_of(), inputs)
+    assert found["policy/entropy"] == without["policy/entropy"] == pytest.approx(1.5)  # (.5 + 1 + 3) / 3
+    assert found["train/loss"] == pytest.approx(without["train/loss"] - 0.15, rel=1e-5)
+
+
+# Surrogates, ratio by ratio.
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        # A > 0: the ratio's rise is clipped at 1.2, its fall is not; the dual clip plays no part.
+        (0.5, 1.0, -0.5, -1.0, False),
+        (1.0, 1.0, -1.0, -1.0, False),
+        (1.5, 1.0, -1.2, 0.0, True),
+        (4.0, 1.0, -1.2, 0.0, True),
+        # A < 0: its fall is clipped at .8; its rise is not, until the dual clip at 3.
+        (0.5, -1.0, 0.8, 0.0, True),
+        (1.0, -1.0, 1.0, 1.0, False),
+        (1.5, -1.0, 1.5, 1.0, False),
+        (4.0, -1.0, 3.0, 0.0, True),
+    ],
+)
+def test_dual_clip_in_every_region(ratio, advantage, loss, slope, clipped):
+    def of(x):
+        return clipped_surrogate(x, jnp.full((1, 1), advantage), 0.2, 0.2, dual=3.0)
+
+    x = jnp.full((1, 1), ratio)
+    assert float(of(x).loss[0, 0]) == pytest.approx(loss)
+    assert float(jax.grad(lambda x: of(x).loss.sum())(x)[0, 0]) == pytest.approx(slope)
+    assert bool(of(x).clipped[0, 0]) is clipped
+
+
+def test_cispo_bounds_the_weight_and_keeps_the_gradient():
+    ratio, logprobs = jnp.array([[0.1, 1.0, 7.0]]), jnp.array([[-1.0, -2.0, -3.0]])
+    surrogate, slope = (
+        cispo_surrogate(logprobs, ratio, jnp.full((1, 3), 2.0), 0.5, 4.0),
+        jax.grad(lambda x: cispo_surrogate(x, jnp.exp(x) * ratio, jnp.full((1, 3), 2.0), 1.0, 4.0).loss.sum()),
+    )
+    # Weights clip(.1, .5, 5) = .5, 1, 5, times -A log p.
+    np.testing.assert_allclose(surrogate.loss, [[0.5 * 2 * 1, 1 * 2 * 2, 5 * 2 * 3]], rtol=1e-6)
+    assert surrogate.clipped.tolist() == [[True, False, True]]
+    # Through exp(x) too, nothing flows: -w A alone.
+    np.testing.assert_allclose(slope(jnp.zeros((1, 3))), [[-0.1 * 2, -1 * 2, -5 * 2]], rtol=1e-6)
+
+
+# KL estimators: values and gradients against the true ones, over all outcomes of a small categorical.
+
+LOGITS, REFERENCE = jnp.array([0.3, -0.7, 1.1]), jax.nn.log_softmax(jnp.array([-0.2, 0.4, 0.1]))
+
+
+def kl_true(logits, forward=False):
+    p = jax.nn.log_softmax(logits)
+    return jnp.sum(jnp.exp(REFERENCE) * (REFERENCE - p)) if forward else jnp.sum(jnp.exp(p) * (p - REFERENCE))
+
+
+def expected(logits, estimator, drawn_by=None):
+    """The estimator's mean over samples of `drawn_by` (the policy itself, held fixed), weighted where it is another."""
+    p = jax.nn.log_softmax(logits)
+    q = jax.lax.stop_gradient(p) if drawn_by is None else drawn_by
+    weight = 1.0 if drawn_by is None else jnp.exp(p - q)
+    return jnp.sum(jnp.exp(q) * weight * kl_estimate(p - REFERENCE, estimator))
+
+
+def test_k1_and_k3_are_unbiased_and_k2_is_not():
+    true = float(kl_true(LOGITS))
+    assert float(expected(LOGITS, "k1")) == pytest.approx(true, rel=1e-5)
+    assert float(expected(LOGITS, "k3")) == pytest.approx(true, rel=1e-5)
+    assert abs(float(expected(LOGITS, "k2")) - true) > 0.01
+
+
+def test_gradients_of_the_estimators_are_what_their_docstring_says():
+    towards, backwards = jax.grad(kl_true)(LOGITS), jax.grad(partial(kl_true, forward=True))(LOGITS)
+    assert float(jnp.abs(towards - backwards).max()) > 0.05  # or nothing would be told apart
+    slope = jax.grad(expected)
+    np.testing.assert_allclose(slope(LOGITS, "k1"), 0, atol=1e-6)
+    np.testing.assert_allclose(slope(LOGITS, "k2"), towards, atol=1e-6)
+    np.testing.assert_allclose(slope(LOGITS, "k3"), backwards, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_weighted_estimators_have_the_true_gradient_whoever_drew(estimator):
+    other = jax.nn.log_softmax(jnp.array([1.0, 0.0, -1.0]))
+    np.testing.assert_allclose(jax.grad(expected)(LOGITS, estimator, other), jax.grad(kl_true)(LOGITS), atol=1e-6)
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_kl():
+    """`E[k1 grad log p]`, k1 held fixed as rewards are."""
+
+    def penalty(logits):
+        p = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(p) * jax.lax.stop_gradient(kl_estimate(p - REFERENCE, "k1")))
+
+    np.testing.assert_allclose(jax.grad(penalty)(LOGITS), jax.grad(kl_true)(LOGITS), atol=1e-6)
+
+
+def test_the_weighted_term_multiplies_by_the_ratio():
+    found = reduced(loss_of(kl=1.0, kl_weighted=True), inputs_of(batch_of([A, B])))
+    assert found["loss/kl"] == pytest.approx((1.5 * K3[0] + 1.1 * K3[2]) / 3, rel=1e-5)
+    found = reduced(loss_of(kl=1.0, kl_weighted=True, kl_estimator="k1"), inputs_of(batch_of([A, B])))
+    assert found["loss/kl"] == pytest.approx((1.5 * log(2) - 1.1 * log(2)) / 3, rel=1e-4)
+
+
+# Corrections for a sampler that is not the trainer.
+
+# Trainer over sampler before the updates: A .4 and 3, product 1.2; B 6. The sampler's log-probs are old - log w.
+SAMPLED = [
+    replace(A, more={"sampler_logprobs": [A.old[0] - log(0.4), A.old[1] - log(3)]}),
+    replace(B, more={"sampler_logprobs": [B.old[0] - log(6)]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "changed"),
+    [
+        ({"correction": "truncate"}, (0.4, 2, 2), 2),  # min(w, 2)
+        ({"correction": "truncate", "correction_high": 4.0}, (0.4, 3, 4), 1),
+        ({"correction": "mask"}, (0, 3, 0), 2),  # .5 <= w <= 5
+        ({"correction": "mask", "correction_low": 0.3, "correction_high": 2.0}, (0.4, 0, 0), 2),
+        ({"correction": "truncate", "correction_level": "sequence"}, (1.2, 1.2, 2), 1),
+        ({"correction": "mask", "correction_level": "sequence"}, (1.2, 1.2, 0), 1),
+    ],
+)
+def test_corrections_by_hand(settings, weights, changed):
+    inputs = inputs_of(batch_of(SAMPLED))
+    found = reduced(loss_of(old_logprobs="recompute", **settings), inputs)
+    terms = np.array([1.2, 0.5, -2.2]) * weights
+    assert found["train/loss"] == pytest.approx(-terms.sum() / 3, rel=1e-5)
+    assert found["mismatch/corrected"] == pytest.approx(changed / 3)
+    # Measured between the recomputed and the sampler's, so the policy's own updates play no part.
+    assert found["mismatch/mean"] == pytest.approx((-log(0.4) + log(3) + log(6)) / 3, rel=1e-5)
+    # KL(sampler || trainer): w - 1 - log w.
+    assert found["mismatch/k3"] == pytest.approx((0.4 + 3 + 6 - 3 - log(0.4 * 3 * 6)) / 3, rel=1e-5)
+
+
+def test_weights_are_constants():
+    slope = jax.grad(lambda x: importance_weight(x, "truncate", 0.0, 2.0).weight.sum())(jnp.zeros((2, 3)))
+    assert not slope.any()
+
+
+def test_a_single_update_needs_no_recomputed_old_logprobs():
+    """Left out, they are the current ones held fixed: what a forward pass before the update would have given."""
+    loss = loss_of(old_logprobs="recompute", correction="truncate")
+    given = inputs_of(batch_of([replace(one, old=one.current) for one in SAMPLED]))
+    named = {name: x for name, x in given.batch.per_token.items() if name != "old_logprobs"}
+    without = replace(given, batch=replace(given.batch, per_token=named))
+    assert reduced(loss, without) == reduced(loss, given)
+    assert gradients(loss, without) == gradients(loss, given)
+
+
+# What must not change anything, for every member of the family.
+
+FAMILY = {
+    **{name: {"preset": name} for name in PRESETS},
+    "plain": {},
+    "gspo_dual": {"ratio": "sequence", "dual_clip": 3.0, "reduction": "tokens"},
+    "cispo_sequence": {"surrogate": "cispo", "ratio": "sequence", "reduction": "sequences"},
+    "weighted": {"kl": 0.5, "kl_weighted": True, "entropy_bonus": 0.01, "reduction": "constant"},
+    "tis_sequence": {"old_logprobs": "recompute", "correction": "truncate", "correction_level": "sequence"},
+    "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
+}
+
+
+def rollouts(seed: int = 0) -> list[Taken]:
+    """Six completions of 1 to 6 tokens, one with an observation between its turns, one that failed (weight 0)."""
+    rng = np.random.default_rng(seed)
+
+    def one(index: int) -> Taken:
+        number = int(rng.integers(2, 7))
+        current = rng.normal(-1.5, 0.7, number)
+        names = ("reference_logprobs", "sampler_logprobs", "entropy")
+        more = {name: list(np.abs(rng.normal(1, 0.5, number)) * (1 if name == "entropy" else -1)) for name in names}
+        trained = [True] * number
+        if index == 1:
+            trained[number // 2] = False
+        old, advantage = list(current + rng.normal(0, 0.4, number)), [float(rng.normal())] * number
+        return Taken(list(current), old, advantage, more, trained, weight=0.0 if index == 4 else 1.0)
+
+    return [one(index) for index in range(6)]
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        assert one[name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+
+
+@pytest.fixture(params=FAMILY, name="member")
+def _member(request):
+    return loss_of(**FAMILY[request.param])
+
+
+def test_packed_equals_unpacked(member):
+    packed = inputs_of(batch_of(rollouts(), packing=True), entropy=True)
+    apart = inputs_of(batch_of(rollouts(), packing=False), entropy=True)
+    assert packed.logprobs.shape[0] < apart.logprobs.shape[0]
+    assert_same(reduced(member, packed), reduced(member, apart))
+    assert_same(gradients(member, packed), gradients(member, apart))
+
+
+def test_order_of_the_samples_changes_nothing(member):
+    order = [3, 5, 0, 4, 1, 2]
+    taken = rollouts()
+    straight = inputs_of(batch_of(taken), entropy=True)
+    shuffled = inputs_of(batch_of([taken[i] for i in order]), entropy=True)
+    assert_same(reduced(member, shuffled), reduced(member, straight))
+    found, wanted = gradients(member, shuffled), gradients(member, straight)
+    assert_same({(order[s], t): value for (s, t), value in found.items()}, wanted)
+
+
+def test_passes_sum_to_the_whole_batch(member):
+    batch = batch_of(rollouts(), packing=True)
+    whole = reduced(member, inputs_of(batch, entropy=True))
+    parts = [reduced(member, inputs_of(rows(batch, i, i + 1), entropy=True)) for i in range(len(batch.tokens))]
+    assert len(parts) > 1
+    assert_same({name: sum(part[name] for part in parts) for name in whole}, whole)
+
+
+@pytest.mark.parametrize("fill", [7.0, float("inf"), float("nan")])
+def test_masked_tokens_are_inert(member, fill):
+    """Whatever stands at prompts, observations and padding, in log-probs and in every value."""
+    clean, dirty = (inputs_of(batch_of(rollouts(), fill=x), entropy=True) for x in (0.0, fill))
+    assert reduced(member, dirty) == reduced(member, clean)
+    wanted, found = gradients(member, clean), gradients(member, dirty)
+    assert found == wanted
+    trained = {place for place, value in wanted.items() if value}
+    assert trained
+    assert not {(s, t) for s, t in trained if t < PROMPT or s == 4}  # neither prompts nor the sample that failed
+
+
+def test_gradients_are_finite_at_the_edges(member):
+    """A token that one side thought impossible."""
+    more = {"sampler_logprobs": [-1e4, 0.0], "reference_logprobs": [0.0, -1e4], "entropy": [0.0, 0.0]}
+    taken = [
+        Taken([-1e4, 0.0], [0.0, -1e4], [advantage] * 2, {**more, "reference_logprobs": reference})
+        for advantage in (1.0, -1.0, 0.0)
+        for reference in ([0.0, -1e4], [-1e4, 0.0])
+    ]
+    inputs = inputs_of(batch_of(taken), entropy=True)
+    assert np.isfinite(list(reduced(member, inputs).values())).all()
+    assert np.isfinite(list(gradients(member, inputs).values())).all()
+
+
+def test_sequence_ratios_count_trained_tokens_only():
+    """An observation between two turns does not dilute the mean: s = sqrt(1.5 * .5), as without it."""
+    between = replace(
+        A, current=[A.current[0], -9.0, A.current[1]], old=[A.old[0], -1.0, A.old[1]], advantage=[1.0] * 3
+    )
+    observed = replace(between, trained=[True, False, True], more={})
+    found = reduced(loss_of(preset="gspo"), inputs_of(batch_of([observed, replace(B, more={})])))
+    assert found["train/loss"] == pytest.approx(-(sqrt(0.75) - 2.2) / 2, rel=1e-5)
+
+
+# The section of a recipe.
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+def test_a_resolved_section_reads_back_equal(preset):
+    config = GRPOConfig(preset=preset)
+    assert GRPOConfig(**config.model_dump()) == config
+    assert all(getattr(config, key) == value for key, value in PRESETS.get(preset, {}).items())
+
+
+def test_written_keys_go_before_the_presets():
+    config = GRPOConfig(preset="dapo", clip_high=0.3, dynamic_sampling=False, overlong_buffer=None)
+    assert (config.clip_low, config.clip_high) == (0.2, 0.3)
+    assert (config.dynamic_sampling, config.max_refills, config.overlong_buffer) == (False, None, None)
+
+
+def test_a_presets_setting_goes_where_a_written_key_leaves_it_without_effect():
+    config = GRPOConfig(preset="rloo", kl=0)
+    assert (config.kl_in, config.kl_estimator) == (None, None)
+    config = GRPOConfig(preset="gspo", surrogate="none")
+    assert (config.clip_low, config.clip_high) == (None, None)
+
+
+def test_nulls_become_the_usual_values():
+    assert GRPOConfig(surrogate="cispo").clip_high == 4.0
+    assert GRPOConfig(kl=0.1).kl_estimator == "k3"
+    assert GRPOConfig(kl=0.1, kl_in="reward").kl_estimator == "k1"
+    mask = GRPOConfig(old_logprobs="recompute", correction="mask")
+    assert (mask.correction_level, mask.correction_low, mask.correction_high) == ("token", 0.5, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"kl_in": "loss"}, "kl_in is 'loss', which changes nothing while kl is 0"),
+        ({"kl_weighted": True}, "kl_weighted is True.*leave it at false"),
+        ({"kl": 0.1, "kl_in": "reward", "kl_weighted": True}, "without a KL term in the loss"),
+        ({"kl": 0.1, "kl_estimator": "k1"}, "gradient of k1 as a loss is 0"),
+        ({"kl": 0.1, "kl_estimator": "k2", "kl_weighted": True}, "k2 has the gradient"),
+        ({"surrogate": "none", "clip_high": 0.2}, "clip_high is 0.2.*surrogate: none"),
+        ({"surrogate": "cispo", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
+        ({"preset": "rloo", "clip_low": 0.1}, "clip_low is 0.1"),
+        ({"reduction_length": 10}, "reduction_length is 10.*reduction: constant"),
+        ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
+        ({"old_logprobs": "recompute", "correction_high": 3}, "correction_high is 3.0.*set correction"),
+        ({"old_logprobs": "recompute", "correction": "truncate", "correction_low": 0.1}, "correction: mask"),
+        ({"max_refills": 3}, "max_refills is 3.*dynamic_sampling"),
+        ({"group_size": 1}, "a group of one has nothing to be compared with"),
+        ({"group_size": 1, "advantage": "batch", "dynamic_sampling": True}, "every group would be replaced"),
+        ({"preset": "rloo", "normalize_rewards": "each"}, "normalise the KL penalty's coefficient away"),
+        ({"overlong_buffer": 2.5}, "2.5 is neither a share"),
+        ({"preset": "dappo"}, "'grpo', 'dapo'"),
+        ({"clip_low": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        GRPOConfig(**settings)
+
+
+def test_a_group_of_one_can_be_compared_with_the_batch():
+    assert GRPOConfig(group_size=1, preset="reinforce_pp").advantage == "batch"
+
+
+def test_every_key_has_one_rule_at_most():
+    for rules in (GRPOConfig.rules, PolicyConfig.rules):
+        keys = [key for rule in rules for key in rule.keys]
+        assert len(keys) == len(set(keys))
+
+
+def test_over_and_the_overlong_buffer():
+    assert [GRPOConfig(reduction=x).over(64) for x in ("tokens", "sequences", "constant")] == [
+        "tokens",
+        "sequences",
+        64.0,
+    ]
+    assert GRPOConfig(reduction="constant", reduction_length=100).over(64) == 100.0
+    assert GRPOConfig().overlong_tokens(20) is None
+    assert GRPOConfig(preset="dapo").overlong_tokens(20480) == 4096  # the paper's
+    assert GRPOConfig(overlong_buffer=5).overlong_tokens(20) == 5
+    with pytest.raises(UserError, match=r"overlong_buffer: 30 tokens do not fit into a completion's 20"):
+        GRPOConfig(overlong_buffer=30).overlong_tokens(20)
+
+
+def test_kl_estimates_keep_their_precision_near_zero():
+    # exp(-d) - 1 + d in float32 loses everything at d = 1e-4 (5e-9 against rounding of 6e-8); expm1 does not.
+    found = float(kl_estimate(jnp.float32(1e-2), "k3"))
+    assert found == pytest.approx(exp(-1e-2) - 1 + 1e-2, rel=1e-3)
