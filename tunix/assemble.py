@@ -3,26 +3,33 @@
 In an order that finds mistakes early: what is cheap to check is checked before weights are read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
-from tunix.data.pipeline import Batches, account, eval_batches, total_steps
+from tunix.config import DType
+from tunix.data.pipeline import Batches, Prompts, account, eval_batches, eval_prompts, total_steps
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.loop import Job
+from tunix.evaluation import Evaluation
+from tunix.loop import Job, Stream
 from tunix.mesh import build_mesh
 from tunix.recipe import Recipe, algorithm_class
-from tunix.samples import Samples, prompts_of
+from tunix.rollout.collect import ADDED, Collector, Rollouts, RolloutStream
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.samples import Samples, prompts_of, readable_tokens
 from tunix.source import TOKENIZER, Source, adapted, of_recipe, weights, with_stops
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut, rows_per_pass
 from tunix.trainer.progress import Display, readable
-from tunix.types import Batch, Sampling
+from tunix.types import Sampling
+
+MISMATCH: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.5}
+"""The largest difference of trainer and sampler that is rounding."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +68,57 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     """
     mesh = build_mesh(recipe.mesh)
     found = inputs(recipe, folder)
-    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-    size = found.source.decoder.vocab_size
-    read = {"tokenizer": found.tokenizer, "config": recipe.data, "batch_size": recipe.batch_size}
-    read |= {"train_on": algorithm.train_on, "vocab_size": size}
+    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling(recipe, found))
     # What is wrong with every row (no tokenizer, no chat template, a mistyped column) is told before weights are read.
-    first = Rows(found.train.name, [found.train[0]])
+    first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
     account(first, found.tokenizer, recipe.data, algorithm.train_on, size)
-    batches = Batches(found.train, seed=recipe.seed, epochs=recipe.epochs, **read)
-    held_out = eval_batches(found.held_out, limit=recipe.eval.rows, **read) if found.held_out else []
+    scorer = _scorer(recipe, found)
+    collector = Collector(found.tokenizer, algorithm.sampling, scorer)
+    stream = _stream(recipe, found, algorithm, collector)
+    evaluation = _evaluation(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
-    trainer = build_trainer(recipe, found.source, mesh, total)
+    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer)
     display.say(_described(trainer, found, mesh, total))
     return Job(
         folder=folder,
         trainer=trainer,
         algorithm=algorithm,
-        batches=batches,
+        stream=stream,
         total=total,
-        evaluation=held_out,
+        evaluation=evaluation,
         eval_every=recipe.eval.every,
         save_every=recipe.checkpoint.every,
-        samples=_samples(recipe, held_out, trainer, found.tokenizer, folder, display),
+        samples=_samples(recipe, evaluation, trainer, found, folder, display),
         exports_adapter=recipe.adapter is not None and found.source.stands_alone,
+        scorer=scorer,
     )
 
 
-def build_trainer(recipe: Recipe, source: Source, mesh: Mesh, total: int) -> Trainer:
+def sampling(recipe: Recipe, found: Inputs) -> Sampling:
+    """How the policy's completions are drawn, as the loss is told too."""
+    rollout = recipe.rollout
+    return Sampling(
+        max_tokens=recipe.data.longest_completion,
+        temperature=rollout.temperature,
+        stop_ids=_stop_ids(found),
+        stop_strings=rollout.stop,
+    )
+
+
+def build_trainer(
+    recipe: Recipe,
+    source: Source,
+    mesh: Mesh,
+    total: int,
+    algorithm: Algorithm | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Trainer:
     """The model with its weights on the mesh, and the optimizer.
 
     Args:
-        total: updates of the run, for the schedule.
+        total: steps of the run, for the schedule.
+        algorithm: what will be asked of it; None where it is only exported.
+        tokenizer: what stop strings are looked for with.
     """
     decoder = with_stops(source)
     model = adapted(decoder, recipe.model, recipe.adapter)
@@ -100,34 +127,96 @@ def build_trainer(recipe: Recipe, source: Source, mesh: Mesh, total: int) -> Tra
     frozen = recipe.model.param_dtype or recipe.model.dtype
     params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
     length, packing = recipe.data.max_length, recipe.data.packing
-    rows = rows_per_pass(mesh, recipe.batch_size, recipe.micro_batch_size, length, packing)
+    updates = total * recipe.algorithm.updates_per_step
+    rows = rows_per_pass(mesh, recipe.sequences_per_update, recipe.micro_batch_size, length, packing)
     machinery = Machinery(
         model=model,
         mesh=mesh,
-        optimizer=build_optimizer(recipe.optimizer, total, {name: model.axes[name] for name in params}),
-        schedule=build_schedule(recipe.optimizer, total),
+        optimizer=build_optimizer(recipe.optimizer, updates, {name: model.axes[name] for name in params}),
+        schedule=build_schedule(recipe.optimizer, updates),
         cut=Cut(rows, mesh),
         length=length,
         seed=recipe.seed,
         adapter=recipe.adapter,
         files=source.files,
         base=source.name,
+        reference=algorithm is not None and algorithm.needs_reference,
+        slots=recipe.rollout.slots,
+        decode=None if tokenizer is None else tokenizer.decode,
     )
     return Trainer(machinery, params, base)
 
 
+def _scorer(recipe: Recipe, found: Inputs) -> Scorer | None:
+    """The rewards of a recipe, checked against the columns that the rows have."""
+    if recipe.reward is None:
+        return None
+    scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
+    scorer.check([*found.train[0], *recipe.data.columns, *ADDED])
+    return scorer
+
+
+def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Collector) -> Stream:
+    """What the steps are made of."""
+    data, vocab_size = recipe.data, found.source.decoder.vocab_size
+    read = {"rows": found.train, "tokenizer": found.tokenizer, "config": data, "vocab_size": vocab_size}
+    read |= {"seed": recipe.seed, "epochs": recipe.epochs}
+    if algorithm.train_on != "prompt":
+        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, **read)
+    tolerance = recipe.rollout.mismatch_tolerance or MISMATCH[recipe.model.dtype]
+    return RolloutStream(
+        Rollouts(
+            prompts=[],
+            collector=collector,
+            stream=Prompts(**read),
+            size=recipe.batch_size,
+            seed=recipe.seed,
+            first=True,
+            length=data.max_length,
+            packing=data.packing,
+            tolerance=tolerance,
+            shown=recipe.rollout.samples,
+        )
+    )
+
+
+def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Collector) -> Evaluation:
+    """The held-out rows: the loss of their completions, and the rewards of the model's own, greedily drawn."""
+    if found.held_out is None:
+        return Evaluation(algorithm)
+    size, limit = found.source.decoder.vocab_size, recipe.eval.rows
+    batches, prompts = [], []
+    if algorithm.train_on != "prompt":
+        read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.train_on, "vocab_size": size}
+        batches = eval_batches(found.held_out, found.tokenizer, recipe.data, **read)
+    if collector.weights:
+        prompts = eval_prompts(found.held_out, found.tokenizer, recipe.data, limit, size)
+    greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
+    return Evaluation(algorithm, batches, prompts, greedy, recipe.eval.until)
+
+
+def _stop_ids(found: Inputs) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's stop tokens, or those of the folder's config.json."""
+    if found.tokenizer is not None:
+        return found.tokenizer.stop_ids
+    ids = dict(found.source.decoder.stops).get("eos_token_id")
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
 def _samples(
-    recipe: Recipe,
-    held_out: list[Batch],
-    trainer: Trainer,
-    tokenizer: Tokenizer | None,
-    folder: Path,
-    display: Display,
+    recipe: Recipe, evaluation: Evaluation, trainer: Trainer, found: Inputs, folder: Path, display: Display
 ) -> Samples:
-    prompts, expected = prompts_of(held_out, recipe.eval.samples)
-    stops = tokenizer.stop_ids if tokenizer else ()
-    sampling = Sampling(max_tokens=recipe.eval.sample_tokens, temperature=0.0, stop_ids=stops)
-    return Samples(prompts, expected, trainer, tokenizer, sampling, folder / "samples.jsonl", display)
+    """Held-out prompts whose greedy answers are shown before and after."""
+    number, tokenizer = recipe.eval.samples, found.tokenizer
+    if evaluation.prompts:
+        asked = evaluation.prompts[:number]
+        prompts: list = [prompt.tokens for prompt in asked]
+        expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in asked]
+    else:
+        prompts, rest = prompts_of(evaluation.batches, number)
+        expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
+    greedy = Sampling(max_tokens=recipe.eval.sample_tokens, temperature=0.0, stop_ids=_stop_ids(found))
+    return Samples(prompts, expected, trainer, tokenizer, greedy, folder / "samples.jsonl", display)
 
 
 def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:

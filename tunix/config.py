@@ -50,6 +50,15 @@ class AlgorithmConfig(Config):
     name: str
     """A name that `recipe.py` knows, or `file.py:Class` for an algorithm of one's own."""
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one step of the run."""
+        return 1
+
+    def sequences_per_update(self, batch_size: int) -> int:
+        """Sequences that one update sees, where a step takes `batch_size` rows."""
+        return batch_size
+
 
 class ModelConfig(Config):
     """Which weights, and in which precision."""
@@ -278,6 +287,18 @@ class EvalConfig(Config):
     """Greedy completions of held-out prompts, shown and written before and after training."""
     sample_tokens: Positive = 48
     """Tokens of such a completion at most."""
+    until: dict[str, float] = {}
+    """Ends the run as soon as an evaluation reaches one of these, such as {eval/reward: 0.9} or {eval/loss: 1.5}."""
+
+    @field_validator("until")
+    @classmethod
+    def _known(cls, value: dict[str, float]) -> dict[str, float]:
+        for name in value:
+            if not name.startswith(("eval/loss", "eval/reward")):
+                raise ValueError(
+                    f"{name!r} is no metric of an evaluation: eval/loss, or eval/reward and eval/reward/NAME"
+                )
+        return value
 
 
 class RewardFunction(Config):
@@ -336,3 +357,32 @@ class EnvironmentConfig(Config):
     """Its settings, such as {guesses: 5}."""
     turns: Positive = 16
     """Answers of the model in an episode at most; an environment that has not ended by then counts as failed."""
+
+
+class RolloutConfig(Config):
+    """How a policy writes completions. Only settings that the loss mirrors: it sees the distribution drawn from."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in the sampler and in the loss."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the model's stop tokens."""
+    slots: Positive | None = None
+    """Completions that are decoded at a time; null: as many as fill this kind of device. Never changes a result."""
+    mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
+    1e-3 in float32, 0.5 in bfloat16, where rounding alone makes some."""
+    environment: EnvironmentConfig | None = None
+    """What answers the model; null for single answers."""
+    samples: Annotated[int, Field(ge=0)] = 1
+    """Groups of each step that are written to samples.jsonl."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mirrored(cls, value: Any) -> Any:
+        for key in ("top_k", "top_p", "min_p"):
+            if isinstance(value, dict) and key in value:
+                raise ValueError(
+                    f"{key} cuts the distribution off, which the loss cannot mirror: the ratio of trainer and sampler "
+                    "would not be 1. Set temperature instead; tunix generate and tunix chat know it"
+                )
+        return value

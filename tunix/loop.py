@@ -6,20 +6,40 @@ The device never waits for the host: a step's numbers are read only after the ne
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tunix.algorithms.base import Algorithm
-from tunix.data.pipeline import Batches, Packed
 from tunix.errors import Interrupted, UserError
+from tunix.evaluation import Evaluation
 from tunix.recorder import Recorder
+from tunix.rollout.rewards.scorer import Scorer
 from tunix.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.client import Trainer
-from tunix.types import Batch
+
+
+class Stream(Protocol):
+    """What the steps are made of, with a position that can be saved: `Batches`, or `RolloutStream`."""
+
+    def __next__(self) -> Any:
+        """What the next step's `update` is given."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last step handed out."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position."""
+        ...
+
+    def close(self) -> None:
+        """The stream ends here."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,16 +49,23 @@ class Job:
     folder: Path
     trainer: Trainer
     algorithm: Algorithm
-    batches: Batches
+    stream: Stream
     total: int
-    """Updates of the whole run; fewer where the last epoch gives out before."""
-    evaluation: list[Batch]
-    """Held-out batches; empty where the recipe names none."""
+    """Steps of the whole run; fewer where the last epoch gives out before."""
+    evaluation: Evaluation
     eval_every: int
     save_every: int
     samples: Samples
     exports_adapter: bool
     """An adapter is exported alone where its base can be found again; else it is merged."""
+    scorer: Scorer | None = None
+    """The rewards' workers."""
+
+    def close(self) -> None:
+        """Ends the threads and processes that work for the run."""
+        self.stream.close()
+        if self.scorer is not None:
+            self.scorer.close()
 
 
 class Loop:
@@ -56,13 +83,14 @@ class Loop:
         self._saved = 0
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._position: dict[str, Any] = {}
+        self._reached: str | None = None
         if start is not None:
             self._restore(start)
         self._next = self._take()
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to train: all steps are done, or the last epoch has given out."""
+        """Whether nothing is left to train: all steps are done, the data has given out, or `eval.until` is reached."""
         return self._next is None
 
     def run(self) -> None:
@@ -90,16 +118,18 @@ class Loop:
         """Goes back to a checkpoint of this run."""
         trainer = self.job.trainer
         trainer.state, record = self.checkpoints.restore(step, trainer.state)
-        self.job.batches.set_state(record["data"])
+        self.job.stream.set_state(record["data"])
         self.recorder.resume(record["seconds"])
+        self._reached = record["reached"] if self.job.evaluation.until else None
         self.step = self._saved = step
 
-    def _update(self, packed: Packed) -> None:
-        """One update and what is due after it."""
+    def _update(self, item: Any) -> None:
+        """One step and what is due after it."""
         job = self.job
-        metrics = job.algorithm.update(job.trainer, packed.batch)
+        update = job.algorithm.update(job.trainer, item)
         self.step += 1
-        self.recorder.push(self.step, metrics, packed)
+        self.recorder.push(self.step, update, item.accounting)
+        job.samples.add(self.step, update.samples)
         # Taken now, so that the last step is known to be the last, and is evaluated before it is saved.
         self._next = self._take()
         if self.finished or self.step % job.eval_every == 0:
@@ -110,33 +140,36 @@ class Loop:
         if self.finished or self.step % job.save_every == 0:
             self._save()
 
-    def _take(self) -> Packed | None:
-        """The batch of the next update, None after the last. The position that is saved stays before it.
+    def _take(self) -> Any:
+        """What the next step is given, None after the last. The position that is saved stays before it.
 
         Raises:
             UserError: a bad row; what was trained so far is saved first.
         """
-        self._position = self.job.batches.get_state()
+        self._position = self.job.stream.get_state()
         try:
-            return next(self.job.batches, None) if self.step < self.job.total else None
+            return next(self.job.stream, None) if self.step < self.job.total and not self._reached else None
         except UserError:
             self._save()
             raise
 
     def _evaluate(self) -> None:
-        """The held-out loss at this step."""
+        """What the held-out rows say at this step; the run may have reached what it is for."""
         if self.job.evaluation:
             with self.recorder.aside():
-                values = self.job.trainer.evaluate(self.job.evaluation, self.job.algorithm.objective)
+                values = self.job.evaluation.values(self.job.trainer)
             self._evaluated = (self.step, values)
             self.recorder.add(self.step, values)
+            if name := self.job.evaluation.reached(values):
+                self._reached, self._next = name, None
+                self.recorder.say(f"step {self.step}: {name} is {values[name]:.4f}: the run has reached eval.until")
 
     def _save(self) -> None:
         """Starts writing a checkpoint of this step, once; its rows of metrics are on file before."""
         self.recorder.flush()
         if self.step > self._saved:
             step, metrics = self._evaluated
-            record = {"data": self._position, "seconds": self.recorder.seconds}
+            record = {"data": self._position, "seconds": self.recorder.seconds, "reached": self._reached}
             self.checkpoints.save(self.step, self.job.trainer.state, record, metrics if step == self.step else {})
             self._saved = self.step
 

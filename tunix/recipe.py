@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
+from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import (
     AdapterConfig,
@@ -28,6 +30,8 @@ from tunix.config import (
     ModelConfig,
     OptimizerConfig,
     Positive,
+    RewardConfig,
+    RolloutConfig,
 )
 from tunix.errors import UserError, nearest
 from tunix.models.families import preset, small, with_sizes
@@ -53,13 +57,16 @@ class Recipe(Config):
     adapter: AdapterConfig | None = None
     data: DataConfig
     algorithm: SerializeAsAny[AlgorithmConfig] = SFTConfig()
+    reward: RewardConfig | None = None
+    """What completions that the model writes are worth: to train on, and on the rows of `data.eval`."""
+    rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     eval: EvalConfig = EvalConfig()
     batch_size: Positive = 32
-    """Sequences per update, over all devices."""
+    """Sequences per update, over all devices; prompts per step where the policy writes the completions."""
     micro_batch_size: Positive | None = None
     """Sequences per compiled pass; never changes the result."""
     steps: Positive | None = None
@@ -72,6 +79,11 @@ class Recipe(Config):
     """The run folder; where a file does not say it, `runs/` and the file's name."""
     stages: tuple["Recipe", ...] = ()
     """Resolved stages, run one after the other; empty where the recipe is a single run."""
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences that one optimizer update sees."""
+        return self.algorithm.sequences_per_update(self.batch_size)
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -282,8 +294,9 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
                 yield f"model.family: {model.family!r} is not that of preset {model.preset!r}; leave it out"
     if recipe.steps and recipe.epochs:
         yield f"steps and epochs: {recipe.steps} and {recipe.epochs}; give one, or clear one with `epochs=null`"
-    if recipe.micro_batch_size and recipe.micro_batch_size > recipe.batch_size:
-        yield f"micro_batch_size: {recipe.micro_batch_size} is above batch_size, which is {recipe.batch_size}"
+    if recipe.micro_batch_size and recipe.micro_batch_size > (largest := recipe.sequences_per_update):
+        named = "batch_size, which is" if largest == recipe.batch_size else "the sequences of an update, which are"
+        yield f"micro_batch_size: {recipe.micro_batch_size} is above {named} {largest}"
     warmup = recipe.optimizer.warmup
     if recipe.steps and warmup >= 1 and warmup >= recipe.steps:
         yield (
@@ -291,9 +304,35 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
             "below 1 it is a share of them"
         )
     if recipe.eval != EvalConfig() and not (recipe.data.eval or recipe.data.eval_split):
-        changed = dict(set(recipe.eval.model_dump().items()) - set(EvalConfig().model_dump().items()))
+        usual = EvalConfig()
+        changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(usual, key)]
         names = ", ".join(f"eval.{key}" for key in sorted(changed))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+    yield from _unread(recipe)
+
+
+def _unread(recipe: Recipe) -> Iterator[str]:
+    """What is asked of rewards and rollouts where there are none, and what they lack."""
+    held_out = bool(recipe.data.eval or recipe.data.eval_split)
+    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
+    if isinstance(recipe.algorithm, PolicyConfig):
+        if not rewarded:
+            yield (
+                f"reward: {recipe.algorithm.name} learns from rewards: name some, as in "
+                "`reward: {functions: [exact_match]}`, or a rollout.environment that gives them"
+            )
+        if recipe.algorithm.updates > recipe.batch_size:
+            yield f"algorithm.updates: {recipe.algorithm.updates} parts of {recipe.batch_size} prompts (batch_size)"
+        return
+    if rewarded and not held_out:
+        yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
+    for key in ("prompt_length", "completion_length"):
+        if getattr(recipe.data, key) and not rewarded:
+            yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
+    if not rewarded and recipe.rollout != RolloutConfig():
+        yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
+    if any(name.startswith("eval/reward") for name in recipe.eval.until) and not rewarded:
+        yield "eval.until: eval/reward is not measured without a reward section"
 
 
 def _stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -356,5 +395,6 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
     "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
+    "grpo": (GRPOConfig, "tunix.algorithms.grpo.algorithm:GRPO"),
 }
 """`algorithm.name` -> the model of its section, and the class that runs it (imported only then)."""

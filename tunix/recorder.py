@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 
+from tunix.algorithms.base import Update
 from tunix.config import LoggingConfig
-from tunix.data.pipeline import Packed
+from tunix.data.examples import Accounting
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.trainer.metrics import Sink
 from tunix.trainer.perf import Compilations, peak_flops, peak_memory, training_flops
 from tunix.trainer.progress import Display
-from tunix.types import Metrics
 
 
 class Recorder:
@@ -31,13 +31,14 @@ class Recorder:
         self._sinks, self._display, self._every = sinks, display, config.every
         self._decoder, self._frozen = decoder, frozen
         self._compilations = Compilations()
-        self._pending: tuple[int, Metrics, Packed] | None = None
+        self._pending: tuple[int, Update, Accounting] | None = None
         self._extra: dict[str, float] = {}
         self._started = time.monotonic()
         self._before = 0.0
         self._last_row = self._started
         self._tokens, self._flops, self._steps = 0, 0.0, 0
         self._warm: set[str] = set()
+        self._told: dict[str, int] = {}
 
     @property
     def seconds(self) -> float:
@@ -48,11 +49,18 @@ class Recorder:
         """Goes on with a run on which `seconds` were spent before."""
         self._before = seconds
 
-    def push(self, step: int, metrics: Metrics, packed: Packed) -> None:
-        """A step that the device has been given; the one before it is completed, which waits for that one only."""
+    def push(self, step: int, update: Update, accounting: Accounting) -> None:
+        """A step that the device has been given; the one before it is completed, which waits for that one only.
+
+        Args:
+            accounting: of the rows read up to this step.
+        """
         self._settle("update")
         self.flush()
-        self._pending = (step, metrics, packed)
+        self._pending = (step, update, accounting)
+        self._tell(step, update.notes)
+        if not any(isinstance(value, jax.Array) for value in update.metrics.values()):
+            self.flush()  # the update has waited for the device itself: its row is complete, and its time is over
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """More values for a step's row: an evaluation's. A step that was no update gets a row of its own."""
@@ -63,11 +71,15 @@ class Recorder:
         if self._pending is None:
             self._write(step, {})
 
+    def say(self, text: str) -> None:
+        """A line for the person who watches."""
+        self._display.say(text)
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Work whose time is not the steps': waits for the step last pushed, and stops the clock meanwhile."""
         if self._pending is not None:
-            jax.block_until_ready(dict(self._pending[1]))
+            jax.block_until_ready(dict(self._pending[1].metrics))
         began = time.monotonic()
         yield
         self._last_row += time.monotonic() - began
@@ -76,11 +88,11 @@ class Recorder:
         """Completes the row of the step last pushed; waits for the device."""
         if self._pending is None:
             return
-        (step, metrics, packed), self._pending = self._pending, None
-        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
-        self._count(packed)
+        (step, update, accounting), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
+        self._count(update)
         _check(step, values)
-        values |= _accounting(packed)
+        values |= _accounting(update, accounting)
         if step % self._every == 0 or self._extra:
             values |= self._speed()
             self._write(step, values)
@@ -92,9 +104,18 @@ class Recorder:
             self._warm.add(kind)
             self._compilations.settled()
 
-    def _count(self, packed: Packed) -> None:
-        self._tokens += int(np.count_nonzero(packed.batch.segment_ids))
-        self._flops += training_flops(self._decoder, packed.batch, self._frozen)
+    def _tell(self, step: int, notes: tuple[str, ...]) -> None:
+        """Says each kind of note when it first comes up, and then ever more rarely."""
+        for note in notes:
+            kind = note.translate(_DIGITS)
+            self._told[kind] = count = self._told.get(kind, 0) + 1
+            if count & (count - 1) == 0:
+                self._display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
+
+    def _count(self, update: Update) -> None:
+        for batch in update.batches:
+            self._tokens += int(np.count_nonzero(batch.segment_ids))
+            self._flops += training_flops(self._decoder, batch, self._frozen)
         self._steps += 1
 
     def _speed(self) -> dict[str, float]:
@@ -138,12 +159,15 @@ def _check(step: int, values: Mapping[str, float]) -> None:
             )
 
 
-def _accounting(packed: Packed) -> dict[str, float]:
-    """What has become of the rows read so far."""
-    counted = packed.accounting
+def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
+    """What has become of the rows read so far, and how many tokens were trained."""
     return {
         "data/kept": float(counted.kept),
         "data/truncated": float(counted.truncated),
         "data/dropped": float(sum(counted.dropped.values())),
-        "train/tokens": float(np.count_nonzero(packed.batch.loss_mask)),
+        "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
+
+
+_DIGITS = str.maketrans("", "", "0123456789.")
+"""Notes that differ in their numbers only are of one kind."""

@@ -228,7 +228,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             return _result(folder, None)
         _prepare(folder, start)
         job = assemble(recipe, folder, display)
-        stack.callback(job.batches.close)
+        stack.callback(job.close)
         display.total(job.total)
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
         decoder = job.trainer.machinery.model.config
@@ -243,7 +243,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not (folder / "export").exists():
             job.trainer.export(folder / "export", adapter=job.exports_adapter)
-    result = _result(folder, unigram_entropy(job.evaluation) if job.evaluation else None)
+    result = _result(folder, unigram_entropy(job.evaluation.batches) if job.evaluation.batches else None)
     display.say(_summary(result, recipe))
     return result
 
@@ -283,6 +283,9 @@ def _reopen(folder: Path, after: Path | None, display: Display, step: int) -> No
 def _summary(result: RunResult, recipe: Recipe) -> str:
     """The last words of a run: what was reached, where it is, how to go on."""
     lines: list[str] = []
+    rewards = [row["eval/reward"] for row in result.metrics if "eval/reward" in row]
+    if rewards:
+        lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[-1]:.3f} (greedy answers)")
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
     if losses:
         first, last = losses[0], losses[-1]

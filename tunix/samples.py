@@ -3,6 +3,7 @@
 Axes: B rows, T time, S sequences.
 """
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ class Samples:
 
     prompts: List[np.ndarray]
     """Token ids up to the first trained token."""
-    expected: List[np.ndarray]
-    """The tokens that follow in the data."""
+    expected: List[Any]
+    """What the data says: text, or ids where there is no tokenizer."""
     client: Client
     tokenizer: Tokenizer | None
     sampling: Sampling
@@ -44,7 +45,7 @@ class Samples:
                 "step": step,
                 "prompt": self._text(prompt),
                 "completion": self._text(answer.tokens),
-                "expected": self._text(expected),
+                "expected": expected,
                 "finish": answer.finish,
             }
             for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True)
@@ -53,14 +54,23 @@ class Samples:
         for row in rows:
             self._show(row)
 
+    def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rollouts of a step, onto the file only."""
+        if listed := [{"step": step, **row} for row in rows]:
+            append_rows(self.path, listed)
+
     def _text(self, tokens: np.ndarray) -> Any:
-        """Text without special tokens, or the ids where there is no tokenizer."""
-        return self.tokenizer.decode(tokens, skip_special=True) if self.tokenizer else tokens.tolist()
+        return readable_tokens(tokens, self.tokenizer)
 
     def _show(self, row: dict[str, Any]) -> None:
         self.display.say(f"  step {row['step']}  {str(row['prompt']).strip()}")
         self.display.say(f"      answers: {str(row['completion']).strip()!r}")
         self.display.say(f"     expected: {str(row['expected']).strip()!r}")
+
+
+def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:
+    """Text without special tokens, or the ids where there is no tokenizer."""
+    return tokenizer.decode(tokens, skip_special=True) if tokenizer else tokens.tolist()
 
 
 def prompts_of(batches: List[Batch], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

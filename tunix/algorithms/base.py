@@ -1,15 +1,31 @@
 """What every algorithm is: a config, a pure loss, and one update written in the client's verbs.
 
-A subclass changes an algorithm by overriding one of its methods; nothing is registered. `run.py` calls `update` once
-per batch of the data pipeline.
+A subclass changes an algorithm by overriding one of its methods; nothing is registered. `loop.py` calls `update` once
+per step, with what the data stream hands out: a packed batch of given sequences, or `Rollouts` where the policy writes.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tunix.client import Client
 from tunix.config import Config
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step did."""
+
+    metrics: Metrics
+    """Scalars by name."""
+    batches: tuple[Batch, ...]
+    """What was trained on; for counts of tokens and FLOPs."""
+    samples: tuple[Mapping[str, Any], ...] = ()
+    """Rows for `samples.jsonl`."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
 
 
 class Algorithm(ABC):
@@ -18,20 +34,34 @@ class Algorithm(ABC):
     Config: type[Config]
     """The pydantic model of the recipe's `algorithm` section."""
 
+    def __init__(self, config: Any, sampling: Sampling | None = None):
+        """Args:
+        config: the recipe's `algorithm` section, of this class's `Config`.
+        sampling: how the policy's completions are drawn, for algorithms that have it write some.
+        """
+        self.config = config
+        self.sampling = sampling or Sampling()
+
     @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """Arrays in, terms out; jax, pure."""
 
     @property
-    def train_on(self) -> Literal["completion", "all"]:
-        """Which tokens of a row are targets: the completion's, or every one after the first."""
+    def train_on(self) -> Literal["completion", "all", "prompt"]:
+        """What is read of a row: the completion's tokens are targets, or every one after the first; or only prompts
+        are read, and the policy writes the completions."""
         return "completion"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the weights that the run starts from are asked for log-probs."""
+        return False
 
     @property
     def objective(self) -> Loss:
         """The loss and what it needs of the model."""
         return Loss(self.loss)
 
-    def update(self, client: Client, batch: Batch) -> Metrics:
-        """One update from one batch."""
-        return client.step(batch, self.objective)
+    def update(self, client: Client, data: Any) -> Update:
+        """One step. Of given sequences (`data.batch`): one update."""
+        return Update(client.step(data.batch, self.objective), (data.batch,))

@@ -6,6 +6,7 @@ something only under a condition; subclasses add theirs.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -73,6 +74,9 @@ class PolicyConfig(AlgorithmConfig):
     """Optimizer updates per batch of rollouts: the prompts are split in that many parts."""
     epochs: Positive = 1
     """Passes over a batch of rollouts."""
+
+    group_size: Positive = 1
+    """Completions of each prompt."""
 
     presets: ClassVar[Mapping[str, Settings]] = {}
     """Named settings; the keys that the user writes go before them."""
@@ -148,6 +152,15 @@ class PolicyConfig(AlgorithmConfig):
         if complaints := complaints or list(self.conflicts()):
             raise ValueError("\n".join(complaints))
         return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Parts of a batch of rollouts, times the passes over it."""
+        return self.updates * self.epochs
+
+    def sequences_per_update(self, batch_size: int) -> int:
+        """Those of the largest part."""
+        return math.ceil(batch_size / self.updates) * self.group_size
 
     def conflicts(self) -> list[str]:
         """What is wrong between settings that are all read; one sentence each."""

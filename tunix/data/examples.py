@@ -1,8 +1,9 @@
 """One row becomes one sequence: tokens and a mask of what is trained, or a reason why not, and all of it is counted.
 
 The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with `labels`
-or `loss_mask`, to which nothing is added. `detect_format` reads the shape off a row, `to_sequence` renders it, cuts or
-refuses what is too long, and `Accounting` adds up: kept plus dropped is the number of rows.
+or `loss_mask`, to which nothing is added. Where a policy writes the completions (`train_on: prompt`) only the prompt of
+a row is read. `detect_format` reads the shape off a row, `to_sequence` renders it, cuts or refuses what is too long,
+and `Accounting` adds up: kept plus dropped is the number of rows.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix.config import DataConfig
-from tunix.data.chat import check_messages, render_chat
+from tunix.data.chat import check_messages, render_chat, render_prompt
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
 from tunix.types import Sequence
 
 Format = Literal["messages", "prompt_completion", "text", "tokens"]
-TrainOn = Literal["completion", "all"]
+TrainOn = Literal["completion", "all", "prompt"]
 Overflow = Literal["truncate", "drop", "error"]
 Row = Mapping[str, Any]
 
@@ -34,9 +35,20 @@ REQUIRED: dict[Format, tuple[str, ...]] = {
 }
 """The columns of each shape; where a row has several, the first one here is meant."""
 
+PROMPTS: dict[Format, tuple[str, ...]] = {
+    "prompt_completion": ("prompt",),
+    "messages": ("messages",),
+    "tokens": ("prompt_ids",),
+}
+"""Likewise, of rows whose completions a policy writes; further columns are the rewards'."""
+
 OPTIONAL = ("labels", "loss_mask", "weight", "tools")
 
-TOO_LONG = "longer than max_length"
+SPOKEN = ("messages", "prompt and completion", "prompt", "text", "input_ids", "prompt_ids")
+"""The order in which shapes are named to a person: the most usual first."""
+
+TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
+NO_PROMPT = "no prompt"
 NOTHING_TRAINED = "nothing to train on"
 CUT_AWAY = "nothing to train on within max_length"
 
@@ -54,7 +66,13 @@ class Rendering:
     on_overflow: Overflow = "truncate"
     """What happens to a longer one."""
     train_on: TrainOn = "completion"
-    """`all` trains every token after the first, prompts included."""
+    """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing."""
+    prompt_length: int = 0
+    """Tokens of a prompt at most, where only prompts are read; a longer one loses its beginning."""
+    chat: bool = False
+    """A prompt (and completion) that is a string becomes a chat of a user (and an assistant)."""
+    system: str | None = None
+    """Its system message."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     vocab_size: int | None = None
@@ -68,7 +86,9 @@ class Kept:
     sequence: Sequence
     """What is trained."""
     truncated: bool = False
-    """Whether tokens beyond max_length were cut off."""
+    """Whether tokens beyond the limit were cut off."""
+    row: Row = field(default_factory=dict)
+    """Its columns under our names, where only its prompt was read: what rewards and environments are given."""
 
 
 @dataclass(frozen=True)
@@ -123,35 +143,56 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
     Raises:
         UserError: an unknown name in `data.columns`, or a row of no known shape.
     """
+    shapes = PROMPTS if train_on == "prompt" else REQUIRED
     names = sorted({name for group in REQUIRED.values() for name in group} | set(OPTIONAL))
     for name in config.columns:
-        if name not in names:
+        if name not in names and train_on != "prompt":  # a reward may name its columns as it likes
             known = f"{', '.join(names)}.{nearest(name, names)}"
             raise UserError(f"data.columns maps {name!r}, which is none of our columns: {known}")
-    shape = detect_format(first, config.columns, where) if config.format == "auto" else config.format
-    return Rendering(shape, config.columns, config.max_length, config.on_overflow, train_on, config.template_kwargs)
+    shape = config.format
+    if shape == "auto":
+        shape = detect_format(first, config.columns, where, shapes)
+    elif shape not in shapes:
+        raise UserError(f"data.format is {shape!r}, but prompts are read from {', '.join(shapes)}")
+    return Rendering(
+        format=shape,
+        columns=config.columns,
+        max_length=config.max_length,
+        on_overflow=config.on_overflow,
+        train_on=train_on,
+        prompt_length=config.longest_prompt,
+        chat=config.chat,
+        system=config.system,
+        template_kwargs=config.template_kwargs,
+    )
 
 
-def detect_format(row: Row, columns: Mapping[str, str], where: str = "row 1") -> Format:
+def detect_format(
+    row: Row,
+    columns: Mapping[str, str],
+    where: str = "row 1",
+    shapes: Mapping[Format, tuple[str, ...]] = REQUIRED,
+) -> Format:
     """The shape that a row's columns tell.
 
     Args:
         row: usually the first.
         columns: our column -> theirs.
         where: how the row is called in a message.
+        shapes: those that could be meant, and their columns.
 
     Raises:
         UserError: no shape fits; names the wanted and the present columns.
     """
-    for shape, wanted in REQUIRED.items():
+    for shape, wanted in shapes.items():
         if all(columns.get(name, name) in row for name in wanted):
             return shape
-    wanted = [columns.get(name, name) for group in REQUIRED.values() for name in group]
+    wanted = [columns.get(name, name) for group in shapes.values() for name in group]
     hints = [f"{name!r} for {hint!r}" for name in wanted for hint in _near(name, row)]
+    listed = sorted((" and ".join(group) for group in shapes.values()), key=SPOKEN.index)
     raise UserError(
-        f"{where} has the columns {_listed(row)}; wanted are messages, or prompt and completion, or text, or "
-        f"input_ids. Name yours in data.columns, as in {{prompt: question, completion: answer}}."
-        + (f" Is it {', '.join(hints)}?" if hints else "")
+        f"{where} has the columns {_listed(row)}; wanted are {', or '.join(listed)}. Name yours in data.columns, as in "
+        "{prompt: question, completion: answer}." + (f" Is it {', '.join(hints)}?" if hints else "")
     )
 
 
@@ -174,30 +215,55 @@ def to_sequence(row: Row, tokenizer: Tokenizer | None, how: Rendering, where: st
         raise UserError(f"{where}: {error}") from error
     if how.vocab_size is not None and len(tokens) and tokens.max() >= how.vocab_size:
         raise UserError(f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {how.vocab_size}")
+    only_prompt = how.train_on == "prompt"
     mask[:1] = False
-    if not mask.any():
-        return Dropped(NOTHING_TRAINED)
-    too_long = len(tokens) > how.max_length
+    if not (len(tokens) if only_prompt else mask.any()):
+        return Dropped(NO_PROMPT if only_prompt else NOTHING_TRAINED)
+    limit, key = (how.prompt_length, "prompt_length") if only_prompt else (how.max_length, "max_length")
+    too_long = len(tokens) > limit
     if too_long and how.on_overflow == "error":
         raise UserError(
-            f"{where} has {len(tokens)} tokens, more than data.max_length {how.max_length}: "
+            f"{where} has {len(tokens)} tokens, more than data.{key} {limit}: "
             "raise it, or set data.on_overflow to truncate or drop"
         )
     if too_long and how.on_overflow == "drop":
-        return Dropped(TOO_LONG)
-    tokens, mask = tokens[: how.max_length], mask[: how.max_length]
+        return Dropped(PROMPT_TOO_LONG if only_prompt else TOO_LONG)
+    if only_prompt:
+        # The end of a prompt is what asks the question.
+        return Kept(Sequence(tokens[-limit:], mask[-limit:], weight), too_long, _renamed(row, how))
+    tokens, mask = tokens[:limit], mask[:limit]
     return Kept(Sequence(tokens, mask, weight), too_long) if mask.any() else Dropped(CUT_AWAY)
+
+
+def prompt_text(row: Row) -> str:
+    """What a reward reads as the prompt: the string, or the last message's content; empty for token ids."""
+    prompt = row.get("prompt", row.get("messages", ""))
+    if isinstance(prompt, str):
+        return prompt
+    asked = _asked(_messages(prompt))
+    return str(asked[-1]["content"])
+
+
+def _renamed(row: Row, how: Rendering) -> Row:
+    """The row with our names for the columns that `data.columns` maps."""
+    return {**row, **{ours: row[theirs] for ours, theirs in how.columns.items() if theirs in row}}
 
 
 def _render(row: Row, tokenizer: Tokenizer | None, how: Rendering) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and mask of a whole row, before any limit."""
     if how.format == "tokens":
+        if how.train_on == "prompt":
+            tokens = _integers(_column(row, "prompt_ids", how), "prompt_ids")
+            return tokens, np.zeros(len(tokens), bool)
         tokens, mask = _given_tokens(row, how)
     elif tokenizer is None:
         raise UserError(
             f"it has {how.format.replace('_', ' and ')}, but the model's folder has no tokenizer: "
-            "add one, or give input_ids"
+            "add one, or give input_ids (prompt_ids where only prompts are read)"
         )
+    elif how.train_on == "prompt":
+        tokens = _prompt(row, tokenizer, how)
+        return tokens, np.zeros(len(tokens), bool)
     elif how.format == "messages":
         messages = _messages(_column(row, "messages", how))
         tools = _tools(_column(row, "tools", how, None))
@@ -210,9 +276,35 @@ def _render(row: Row, tokenizer: Tokenizer | None, how: Rendering) -> tuple[np.n
     return tokens, np.ones_like(mask) if how.train_on == "all" else mask
 
 
+def _prompt(row: Row, tokenizer: Tokenizer, how: Rendering) -> np.ndarray:
+    """The tokens that a policy goes on from: a string, or a chat up to where the assistant speaks."""
+    prompt = _column(row, "messages" if how.format == "messages" else "prompt", how)
+    if isinstance(prompt, str) and not how.chat:
+        return np.asarray(tokenizer.encode(prompt, bos=tokenizer.adds_bos), np.int32)
+    messages = _spoken("user", prompt, how) if isinstance(prompt, str) else _asked(_messages(prompt))
+    tools = _tools(_column(row, "tools", how, None))
+    return render_prompt(messages, tokenizer, **tools, **how.template_kwargs)
+
+
+def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation without the assistant's turns at its end."""
+    last = next((i for i, message in enumerate(reversed(messages)) if message["role"] != "assistant"), len(messages))
+    if last == len(messages):
+        raise UserError("messages holds nothing but the assistant's: there is no prompt")
+    return messages[: len(messages) - last]
+
+
+def _spoken(role: str, text: str, how: Rendering) -> list[dict[str, Any]]:
+    """A string as a message; the user's after the system's."""
+    before = [{"role": "system", "content": how.system}] if how.system and role == "user" else []
+    return [*before, {"role": role, "content": text}]
+
+
 def _prompt_completion(row: Row, tokenizer: Tokenizer, how: Rendering) -> tuple[np.ndarray, np.ndarray]:
     """Two strings, tokenized separately and closed by EOS; or two lists of messages, rendered as one chat."""
     prompt, completion = _column(row, "prompt", how), _column(row, "completion", how)
+    if isinstance(prompt, str) and isinstance(completion, str) and how.chat:
+        prompt, completion = _spoken("user", prompt, how), _spoken("assistant", completion, how)
     if isinstance(prompt, str) and isinstance(completion, str):
         start = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
         return _joined(start, [*tokenizer.encode(completion), tokenizer.eos_id])

@@ -2,27 +2,31 @@
 
 Grain shuffles the row numbers; a thread reads rows in that order, renders them, gathers `batch_size` kept ones and
 packs them. The position that `get_state` tells belongs to the last batch handed out, however far the thread has read
-ahead. The accounting travels with the position, so that it is right after a resume too.
+ahead. The accounting travels with the position, so that it is right after a resume too. `Prompts` is the same stream
+where a policy writes the completions: prompts by any number, none of them packed.
 """
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grain
+import numpy as np
 
 from tunix.config import DataConfig
-from tunix.data.examples import Accounting, Dropped, Kept, Rendering, TrainOn, rendering, to_sequence
+from tunix.data.examples import Accounting, Dropped, Kept, Rendering, TrainOn, prompt_text, rendering, to_sequence
 from tunix.data.packing import pack
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import Batch, Sequence
+from tunix.types import Batch
 
-_READ_AHEAD = 2
-"""Batches that wait for the trainer."""
+T = TypeVar("T")
+
+_READ_AHEAD, _PROMPTS_AHEAD = 2, 256
+"""Batches, and prompts, that wait for the trainer."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,66 @@ class Packed:
     """A batch and what became of the rows so far."""
 
     batch: Batch
-    """Numpy arrays."""
+    """Numpy arrays; what an update of given sequences is made from."""
     accounting: Accounting
     """Of all rows read up to and including this batch, in all epochs."""
 
 
-class Batches:
-    """An endless or counted stream of packed batches with a position that can be saved."""
+class Stream(Generic[T]):
+    """An endless or counted stream of groups of kept rows, with a position that can be saved."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer | None,
+        config: DataConfig,
+        batch_size: int,
+        seed: int,
+        epochs: int | None,
+        train_on: TrainOn,
+        vocab_size: int | None,
+        made: Callable[[list[Kept], Accounting], T],
+        read_ahead: int,
+    ) -> None:
+        """Sets up the stream; nothing is read but the first row.
+
+        Args:
+            made: turns a group of kept rows, and the account up to there, into what is handed out.
+            read_ahead: how many of those wait for the trainer.
+        """
+        how = _rendering(rows, config, train_on, vocab_size)
+        order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
+        if config.shuffle:
+            order = order.shuffle()
+        groups = _Groups(_Renderer(rows, tokenizer, how), order.repeat(epochs), batch_size, made)
+        # Held in a list that the finalizer empties: Grain's iterator has to be gone before the interpreter is, or its
+        # __del__ trips over modules that are no more; and its thread must not outlive this object.
+        self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
+        self._close = weakref.finalize(self, _release, self._held)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last group handed out; JSON holds it."""
+        return self._groups().get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position: what follows is what followed then.
+
+        Raises:
+            UserError: the data has another number of rows than it had then.
+        """
+        self._groups().set_state(dict(state))
+
+    def close(self) -> None:
+        """Stops the thread. The stream ends here."""
+        self._close()
+
+    def _groups(self) -> "grain.experimental.ThreadPrefetchDatasetIterator[T]":
+        assert self._held, "the stream was closed"
+        return self._held[0]
+
+
+class Batches(Stream[Packed]):
+    """Packed batches of given sequences."""
 
     def __init__(
         self,
@@ -61,15 +118,15 @@ class Batches:
             train_on: see `Rendering`.
             vocab_size: see `Rendering`.
         """
-        how = _rendering(rows, config, train_on, vocab_size)
-        order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
-        if config.shuffle:
-            order = order.shuffle()
-        groups = _Groups(_Renderer(rows, tokenizer, how), order.repeat(epochs), batch_size, config)
-        # Held in a list that the finalizer empties: Grain's iterator has to be gone before the interpreter is, or its
-        # __del__ trips over modules that are no more; and its thread must not outlive this object.
-        self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, _READ_AHEAD)]
-        self._close = weakref.finalize(self, _release, self._held)
+
+        def packed(group: list[Kept], accounting: Accounting) -> Packed:
+            if not any(kept.sequence.weight > 0 for kept in group):
+                raise UserError(f"{rows.name}: a whole batch of {len(group)} rows has weight 0; leave such rows out")
+            sequences = [kept.sequence for kept in group]
+            return Packed(pack(sequences, batch_size, config.max_length, config.packing), accounting)
+
+        made = (packed, _READ_AHEAD)
+        super().__init__(rows, tokenizer, config, batch_size, seed, epochs, train_on, vocab_size, *made)
 
     def __iter__(self) -> "Batches":
         return self
@@ -77,28 +134,52 @@ class Batches:
     def __next__(self) -> Packed:
         return next(self._groups())
 
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last batch handed out; JSON holds it."""
-        return self._groups().get_state()
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position: the batches that follow are those that followed then.
+@dataclass(frozen=True)
+class Prompt:
+    """What a policy is asked to go on from."""
 
-        Raises:
-            UserError: the data has another number of rows than it had then.
-        """
-        self._groups().set_state(dict(state))
-
-    def close(self) -> None:
-        """Stops the thread. The stream ends here."""
-        self._close()
-
-    def _groups(self) -> grain.experimental.ThreadPrefetchDatasetIterator[Packed]:
-        assert self._held, "the stream was closed"
-        return self._held[0]
+    tokens: np.ndarray
+    """`[T]` int32."""
+    text: str
+    """What a reward reads: the prompt as the row has it, without the template; empty for token ids."""
+    row: Mapping[str, Any]
+    """The row's columns under our names: what else rewards and environments read."""
 
 
-def _release(held: list[grain.experimental.ThreadPrefetchDatasetIterator[Packed]]) -> None:
+class Prompts(Stream[tuple[Kept, Accounting]]):
+    """Prompts one after the other, in the same seeded, resumable order."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer | None,
+        config: DataConfig,
+        seed: int,
+        epochs: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """See `Batches`."""
+        made = (lambda group, accounting: (group[0], accounting), _PROMPTS_AHEAD)
+        super().__init__(rows, tokenizer, config, 1, seed, epochs, "prompt", vocab_size, *made)
+        self.accounting = Accounting()
+        """Of the prompts handed out."""
+
+    def take(self, number: int) -> list[Prompt]:
+        """The next prompts; fewer where the last epoch gives out."""
+        prompts: list[Prompt] = []
+        while len(prompts) < number and (found := next(self._groups(), None)):
+            kept, self.accounting = found
+            prompts.append(prompt_of(kept))
+        return prompts
+
+
+def prompt_of(kept: Kept) -> Prompt:
+    """The prompt that a row became."""
+    return Prompt(kept.sequence.tokens, prompt_text(kept.row), kept.row)
+
+
+def _release(held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]") -> None:
     """Stops Grain's thread and lets go of its iterator."""
     held.pop().close()
 
@@ -125,6 +206,22 @@ def eval_batches(
         raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be evaluated: {_reasons(total)}")
     groups = [kept[i : i + batch_size] for i in range(0, len(kept), batch_size)]
     return [pack(group, batch_size, config.max_length, config.packing) for group in groups]
+
+
+def eval_prompts(
+    rows: Rows, tokenizer: Tokenizer | None, config: DataConfig, limit: int, vocab_size: int | None = None
+) -> list[Prompt]:
+    """The prompts of the first `limit` rows in file order.
+
+    Raises:
+        UserError: none of these rows has one.
+    """
+    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, "prompt", vocab_size))
+    examples = [renderer(i) for i in range(min(limit, len(rows)))]
+    if prompts := [prompt_of(example) for example in examples if isinstance(example, Kept)]:
+        return prompts
+    total = sum(map(Accounting.of, examples), Accounting())
+    raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be asked: {_reasons(total)}")
 
 
 def account(
@@ -165,34 +262,37 @@ class _Renderer:
         return to_sequence(self.rows[i], self.tokenizer, self.how, f"row {i + 1} of {self.rows.name}")
 
 
-class _Groups:
-    """Batches of exactly `batch_size` kept rows, taken along Grain's order; Grain's thread runs it ahead."""
+class _Groups(Generic[T]):
+    """Groups of exactly `batch_size` kept rows, taken along Grain's order; Grain's thread runs it ahead."""
 
-    def __init__(self, renderer: _Renderer, order: grain.MapDataset[int], batch_size: int, config: DataConfig) -> None:
+    def __init__(
+        self,
+        renderer: _Renderer,
+        order: grain.MapDataset[int],
+        batch_size: int,
+        made: Callable[[list[Kept], Accounting], T],
+    ) -> None:
         self._renderer = renderer
         self._order = order
         self._batch_size = batch_size
-        self._config = config
+        self._made = made
         self._next = 0
         self._accounting = Accounting()
         self._ahead: Kept | Dropped | None = None
 
-    def __iter__(self) -> "_Groups":
+    def __iter__(self) -> "_Groups[T]":
         return self
 
-    def __next__(self) -> Packed:
-        group: list[Sequence] = []
+    def __next__(self) -> T:
+        group: list[Kept] = []
         # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
         while (example := self._peek()) is not None and (len(group) < self._batch_size or isinstance(example, Dropped)):
             self._take(example)
             if isinstance(example, Kept):
-                group.append(example.sequence)
+                group.append(example)
         if not group:
             raise StopIteration
-        if not any(sequence.weight > 0 for sequence in group):
-            raise UserError(f"{self._name}: a whole batch of {len(group)} rows has weight 0; leave such rows out")
-        batch = pack(group, self._batch_size, self._config.max_length, self._config.packing)
-        return Packed(batch, self._accounting)
+        return self._made(group, self._accounting)
 
     def get_state(self) -> dict[str, Any]:
         """The next place in the order, the account up to there, and the number of rows that both hold for."""

@@ -21,12 +21,17 @@ from tunix.lora.adapt import merge
 from tunix.lora.peft import save_adapter
 from tunix.models.hf import save_folder
 from tunix.models.model import Model, Params
-from tunix.rollout.uncached import generate
+from tunix.rollout.engine import Engine
+from tunix.rollout.episode import Decode
 from tunix.trainer.checkpoint import load_state, save_state
 from tunix.trainer.passes import Cut
 from tunix.trainer.scoring import Scorer
 from tunix.trainer.step import Compute, TrainState
-from tunix.types import Batch, Completion, Loss, Metrics, Sampling, Sequence
+from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
+
+SLOTS = {"cpu": 64}
+"""Completions that are decoded at a time, by platform: more only costs memory."""
+SLOTS_ELSEWHERE = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,10 @@ class Machinery:
     """Folder whose tokenizer files an export takes along."""
     base: str = ""
     """What an exported adapter names as its base."""
+    slots: int | None = None
+    """Completions that are sampled at a time; None for what fills this kind of device."""
+    decode: Decode | None = None
+    """Token ids -> text, which stop strings are looked for in."""
     reference: bool = False
     """Whether the weights that the run starts from are kept, to be asked for their log-probs. An adapter's base is
     there anyway."""
@@ -140,7 +149,9 @@ class Trainer:
             raise ValueError("there is no value head: build the model with critic=True")
         return self._scorer.values(self.params, sequences)
 
-    def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
+    def sample(
+        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+    ) -> list[list[Completion]]:
         """`n` completions a prompt, from the published weights.
 
         Raises:
@@ -148,12 +159,13 @@ class Trainer:
         """
         if self._stale:
             raise ValueError("the weights have changed: publish() before sample()")
-        with jax.set_mesh(self.machinery.mesh):
-            return generate(self.machinery.model, self.params, prompts, n, sampling, seed, self._version)
+        return self._engine.sample(prompts, n, sampling, seed, reply)
 
     def publish(self) -> int:
-        """The sampler shares this process's weights: nothing is copied."""
-        self._version, self._stale = self._version + 1, False
+        """The sampler uses the weights as they are now: copies in the compute dtype; a frozen base is copied once."""
+        if self._stale:
+            self._version, self._stale = self._version + 1, False
+            self._engine.load(self.params, self._version)
         return self._version
 
     def save(self, path: Path) -> None:
@@ -209,6 +221,13 @@ class Trainer:
     @cached_property
     def _evaluate(self):
         return jax.jit(self._compute.evaluate, static_argnames="loss")
+
+    @cached_property
+    def _engine(self) -> Engine:
+        m = self.machinery
+        platform = m.mesh.devices.flat[0].platform
+        slots = m.slots or SLOTS.get(platform, SLOTS_ELSEWHERE)
+        return Engine(m.model, m.mesh, slots=slots, length=m.length, decode=m.decode)
 
     @cached_property
     def _scorer(self) -> Scorer:

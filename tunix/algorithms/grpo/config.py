@@ -56,4 +56,13 @@ class GRPOConfig(PolicyConfig):
             found.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")
         if self.normalize_rewards == "each" and self.kl and self.kl_in == "reward":
             found.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
+        if self.preset and self._overruled(PRESETS[self.preset]):
+            found.append(
+                f"preset: every key that {self.preset} would set is written too, and goes before it; clear them"
+            )
         return found
+
+    def _overruled(self, preset: Settings) -> bool:
+        """Whether nothing that a preset changes is left, as where a resolved recipe is given another one."""
+        usual = GRPOConfig()
+        return all(getattr(self, key) != value for key, value in preset.items() if getattr(usual, key) != value)

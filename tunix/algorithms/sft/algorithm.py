@@ -12,9 +12,7 @@ class SFT(Algorithm):
     """Supervised fine-tuning on completions or on whole texts."""
 
     Config = SFTConfig
-
-    def __init__(self, config: SFTConfig):
-        self.config = config
+    config: SFTConfig
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `sft_loss`."""

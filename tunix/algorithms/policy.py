@@ -1,0 +1,257 @@
+"""What GRPO and PPO share: sample, score, say what each token is worth, update on parts of it.
+
+`update` is the papers' loop. A subclass says how completions are credited and what the loss is; `SFT` has no use for
+any of this. What is measured of a batch of rollouts (`report`) and the gate on the sampler (`gate`) are below.
+
+Axes: P prompts, G group, T time.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from tunix.algorithms.advantages import has_signal, overlong_penalty, weighted_sum
+from tunix.algorithms.base import Algorithm, Update
+from tunix.client import Client
+from tunix.errors import UserError
+from tunix.rollout.collect import Episode, Rollouts
+from tunix.types import Batch, Loss, Metrics, Sequence
+
+Groups = list[list[Episode]]
+Credited = list[list[Sequence]]
+
+
+class PolicyGradient(Algorithm):
+    """Learning from the rewards of one's own completions; `config` is a `PolicyConfig`."""
+
+    @property
+    def train_on(self) -> Literal["completion", "all", "prompt"]:
+        """Only prompts are read."""
+        return "prompt"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Not while the coefficient is 0."""
+        return bool(self.config.kl)
+
+    @property
+    def objective(self) -> Loss:
+        """The loss, on the distribution that was sampled from."""
+        return Loss(self.loss, entropy=bool(self.config.entropy_bonus), temperature=self.sampling.temperature)
+
+    @abstractmethod
+    def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
+        """The sequences with what the loss reads of them: advantages, and whatever else it names."""
+
+    def update(self, client: Client, data: Rollouts) -> Update:
+        """One step: sample from the current policy, score, credit, and update on parts of what came back."""
+        client.publish()
+        groups = self.gather(client, data)
+        sequences = self.credit(client, groups, self.sequences(client, groups), data)
+        batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
+        metrics = [self.step(client, batch) for batch in batches]
+        if metrics:
+            gate(metrics[0], batches[0], data, self.needs_reference)
+        numbers = report(groups, data.weights) | merged(metrics)
+        return Update(numbers, tuple(batches), rows(groups, sequences, data.shown), notes(groups, data.weights))
+
+    def gather(self, client: Client, data: Rollouts) -> Groups:
+        """One group of episodes for each prompt."""
+        return data.collect(client, data.prompts, self.config.group_size)
+
+    def step(self, client: Client, batch: Batch) -> Metrics:
+        """One optimizer update."""
+        return client.step(batch, self.objective)
+
+    def sequences(self, client: Client, groups: Groups) -> Credited:
+        """Tokens, masks and log-probs of all episodes; a failed one has weight 0."""
+        config = self.config
+        sequences = [
+            [as_sequence(episode, left_out=config.mask_truncated and episode.truncated) for episode in group]
+            for group in groups
+        ]
+        if config.old_logprobs == "recompute":
+            sequences = renamed(sequences, "old_logprobs", "sampler_logprobs")
+            if config.updates * config.epochs > 1:  # a single update starts from them: the loss takes its own
+                sequences = self._with_logprobs(client, sequences, "old_logprobs", "policy")
+        if self.needs_reference:
+            sequences = self._with_logprobs(client, sequences, "reference_logprobs", "reference")
+        return sequences
+
+    def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
+        """`[P G]` what each completion is worth: the weighted sum of its rewards, less what it is too long."""
+        return weighted_sum(rewards_of(groups), weights) + self.penalties(groups)
+
+    def penalties(self, groups: Groups) -> np.ndarray:
+        """`[P G]` DAPO's soft overlong penalty, 0 where the recipe asks for none."""
+        limit = self.sampling.max_tokens
+        buffer = self.config.overlong_tokens(limit)
+        return overlong_penalty(lengths_of(groups), limit, buffer) if buffer else np.zeros(shape_of(groups))
+
+    def _with_logprobs(
+        self, client: Client, sequences: Credited, name: str, of: Literal["policy", "reference"]
+    ) -> Credited:
+        """The sequences with log-probs under the sampling temperature."""
+        flat = [sequence for group in sequences for sequence in group]
+        found = iter(client.logprobs(flat, of, self.sampling.temperature))
+        return with_tokens(sequences, name, ([next(found) for _ in group] for group in sequences))
+
+    def _parts(self, sequences: Credited) -> Iterator[list[Sequence]]:
+        """What each update sees: `updates` parts of the prompts, `epochs` times; parts without weight are left out."""
+        updates = min(self.config.updates, len(sequences))
+        for _ in range(self.config.epochs):
+            for places in np.array_split(np.arange(len(sequences)), updates):
+                part = [sequence for place in places for sequence in sequences[place]]
+                if any(sequence.weight > 0 and sequence.loss_mask.any() for sequence in part):
+                    yield part
+
+    def _part_size(self, data: Rollouts) -> int:
+        """Sequences of the largest part: the one shape that is compiled."""
+        return self.config.sequences_per_update(data.size)
+
+
+def as_sequence(episode: Episode, left_out: bool = False) -> Sequence:
+    """An episode as a sequence: the drawn tokens are trained, `old_logprobs` are the sampler's."""
+    prompt, completion = episode.prompt.tokens, episode.completion
+    before = np.zeros(len(prompt), np.float32)
+    failed = any(math.isnan(reward) for reward in episode.rewards.values())
+    return Sequence(
+        tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32),
+        loss_mask=np.concatenate([before.astype(bool), completion.drawn]),
+        weight=0.0 if failed or left_out else 1.0,
+        per_token={"old_logprobs": np.concatenate([before, completion.logprobs])},
+    )
+
+
+def spread(sequence: Sequence, value: float) -> np.ndarray:
+    """`[T]` one value on every trained token."""
+    return np.where(sequence.loss_mask, np.float32(value), np.float32(0))
+
+
+def with_tokens(sequences: Credited, name: str, values: Iterable[List[np.ndarray]]) -> Credited:
+    """The sequences with one more per-token array each."""
+    return [
+        [replace(x, per_token={**x.per_token, name: value}) for x, value in zip(group, own, strict=True)]
+        for group, own in zip(sequences, values, strict=True)
+    ]
+
+
+def renamed(sequences: Credited, old: str, new: str) -> Credited:
+    """The sequences with a per-token array under another name."""
+
+    def one(sequence: Sequence) -> Sequence:
+        rest = {name: value for name, value in sequence.per_token.items() if name != old}
+        return replace(sequence, per_token={**rest, new: sequence.per_token[old]})
+
+    return [[one(sequence) for sequence in group] for group in sequences]
+
+
+def shape_of(groups: Groups) -> tuple[int, int]:
+    """(P, G)."""
+    return len(groups), len(groups[0])
+
+
+def rewards_of(groups: Groups) -> dict[str, np.ndarray]:
+    """`[P G]` by the name of the reward; NaN where it failed."""
+    return {name: np.array([[e.rewards[name] for e in group] for group in groups]) for name in groups[0][0].rewards}
+
+
+def lengths_of(groups: Groups) -> np.ndarray:
+    """`[P G]` drawn tokens."""
+    return np.array([[int(episode.completion.drawn.sum()) for episode in group] for group in groups])
+
+
+def report(groups: Groups, weights: Mapping[str, float]) -> dict[str, float]:
+    """What is measured of a batch of rollouts before it is trained on."""
+    named = rewards_of(groups)
+    total = weighted_sum(named, weights)
+    episodes = [episode for group in groups for episode in group]
+    valid = total[~np.isnan(total)]
+    drawn = np.concatenate([episode.completion.logprobs[episode.completion.drawn] for episode in episodes])
+    numbers = {
+        "reward/mean": float(valid.mean()),
+        "reward/std": float(valid.std()),
+        "reward/failed": 1 - valid.size / total.size,
+        "reward/signal": float(has_signal(total).mean()) if total.shape[1] > 1 else float(np.ptp(valid) > 0),
+        "rollout/length": float(lengths_of(groups).mean()),
+        "rollout/truncated": float(np.mean([episode.truncated for episode in episodes])),
+        # What the sampler drew with is an unbiased estimate of the entropy; a loss that computes it goes before.
+        "policy/entropy": -float(drawn.mean()),
+    }
+    if any(len(episode.completion.turns) > 1 for episode in episodes):
+        numbers["rollout/turns"] = float(np.mean([len(episode.completion.turns) for episode in episodes]))
+    return numbers | {f"reward/{name}": float(np.nanmean(values)) for name, values in named.items()}
+
+
+def merged(metrics: List[Metrics]) -> dict[str, float]:
+    """The means over a step's updates; of the sampler's mismatch the first's, before the policy had moved."""
+    read = [{name: float(value) for name, value in one.items() if not name.endswith("/at")} for one in metrics]
+    means = {name: float(np.mean([one[name] for one in read])) for name in (read[0] if read else ())}
+    return means | {name: value for name, value in (read[0] if read else {}).items() if name.startswith("mismatch/")}
+
+
+def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> None:
+    """Stops a run whose sampler and trainer are not one model.
+
+    Raises:
+        UserError: the log-probs of a drawn token differ by more than the tolerance; or, in a run's first step, the
+            policy is not the reference.
+    """
+    worst = float(metrics["mismatch/max"])
+    if not worst <= data.tolerance:
+        place = int(metrics["mismatch/max/at"])
+        sequence, position, token = (
+            int(np.asarray(x).reshape(-1)[place]) for x in (batch.sequence_ids, batch.positions, batch.tokens)
+        )
+        raise UserError(
+            f"rollout.mismatch_tolerance: at token {position} (id {token}) of sample {sequence} the trainer's and the "
+            f"sampler's log-probs differ by {worst:.4g}, more than {data.tolerance:g}: the policy that is trained is "
+            "not the one that drew. In bfloat16 some difference is rounding; a larger one is a defect, or sampling "
+            "that the loss cannot mirror. Raise the tolerance only if the difference is understood."
+        )
+    drift = float(metrics.get("kl/reference", 0.0))
+    if reference and data.first and not abs(drift) <= data.tolerance:
+        raise UserError(
+            f"kl/reference is {drift:.4g} before the first update, where the policy is the reference: they do not hold "
+            "the same weights"
+        )
+
+
+def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, Any], ...]:
+    """The first groups for `samples.jsonl`: what was drawn, what it earned, what it was credited with."""
+    shown = [
+        (place, episode, sequence)
+        for place, (group, own) in enumerate(zip(groups[:number], sequences, strict=False))
+        for episode, sequence in zip(group, own, strict=True)
+    ]
+    return tuple(
+        {
+            "group": place,
+            "prompt": episode.prompt.text or episode.prompt.tokens.tolist(),
+            "completion": episode.text or episode.completion.tokens.tolist(),
+            "rewards": {name: None if math.isnan(x) else x for name, x in episode.rewards.items()},
+            "failures": dict(episode.failures),
+            "advantage": float(sequence.per_token["advantages"][sequence.loss_mask].mean()),
+            "tokens": len(episode.completion.tokens),
+            "finish": episode.completion.finish,
+        }
+        for place, episode, sequence in shown
+    )
+
+
+def notes(groups: Groups, weights: Mapping[str, float]) -> tuple[str, ...]:
+    """What a person should be told of this step."""
+    failures = [f"{name}: {why}" for group in groups for episode in group for name, why in episode.failures.items()]
+    told = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
+    total = weighted_sum(rewards_of(groups), weights)
+    if total.shape[1] > 1 and not has_signal(total).any():
+        told.append(
+            f"no signal: the rewards of every group are equal (mean {np.nanmean(total):.3g}), so there is nothing to "
+            "learn from: prompts too hard or too easy, or a reward that does not tell completions apart"
+        )
+    return tuple(told)

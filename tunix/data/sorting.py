@@ -1,0 +1,68 @@
+"""A task that a small model learns by reinforcement within a minute: to sort six distinct letters.
+
+`gnrvus>` is answered by `gnrsuv`. Every problem belongs to one split, by a hash of its letters as they stand: a few to
+be shown, many to be practised, some to choose by (`validation`) and some that nothing is ever chosen by (`held_out`).
+"""
+
+import random
+import string
+import zlib
+from collections.abc import Iterator
+
+Row = dict[str, str]
+
+LETTERS = 6
+SHARES = {"demonstrations": 6, "problems": 8, "validation": 1, "held_out": 1}
+"""Of the hash's values, in sixteenths."""
+SIZES = {"demonstrations": 4000, "problems": 20_000, "validation": 256, "held_out": 512}
+
+
+def demonstrations() -> list[Row]:
+    """Problems with their answers, for the supervised start."""
+    return _rows("demonstrations")
+
+
+def problems() -> list[Row]:
+    """Problems to practise on."""
+    return _rows("problems")
+
+
+def validation() -> list[Row]:
+    """Problems that a stopping rule may look at."""
+    return _rows("validation")
+
+
+def held_out() -> list[Row]:
+    """Problems that nothing is chosen by."""
+    return _rows("held_out")
+
+
+def _rows(split: str) -> list[Row]:
+    """The first problems of a split, in an order that is the same everywhere."""
+    rows: list[Row] = []
+    for letters in _drawn():
+        if _split(letters) == split:
+            rows.append({"prompt": f"{letters}>", "completion": "".join(sorted(letters))})
+            if len(rows) == SIZES[split]:
+                return rows
+    raise AssertionError("the letters are endless")
+
+
+def _drawn() -> Iterator[str]:
+    """Distinct problems, without end for our purposes: 26 letters give 166 million."""
+    rng, seen = random.Random(0), set()
+    while True:
+        letters = "".join(rng.sample(string.ascii_lowercase, LETTERS))
+        if letters not in seen:
+            seen.add(letters)
+            yield letters
+
+
+def _split(letters: str) -> str:
+    """Where a problem belongs."""
+    place = zlib.crc32(letters.encode()) % sum(SHARES.values())
+    for name, share in SHARES.items():
+        if place < share:
+            return name
+        place -= share
+    raise AssertionError(place)

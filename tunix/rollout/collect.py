@@ -1,0 +1,214 @@
+"""From prompts to scored episodes: what an on-policy algorithm is given each step.
+
+`Rollouts` stands for one step: its prompts, further ones where groups are to be replaced, and `collect`, which has the
+client answer them (an environment going on with each answer, where there is one) and the rewards score the answers.
+Every draw follows from the run's seed and the position in the data, so a run that goes on draws what it would have.
+
+Axes: P prompts, G group, T time.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tunix.client import Client
+from tunix.data.examples import Accounting
+from tunix.data.packing import pack
+from tunix.data.pipeline import Prompt, Prompts
+from tunix.data.tokenizer import Tokenizer
+from tunix.errors import UserError
+from tunix.rollout.environments.base import Episodes
+from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.types import Batch, Completion, Sampling, Sequence
+
+ADDED = ("completion_ids", "completion_tokens")
+"""Columns that a rollout gives to rewards beside the row's own: the ids, and the number of drawn tokens."""
+ENVIRONMENT = "environment"
+"""The name of the reward that an environment gives."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One completion and what it is worth."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    """The completion as rewards read it: without special tokens; empty where there is no tokenizer."""
+    rewards: Mapping[str, float]
+    """By name; NaN where it failed."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Reward -> why it failed."""
+    turn_rewards: tuple[float, ...] = ()
+    """What the environment gave for each turn; their sum is its reward."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the limit cut it off."""
+        return self.completion.finish == "length"
+
+
+@dataclass(frozen=True)
+class Collector:
+    """How prompts become episodes; the same for all steps of a run."""
+
+    tokenizer: Tokenizer | None
+    sampling: Sampling
+    scorer: Scorer | None
+    """None where the environment alone says what an episode is worth."""
+    play: Callable[[List[Mapping[str, Any]], int], Episodes] | None = None
+    """(rows, seed) -> an environment's episode for each row, where one answers the model."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each reward in the sum."""
+        own = {ENVIRONMENT: 1.0} if self.play else {}
+        return {**own, **(self.scorer.weights if self.scorer else {})}
+
+    def collect(self, client: Client, prompts: List[Prompt], n: int, seed: int) -> list[list[Episode]]:
+        """`n` episodes of each prompt.
+
+        Raises:
+            UserError: every one of them failed in one of the rewards, so that there is nothing to learn from.
+        """
+        owners = [prompt for prompt in prompts for _ in range(n)]
+        played = self.play([owner.row for owner in owners], seed) if self.play else None
+        if played is None:
+            groups = client.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
+        else:
+            owners = [replace(o, tokens=e.prompt) for o, e in zip(owners, played.episodes, strict=True)]
+            groups = client.sample([owner.tokens for owner in owners], 1, self.sampling, seed, played.reply)
+        completions = list(itertools.chain.from_iterable(groups))
+        texts = [self._text(completion) for completion in completions]
+        scores = self._scores(owners, completions, texts)
+        turns: list[tuple[float, ...]] = [()] * len(owners)
+        if played is not None:
+            played.finish(completions)
+            scores[ENVIRONMENT] = played.scores
+            turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
+        _check(scores)
+        episodes = [
+            _episode(owner, completion, text, {name: column[i] for name, column in scores.items()}, turns[i])
+            for i, (owner, completion, text) in enumerate(zip(owners, completions, texts, strict=True))
+        ]
+        return [episodes[i : i + n] for i in range(0, len(episodes), n)]
+
+    def _scores(self, owners: List[Prompt], completions: List[Completion], texts: List[str]) -> dict[str, list]:
+        if self.scorer is None:
+            return {}
+        names = dict.fromkeys(name for owner in owners for name in owner.row)
+        columns: dict[str, list[Any]] = {name: [owner.row.get(name) for owner in owners] for name in names}
+        columns["completion_ids"] = [completion.tokens.tolist() for completion in completions]
+        columns["completion_tokens"] = [int(completion.drawn.sum()) for completion in completions]
+        return dict(self.scorer.score([owner.text for owner in owners], list(texts), columns))
+
+    def _text(self, completion: Completion) -> str:
+        return self.tokenizer.decode(completion.tokens, skip_special=True) if self.tokenizer else ""
+
+
+@dataclass
+class Rollouts:
+    """One step's prompts, and the means to make episodes of them."""
+
+    prompts: list[Prompt]
+    collector: Collector
+    stream: Prompts
+    size: int
+    """Prompts of a full step."""
+    seed: int
+    """Of the run."""
+    first: bool
+    """Whether this is the first step of the run: the policy is still the reference."""
+    length: int
+    """T of packed rows."""
+    packing: bool
+    tolerance: float
+    """The largest difference between the trainer's and the sampler's log-probs that is let pass."""
+    shown: int = 1
+    """Groups that are written to `samples.jsonl`."""
+    _calls: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def accounting(self) -> Accounting:
+        """Of all prompts read so far."""
+        return self.stream.accounting
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each reward in the sum."""
+        return self.collector.weights
+
+    def more(self, number: int) -> list[Prompt]:
+        """Further prompts; fewer where the data gives out."""
+        return self.stream.take(number)
+
+    def collect(self, client: Client, prompts: List[Prompt], n: int) -> list[list[Episode]]:
+        """`n` scored episodes of each prompt; see `Collector.collect`."""
+        place = self.stream.get_state()["next_index"]
+        draws = np.random.SeedSequence([self.seed, place, next(self._calls)]).generate_state(1)
+        return self.collector.collect(client, prompts, n, int(draws[0]))
+
+    def packed(self, sequences: List[Sequence], size: int) -> Batch:
+        """A batch of up to `size` sequences in rows of this run's length."""
+        return pack(sequences, size, self.length, self.packing)
+
+
+class RolloutStream:
+    """The steps of an on-policy run, with a position that can be saved."""
+
+    def __init__(self, like: Rollouts):
+        """Args:
+        like: what all steps have in common; its prompts are replaced.
+        """
+        self._like, self._first = like, True
+
+    def __iter__(self) -> "RolloutStream":
+        return self
+
+    def __next__(self) -> Rollouts:
+        prompts = self._like.stream.take(self._like.size)
+        if not prompts:
+            raise StopIteration
+        first, self._first = self._first, False
+        return replace(self._like, prompts=prompts, first=first, _calls=itertools.count())
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last step handed out and the prompts it took beyond its own."""
+        return self._like.stream.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position."""
+        self._first = False
+        self._like.stream.set_state(state)
+
+    def close(self) -> None:
+        """The stream ends here."""
+        self._like.stream.close()
+
+
+def _episode(
+    prompt: Prompt, completion: Completion, text: str, scores: Mapping[str, Any], turns: tuple[float, ...]
+) -> Episode:
+    failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
+    rewards = {name: math.nan if name in failures else float(score) for name, score in scores.items()}
+    return Episode(prompt, completion, text, rewards, failures, turns)
+
+
+def _check(scores: Mapping[str, list]) -> None:
+    """Refuses a step of which not one sample was scored.
+
+    Raises:
+        UserError: naming the reward and the first reason.
+    """
+    for name, column in scores.items():
+        if all(isinstance(score, Failure) for score in column):
+            raise UserError(
+                f"reward {name}: all {len(column)} samples of a step failed, the first because it {column[0].reason}. "
+                "The checkpoints before it are intact: mend the reward and run the same command."
+            )
