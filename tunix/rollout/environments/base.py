@@ -14,7 +14,7 @@ Axes: T time.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
 
@@ -36,8 +36,8 @@ class Step:
 
     observation: Observation | None = None
     """What the model reads next; None where there is nothing more to read, which ends the episode."""
-    reward: float | None = None
-    """What the turn earned; None for nothing said. A trajectory is worth the sum."""
+    reward: SupportsFloat | None = None
+    """What the turn earned, a finite number; None for nothing said. A trajectory is worth the sum."""
     done: bool = False
     """Whether the episode is over."""
 
