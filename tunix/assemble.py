@@ -17,6 +17,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.evaluation import Evaluation
 from tunix.loop import Job, Stream
 from tunix.mesh import build_mesh
+from tunix.models.model import Params
 from tunix.recipe import Recipe, algorithm_class
 from tunix.rollout.collect import ADDED, Collector, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
@@ -121,12 +122,14 @@ def build_trainer(
         tokenizer: what stop strings are looked for with.
     """
     decoder = with_stops(source)
-    model = adapted(decoder, recipe.model, recipe.adapter)
+    critic = None if algorithm is None else algorithm.critic
+    model = replace(adapted(decoder, recipe.model, recipe.adapter), critic=critic == "shared")
     full = recipe.adapter is None
     trained = recipe.model.param_dtype or "float32"
     frozen = recipe.model.param_dtype or recipe.model.dtype
     params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
-    length, packing = recipe.data.max_length, recipe.data.packing
+    packing = recipe.data.packing
+    length = recipe.data.max_length + (0 if algorithm is None else algorithm.spare_tokens)
     updates = total * recipe.algorithm.updates_per_step
     rows = rows_per_pass(mesh, recipe.sequences_per_update, recipe.micro_batch_size, length, packing)
     machinery = Machinery(
@@ -144,7 +147,25 @@ def build_trainer(
         slots=recipe.rollout.slots,
         decode=None if tokenizer is None else tokenizer.decode,
     )
-    return Trainer(machinery, params, base)
+    own = _critic(recipe, machinery, params, base, updates) if critic == "own" else None
+    return Trainer(machinery, params, base, own)
+
+
+def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:
+    """A model of its own that values states. It starts from the policy's weights, and shares a frozen base with it."""
+    model = replace(policy.model, critic=True)
+    new = {name: recipe.model.param_dtype or "float32" for name in model.shapes if name not in policy.model.shapes}
+    mine = jax.tree.map(jax.numpy.copy, params) | model.init(jax.random.key(recipe.seed), new, policy.mesh)
+    rate = recipe.algorithm.model_dump().get("critic_learning_rate")
+    config = recipe.optimizer.model_copy(update={"learning_rate": rate}) if rate else recipe.optimizer
+    machinery = replace(
+        policy,
+        model=model,
+        optimizer=build_optimizer(config, updates, {name: model.axes[name] for name in mine}),
+        schedule=build_schedule(config, updates),
+        reference=False,
+    )
+    return Trainer(machinery, mine, base)
 
 
 def _scorer(recipe: Recipe, found: Inputs) -> Scorer | None:

@@ -19,8 +19,12 @@ from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Seque
 class Client(Protocol):
     """What an algorithm may ask of the machinery. Nothing here names a mesh, a model or an optimizer."""
 
-    def step(self, batch: Batch, loss: Loss) -> Metrics:
-        """One update: gradients of the loss and their application, compiled together with donated buffers."""
+    def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
+        """One update: gradients of the loss and their application, compiled together with donated buffers.
+
+        Args:
+            of: what is updated; a critic is a model of its own.
+        """
         ...
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:

@@ -70,6 +70,14 @@ def refuse_taken(path: Path) -> None:
         raise UserError(f"{path} is there already and nothing is overwritten: choose another path, or move it away.")
 
 
+def refuse_out(path: Path) -> None:
+    """Raises UserError where `--out` names a file that is there already, or a folder that is not."""
+    if path.exists():
+        raise UserError(f"{path} exists already: nothing is overwritten, choose another --out")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--out {path}: there is no folder {path.absolute().parent}")
+
+
 def _sync(path: Path) -> None:
     """Asks the disk to hold what was written, so that a power cut cannot leave a renamed but empty file."""
     handle = os.open(path, os.O_RDONLY)

@@ -120,6 +120,7 @@ class Loop:
         trainer.state, record = self.checkpoints.restore(step, trainer.state)
         self.job.stream.set_state(record["data"])
         self.recorder.resume(record["seconds"])
+        self.job.algorithm.set_state(record["algorithm"])
         self._reached = record["reached"] if self.job.evaluation.until else None
         self.step = self._saved = step
 
@@ -169,7 +170,8 @@ class Loop:
         self.recorder.flush()
         if self.step > self._saved:
             step, metrics = self._evaluated
-            record = {"data": self._position, "seconds": self.recorder.seconds, "reached": self._reached}
+            record = {"data": self._position, "algorithm": self.job.algorithm.get_state(), "reached": self._reached}
+            record["seconds"] = self.recorder.seconds
             self.checkpoints.save(self.step, self.job.trainer.state, record, metrics if step == self.step else {})
             self._saved = self.step
 

@@ -31,7 +31,7 @@ class Recorder:
         self._sinks, self._display, self._every = sinks, display, config.every
         self._decoder, self._frozen = decoder, frozen
         self._compilations = Compilations()
-        self._pending: tuple[int, Update, Accounting] | None = None
+        self._pending: tuple[int, Update, Accounting, dict[str, float]] | None = None
         self._extra: dict[str, float] = {}
         self._started = time.monotonic()
         self._before = 0.0
@@ -57,10 +57,12 @@ class Recorder:
         """
         self._settle("update")
         self.flush()
-        self._pending = (step, update, accounting)
+        self._count(update)
+        waited = not any(isinstance(value, jax.Array) for value in update.metrics.values())
+        # An update that has waited for the device itself (it sampled) is over: its time must not grow any more.
+        speed = self._speed() if waited and step % self._every == 0 else {}
+        self._pending = (step, update, accounting, speed)
         self._tell(step, update.notes)
-        if not any(isinstance(value, jax.Array) for value in update.metrics.values()):
-            self.flush()  # the update has waited for the device itself: its row is complete, and its time is over
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """More values for a step's row: an evaluation's. A step that was no update gets a row of its own."""
@@ -88,13 +90,12 @@ class Recorder:
         """Completes the row of the step last pushed; waits for the device."""
         if self._pending is None:
             return
-        (step, update, accounting), self._pending = self._pending, None
+        (step, update, accounting, speed), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
-        self._count(update)
         _check(step, values)
         values |= _accounting(update, accounting)
         if step % self._every == 0 or self._extra:
-            values |= self._speed()
+            values |= speed or self._speed()
             self._write(step, values)
         self._display.update(step, values)
 

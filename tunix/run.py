@@ -24,7 +24,7 @@ from tunix.errors import UserError
 from tunix.files import refuse_taken, write_text_atomic
 from tunix.loop import Loop
 from tunix.mesh import build_mesh
-from tunix.recipe import Recipe
+from tunix.recipe import Recipe, algorithm_class
 from tunix.recorder import Recorder
 from tunix.samples import unigram_entropy
 from tunix.source import TOKENIZER, of_recipe
@@ -101,7 +101,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
             asked = f" of step {step}" if step else ""
             raise UserError(f"{run} has no checkpoint{asked}; it has {checkpoints.steps()}")
         source = of_recipe(recipe.model, recipe.data.chat_template, run / TOKENIZER, rows=None)
-        trainer = build_trainer(recipe, source, build_mesh(MeshConfig()), total=wanted)
+        algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
+        trainer = build_trainer(recipe, source, build_mesh(MeshConfig()), wanted, algorithm)
         trainer.state, _ = checkpoints.restore(wanted, trainer.state)
         trainer.export(out, adapter=adapter)
         display.say(f"step {wanted} of {run} is in {out}")

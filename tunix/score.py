@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix.config import DType, MeshConfig, ModelConfig
+from tunix.config import DType, MeshConfig
 from tunix.data.examples import Kept, Rendering, detect_format, to_sequence
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.files import write_text_atomic
+from tunix.files import refuse_out, write_text_atomic
 from tunix.mesh import build_mesh, row_shards
-from tunix.source import adapted, check_vocabulary, pretrained, weights
+from tunix.source import check_vocabulary, loaded, pretrained
 from tunix.trainer.metrics import perplexity
 from tunix.trainer.passes import Cut
 from tunix.trainer.progress import Display, readable
@@ -52,19 +52,15 @@ def score(
     Raises:
         UserError: the model, the rows or the output are not to be had.
     """
-    if out.exists():
-        raise UserError(f"{out} exists already: nothing is overwritten, choose another --out")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
+    refuse_out(out)
     rows = open_rows(data)
     source = pretrained(model, adapter)
     check_vocabulary(source)
     mesh = build_mesh(MeshConfig())
-    structure = adapted(source.decoder, ModelConfig(path=model, dtype=dtype), None)
     shape = detect_format(rows[0], {}, f"row 1 of {rows.name}")
     how = Rendering(shape, max_length=sys.maxsize, train_on="all", vocab_size=source.decoder.vocab_size)
     sequences = [_sequence(rows, index, source.tokenizer, how, max_length) for index in range(len(rows))]
-    params, _ = weights(source, structure, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
+    structure, params = loaded(source, dtype, mesh)
     # One shape for all passes, no longer than the rows need.
     length = min(max_length, -(-max(len(s.tokens) for s in sequences) // 64) * 64)
     rows_of_pass = -(-batch_size // row_shards(mesh)) * row_shards(mesh)

@@ -63,6 +63,14 @@ class Source:
         """Whether the weights are in a folder as they are, so that an adapter can name it as its base."""
         return self.folder is not None and self.merged is None
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a completion: the tokenizer's stop tokens, or those of the folder's config.json."""
+        if self.tokenizer is not None:
+            return self.tokenizer.stop_ids
+        ids = dict(self.decoder.stops).get("eos_token_id")
+        return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
+
 
 def pretrained(path: str, adapter: Path | None = None) -> Source:
     """What a hub id, a folder or the folder of a run stands for.
@@ -197,6 +205,17 @@ def weights(
             params |= model.init(key, {name: dtypes[name] for name in dtypes if name not in base}, mesh)
     mine = {name for name in dtypes if full or is_own(name)}
     return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}
+
+
+def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
+    """The model with all of its weights, to be asked and not trained.
+
+    Args:
+        dtype: of the computation and the weights.
+    """
+    model = Model(source.decoder, dtype=dtype)
+    params, _ = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
+    return model, params
 
 
 def adapted(decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None) -> Model:

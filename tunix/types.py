@@ -118,6 +118,8 @@ class Loss:
 
     function: Callable[[LossInputs], LossOutputs]
     """`LossInputs -> LossOutputs`; traced once."""
+    logprobs: bool = True
+    """Whether `inputs.logprobs` is read; zeros otherwise, for a critic's loss."""
     entropy: bool = False
     """Whether `inputs.entropy` is read; it costs a little of the head's time."""
     values: bool = False

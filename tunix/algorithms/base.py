@@ -34,6 +34,9 @@ class Algorithm(ABC):
     Config: type[Config]
     """The pydantic model of the recipe's `algorithm` section."""
 
+    spare_tokens: int = 0
+    """Tokens by which sequences that are valued are longer than `data.max_length`."""
+
     def __init__(self, config: Any, sampling: Sampling | None = None):
         """Args:
         config: the recipe's `algorithm` section, of this class's `Config`.
@@ -58,6 +61,11 @@ class Algorithm(ABC):
         return False
 
     @property
+    def critic(self) -> str | None:
+        """`own` for a model of its own that values states, `shared` for a head on the policy's trunk, None for none."""
+        return None
+
+    @property
     def objective(self) -> Loss:
         """The loss and what it needs of the model."""
         return Loss(self.loss)
@@ -65,3 +73,11 @@ class Algorithm(ABC):
     def update(self, client: Client, data: Any) -> Update:
         """One step. Of given sequences (`data.batch`): one update."""
         return Update(client.step(data.batch, self.objective), (data.batch,))
+
+    def get_state(self) -> dict[str, Any]:
+        """What the algorithm itself remembers from step to step; JSON values, part of every checkpoint."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from what `get_state` told."""
+        assert not state, f"{type(self).__name__} remembers {state}, but has no set_state"

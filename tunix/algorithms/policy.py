@@ -53,11 +53,13 @@ class PolicyGradient(Algorithm):
         client.publish()
         groups = self.gather(client, data)
         sequences = self.credit(client, groups, self.sequences(client, groups), data)
-        batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
-        metrics = [self.step(client, batch) for batch in batches]
-        if metrics:
-            gate(metrics[0], batches[0], data, self.needs_reference)
-        numbers = report(groups, data.weights) | merged(metrics)
+        with data.clock.part("update"):
+            batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
+            metrics = [self.step(client, batch) for batch in batches]
+            if metrics:
+                gate(metrics[0], batches[0], data, self.needs_reference)
+            numbers = report(groups, data.weights) | merged(metrics)
+        numbers |= {f"perf/{part}_seconds": seconds for part, seconds in data.clock.items()}
         return Update(numbers, tuple(batches), rows(groups, sequences, data.shown), notes(groups, data.weights))
 
     def gather(self, client: Client, data: Rollouts) -> Groups:
@@ -97,9 +99,8 @@ class PolicyGradient(Algorithm):
         self, client: Client, sequences: Credited, name: str, of: Literal["policy", "reference"]
     ) -> Credited:
         """The sequences with log-probs under the sampling temperature."""
-        flat = [sequence for group in sequences for sequence in group]
-        found = iter(client.logprobs(flat, of, self.sampling.temperature))
-        return with_tokens(sequences, name, ([next(found) for _ in group] for group in sequences))
+        found = client.logprobs(flat(sequences), of, self.sampling.temperature)
+        return with_tokens(sequences, name, grouped(found, sequences))
 
     def _parts(self, sequences: Credited) -> Iterator[list[Sequence]]:
         """What each update sees: `updates` parts of the prompts, `epochs` times; parts without weight are left out."""
@@ -141,6 +142,23 @@ def with_tokens(sequences: Credited, name: str, values: Iterable[List[np.ndarray
     ]
 
 
+def flat(groups: List[List[Any]]) -> list[Any]:
+    """`[P][G]` -> `[P G]`."""
+    return [one for group in groups for one in group]
+
+
+def grouped(values: Iterable[Any], like: List[List[Any]]) -> list[list[Any]]:
+    """`[P G]` -> `[P][G]`, as `like` is."""
+    found = iter(values)
+    return [[next(found) for _ in group] for group in like]
+
+
+def drawn_with(sequence: Sequence) -> np.ndarray:
+    """`[T]` log-probs of the policy before the updates: the sampler's, where they are not computed again."""
+    own = sequence.per_token
+    return own["old_logprobs"] if "old_logprobs" in own else own["sampler_logprobs"]
+
+
 def renamed(sequences: Credited, old: str, new: str) -> Credited:
     """The sequences with a per-token array under another name."""
 
@@ -170,7 +188,7 @@ def report(groups: Groups, weights: Mapping[str, float]) -> dict[str, float]:
     """What is measured of a batch of rollouts before it is trained on."""
     named = rewards_of(groups)
     total = weighted_sum(named, weights)
-    episodes = [episode for group in groups for episode in group]
+    episodes = flat(groups)
     valid = total[~np.isnan(total)]
     drawn = np.concatenate([episode.completion.logprobs[episode.completion.drawn] for episode in episodes])
     numbers = {
@@ -202,7 +220,7 @@ def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> Non
         UserError: the log-probs of a drawn token differ by more than the tolerance; or, in a run's first step, the
             policy is not the reference.
     """
-    worst = float(metrics["mismatch/max"])
+    worst = float(metrics.get("mismatch/max", 0.0))  # not measured while a critic alone is warmed up
     if not worst <= data.tolerance:
         place = int(metrics["mismatch/max/at"])
         sequence, position, token = (

@@ -9,8 +9,10 @@ Axes: P prompts, G group, T time.
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +56,17 @@ class Episode:
         return self.completion.finish == "length"
 
 
+class Clock(dict[str, float]):
+    """Seconds by the name of what was done."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time of what is inside."""
+        began = time.monotonic()
+        yield
+        self[name] = self.get(name, 0.0) + time.monotonic() - began
+
+
 @dataclass(frozen=True)
 class Collector:
     """How prompts become episodes; the same for all steps of a run."""
@@ -71,22 +84,31 @@ class Collector:
         own = {ENVIRONMENT: 1.0} if self.play else {}
         return {**own, **(self.scorer.weights if self.scorer else {})}
 
-    def collect(self, client: Client, prompts: List[Prompt], n: int, seed: int) -> list[list[Episode]]:
+    def collect(
+        self, client: Client, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
+    ) -> list[list[Episode]]:
         """`n` episodes of each prompt.
+
+        Args:
+            seed: of the draws and of the environments.
+            clock: is told how long sampling (`rollout`) and scoring (`reward`) took.
 
         Raises:
             UserError: every one of them failed in one of the rewards, so that there is nothing to learn from.
         """
+        clock = Clock() if clock is None else clock
         owners = [prompt for prompt in prompts for _ in range(n)]
-        played = self.play([owner.row for owner in owners], seed) if self.play else None
-        if played is None:
-            groups = client.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
-        else:
-            owners = [replace(o, tokens=e.prompt) for o, e in zip(owners, played.episodes, strict=True)]
-            groups = client.sample([owner.tokens for owner in owners], 1, self.sampling, seed, played.reply)
+        with clock.part("rollout"):
+            played = self.play([owner.row for owner in owners], seed) if self.play else None
+            if played is None:
+                groups = client.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
+            else:
+                owners = [replace(o, tokens=e.prompt) for o, e in zip(owners, played.episodes, strict=True)]
+                groups = client.sample([owner.tokens for owner in owners], 1, self.sampling, seed, played.reply)
         completions = list(itertools.chain.from_iterable(groups))
-        texts = [self._text(completion) for completion in completions]
-        scores = self._scores(owners, completions, texts)
+        with clock.part("reward"):
+            texts = [self._text(completion) for completion in completions]
+            scores = self._scores(owners, completions, texts)
         turns: list[tuple[float, ...]] = [()] * len(owners)
         if played is not None:
             played.finish(completions)
@@ -132,6 +154,8 @@ class Rollouts:
     """The largest difference between the trainer's and the sampler's log-probs that is let pass."""
     shown: int = 1
     """Groups that are written to `samples.jsonl`."""
+    clock: Clock = field(default_factory=Clock)
+    """How long the parts of this step took."""
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -152,7 +176,7 @@ class Rollouts:
         """`n` scored episodes of each prompt; see `Collector.collect`."""
         place = self.stream.get_state()["next_index"]
         draws = np.random.SeedSequence([self.seed, place, next(self._calls)]).generate_state(1)
-        return self.collector.collect(client, prompts, n, int(draws[0]))
+        return self.collector.collect(client, prompts, n, int(draws[0]), self.clock)
 
     def packed(self, sequences: List[Sequence], size: int) -> Batch:
         """A batch of up to `size` sequences in rows of this run's length."""
@@ -176,7 +200,7 @@ class RolloutStream:
         if not prompts:
             raise StopIteration
         first, self._first = self._first, False
-        return replace(self._like, prompts=prompts, first=first, _calls=itertools.count())
+        return replace(self._like, prompts=prompts, first=first, clock=Clock(), _calls=itertools.count())
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last step handed out and the prompts it took beyond its own."""

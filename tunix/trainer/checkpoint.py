@@ -163,11 +163,17 @@ def flatten(state: TrainState) -> dict[str, dict[str, jax.Array]]:
     """Plain dicts: optax's classes do not belong on disk."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.moments)
     moments = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    return {"params": dict(state.params), "moments": moments, "step": {"step": state.step}}
+    own = {"params": dict(state.params), "moments": moments, "step": {"step": state.step}}
+    critic = {} if state.critic is None else flatten(state.critic)
+    return own | {f"critic_{name}": value for name, value in critic.items()}
 
 
-def unflatten(found: dict[str, dict[str, jax.Array]], like: TrainState) -> TrainState:
+def unflatten(found: Mapping[str, dict[str, jax.Array]], like: TrainState) -> TrainState:
     """The inverse of `flatten`, in the structure of `like`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(like.moments)
     moments = [found["moments"][jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves]
-    return TrainState(found["params"], jax.tree.unflatten(structure, moments), found["step"]["step"])
+    critic = None
+    if like.critic is not None:
+        theirs = {name.removeprefix("critic_"): x for name, x in found.items() if name.startswith("critic_")}
+        critic = unflatten(theirs, like.critic)
+    return TrainState(found["params"], jax.tree.unflatten(structure, moments), found["step"]["step"], critic)

@@ -63,28 +63,49 @@ class Machinery:
 class Trainer:
     """Implements `Client` for one process."""
 
-    def __init__(self, machinery: Machinery, params: Params, frozen: Params):
+    def __init__(self, machinery: Machinery, params: Params, frozen: Params, critic: "Trainer | None" = None):
         """Takes over `params`: they are donated to the first step.
 
         Args:
             params: the weights that train.
             frozen: the others; empty without an adapter.
+            critic: a model of its own that values states; None where the model has a value head, or none is asked.
         """
-        self.machinery, self.frozen = machinery, frozen
+        self.machinery, self.frozen, self.critic = machinery, frozen, critic
         copied = machinery.reference and machinery.adapter is None
         self._reference = self._snapshot(params) if copied else None
         with jax.set_mesh(machinery.mesh):
-            self.state = self._new_state(params)
+            self._state = self._new_state(params)
         self._key = jax.device_put(jax.random.key(machinery.seed), self._everywhere)
         self._gathered: Params | None = None
         self._version = 0
         self._stale = True
 
-    def step(self, batch: Batch, loss: Loss) -> Metrics:
-        """One fused, donated update."""
+    @property
+    def state(self) -> TrainState:
+        """All that training changes, the critic's included."""
+        return self._state if self.critic is None else replace(self._state, critic=self.critic.state)
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state, self._stale = replace(state, critic=None), True
+        if self.critic is not None:
+            assert state.critic is not None
+            self.critic.state = state.critic
+
+    def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
+        """One fused, donated update.
+
+        Raises:
+            ValueError: there is no critic of its own.
+        """
+        if of == "critic":
+            if self.critic is None:
+                raise ValueError("there is no critic of its own: build the trainer with one")
+            return self.critic.step(batch, loss)
         passes = self.machinery.cut.place(batch)
         with jax.set_mesh(self.machinery.mesh):
-            self.state, metrics = self._step(self.state, self.frozen, passes, self._key, loss)
+            self._state, metrics = self._step(self._state, self.frozen, passes, self._key, loss)
         self._stale = True
         return metrics
 
@@ -92,7 +113,7 @@ class Trainer:
         """Adds the batch's gradients to those not yet applied."""
         passes = self.machinery.cut.place(batch)
         with jax.set_mesh(self.machinery.mesh):
-            gradients, metrics = self._gradients(self.state, self.frozen, passes, self._key, loss)
+            gradients, metrics = self._gradients(self._state, self.frozen, passes, self._key, loss)
             self._gathered = gradients if self._gathered is None else self._add(self._gathered, gradients)
         return metrics
 
@@ -105,7 +126,7 @@ class Trainer:
         if self._gathered is None:
             raise ValueError("optim_step without gradients: call forward_backward first")
         with jax.set_mesh(self.machinery.mesh):
-            self.state, metrics = self._apply(self.state, self._gathered)
+            self._state, metrics = self._apply(self._state, self._gathered)
         self._gathered, self._stale = None, True
         return metrics
 
@@ -145,6 +166,8 @@ class Trainer:
         Raises:
             ValueError: the model has no value head.
         """
+        if self.critic is not None:
+            return self.critic.values(sequences)
         if not self.machinery.model.critic:
             raise ValueError("there is no value head: build the model with critic=True")
         return self._scorer.values(self.params, sequences)
@@ -190,12 +213,12 @@ class Trainer:
         elif m.adapter is None:
             raise ValueError("there is no adapter to export: all weights were trained")
         else:
-            save_adapter(path, self.state.params, m.adapter, m.model.config, m.base)
+            save_adapter(path, self._state.params, m.adapter, m.model.config, m.base)
 
     @property
     def params(self) -> Params:
         """All weights by name."""
-        return {**self.frozen, **self.state.params}
+        return {**self.frozen, **self._state.params}
 
     @cached_property
     def _everywhere(self) -> NamedSharding:

@@ -51,6 +51,8 @@ class TrainState:
     """The optimizer's state."""
     step: Int[Array, ""]
     """Updates done."""
+    critic: TrainState | None = None
+    """Likewise of a critic that is a model of its own."""
 
 
 @jax.tree_util.register_dataclass
@@ -132,15 +134,10 @@ class Compute:
         noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
         hidden = self.model.hidden(params, tokens, positions, segments, noise=noise)
-        logprobs, entropy = self.model.logprobs_of(
-            params,
-            hidden,
-            tokens,
-            positions,
-            jnp.asarray(batch.loss_mask),
-            entropy=loss.entropy,
-            temperature=loss.temperature,
-        )
+        logprobs = entropy = jnp.zeros(tokens.shape, jnp.float32)
+        if loss.logprobs:
+            needed, how = jnp.asarray(batch.loss_mask), {"entropy": loss.entropy, "temperature": loss.temperature}
+            logprobs, entropy = self.model.logprobs_of(params, hidden, tokens, positions, needed, **how)
         values = self.model.values_of(params, hidden, positions) if loss.values else None
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         return reduce_outputs(loss.function(inputs), batch)

@@ -8,10 +8,10 @@ import numpy as np
 from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, kl_rewards, weighted_sum
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
-from tunix.algorithms.policy import Credited, Groups, PolicyGradient, rewards_of, spread, with_tokens
+from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, rewards_of, spread, with_tokens
 from tunix.client import Client
 from tunix.rollout.collect import Rollouts
-from tunix.types import LossInputs, LossOutputs
+from tunix.types import LossInputs, LossOutputs, Sequence
 
 
 class GRPO(PolicyGradient):
@@ -64,10 +64,8 @@ class GRPO(PolicyGradient):
     def _kl_penalties(self, sequences: Credited) -> np.ndarray:
         """`[P G]` the KL penalty of each completion, the sum of its tokens'."""
 
-        def one(x) -> float:
-            old = x.per_token.get("old_logprobs", x.per_token.get("sampler_logprobs"))
-            estimator = self.config.kl_estimator or "k1"
-            reference = x.per_token["reference_logprobs"]
-            return float(kl_rewards(old, reference, x.loss_mask, self.config.kl, estimator).sum())
+        def one(x: Sequence) -> float:
+            reference, estimator = x.per_token["reference_logprobs"], self.config.kl_estimator or "k1"
+            return float(kl_rewards(drawn_with(x), reference, x.loss_mask, self.config.kl, estimator).sum())
 
         return np.array([[one(x) for x in group] for group in sequences])

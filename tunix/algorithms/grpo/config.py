@@ -57,9 +57,7 @@ class GRPOConfig(PolicyConfig):
         if self.normalize_rewards == "each" and self.kl and self.kl_in == "reward":
             found.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
         if self.preset and self._overruled(PRESETS[self.preset]):
-            found.append(
-                f"preset: every key that {self.preset} would set is written too, and goes before it; clear them"
-            )
+            found.append(f"preset: all that {self.preset} would change is written too, and goes before it; clear it")
         return found
 
     def _overruled(self, preset: Settings) -> bool:

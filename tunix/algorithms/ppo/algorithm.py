@@ -1,0 +1,165 @@
+"""Proximal Policy Optimisation: a critic says what each state is worth, and every token is credited for itself.
+
+Axes: T time.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, whitened
+from tunix.algorithms.base import Update
+from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
+from tunix.algorithms.ppo.config import PPOConfig
+from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
+from tunix.client import Client
+from tunix.rollout.collect import ENVIRONMENT, Episode, Rollouts
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
+
+
+class PPO(PolicyGradient):
+    """PPO with a critic of its own, or with a value head on the policy's trunk."""
+
+    Config = PPOConfig
+    config: PPOConfig
+
+    spare_tokens = 1
+    """The state behind a completion that was cut off is valued too: one token more than was drawn."""
+
+    def __init__(self, config: PPOConfig, sampling: Sampling | None = None):
+        super().__init__(config, sampling)
+        self._steps = 0
+        self._kl = config.kl
+        self._measured = {"kl": 0.0}
+
+    @property
+    def critic(self) -> str | None:
+        """Where values come from."""
+        return self.config.critic
+
+    @property
+    def objective(self) -> Loss:
+        """The policy's loss; with a shared trunk the values' too."""
+        return replace(super().objective, values=self.config.critic == "shared")
+
+    @property
+    def value_objective(self) -> Loss:
+        """The loss of a critic of its own."""
+        return Loss(self.value_loss, logprobs=False, values=True)
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """See `ppo_loss` and `policy_loss`."""
+        of = policy_loss if self.config.critic == "own" else ppo_loss
+        return of(inputs, self.config, self.config.over(self.sampling.max_tokens))
+
+    def value_loss(self, inputs: LossInputs) -> LossOutputs:
+        """See `value_loss`."""
+        return value_loss(inputs, self.config)
+
+    def update(self, client: Client, data: Rollouts) -> Update:
+        """A step; the KL coefficient then follows what was measured."""
+        done = super().update(client, data)
+        self._steps += 1
+        metrics = {**done.metrics, **self._measured}
+        if self.config.kl_target:
+            metrics["kl/coefficient"] = self._kl
+            self._kl = adapted_kl(self._kl, self._measured["kl/completion"], self.config.kl_target)
+        return replace(done, metrics=metrics)
+
+    def step(self, client: Client, batch: Batch) -> Metrics:
+        """One update of the policy, and of the critic where it is a model of its own."""
+        if self.config.critic == "shared":
+            return client.step(batch, self.objective)
+        found = client.step(batch, self.value_objective, of="critic")
+        critic = {f"critic/{n.removeprefix('train/')}" if n.startswith("train/") else n: x for n, x in found.items()}
+        if self._steps < self.config.critic_warmup:
+            return critic
+        return {**client.step(batch, self.objective), **critic}
+
+    def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
+        """Generalised advantages and returns of every drawn token, and the values they rest on."""
+        episodes, listed = flat(groups), flat(sequences)
+        penalties = self.penalties(groups).ravel()
+        values, behind = values_of(client, episodes, listed)
+        rewards = [
+            token_rewards(episode, data.weights, penalty) + self._kl_rewards(sequence)
+            for episode, sequence, penalty in zip(episodes, listed, penalties, strict=True)
+        ]
+        pairs = [
+            gae(r, v, x.loss_mask, self.config.gamma, self.config.lam, bootstrap)
+            for r, v, x, bootstrap in zip(rewards, values, listed, behind, strict=True)
+        ]
+        counted = [x.loss_mask & (x.weight > 0) for x in listed]
+        advantages = [advantage for advantage, _ in pairs]
+        if self.config.whiten:
+            advantages = whitened(advantages, counted)
+        self._measure(listed, [returns for _, returns in pairs], values, counted)
+        for name, arrays in (
+            ("advantages", advantages),
+            ("returns", [returns for _, returns in pairs]),
+            ("old_values", values),
+        ):
+            sequences = with_tokens(sequences, name, grouped(arrays, sequences))
+        if self.config.kl_target and self.config.kl_in == "loss":
+            own = {"kl_coefficient": self._kl}
+            sequences = [[replace(x, per_sequence={**x.per_sequence, **own}) for x in group] for group in sequences]
+        return sequences
+
+    def get_state(self) -> dict[str, Any]:
+        """Steps done and the KL coefficient that they led to."""
+        return {"steps": self._steps, "kl": self._kl}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._steps, self._kl = state["steps"], state["kl"]
+
+    def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
+        """`[T]` the KL penalty of each drawn token, where it stands in the reward."""
+        if not self.config.kl or self.config.kl_in != "reward":
+            return np.zeros(len(sequence.tokens))
+        reference = sequence.per_token["reference_logprobs"]
+        estimator = self.config.kl_estimator or "k1"
+        return kl_rewards(drawn_with(sequence), reference, sequence.loss_mask, self._kl, estimator)
+
+    def _measure(
+        self, listed: list[Sequence], returns: list[np.ndarray], values: list[np.ndarray], counted: list[np.ndarray]
+    ) -> None:
+        """What is known only here: how well the critic explains the returns, and the KL of whole completions."""
+        joined = [np.concatenate([x[mask] for x, mask in zip(xs, counted, strict=True)]) for xs in (returns, values)]
+        self._measured = {"value/explained_variance": explained_variance(*joined)} if joined[0].size else {}
+        if self.config.kl:
+            drift = [float((drawn_with(x) - x.per_token["reference_logprobs"])[x.loss_mask].sum()) for x in listed]
+            self._measured["kl/completion"] = float(np.mean(drift))
+
+
+def values_of(
+    client: Client, episodes: list[Episode], sequences: list[Sequence]
+) -> tuple[list[np.ndarray], list[float]]:
+    """The critic's values `[T]` of each sequence, and of the state behind it where it was cut off, else 0."""
+
+    def longer(sequence: Sequence) -> Sequence:
+        # The value at t is of the state before token t: any token will do behind the last.
+        return replace(
+            sequence,
+            tokens=np.append(sequence.tokens, np.int32(0)),
+            loss_mask=np.append(sequence.loss_mask, True),
+            per_token={},
+        )
+
+    found = client.values([longer(sequence) for sequence in sequences])
+    cut = [float(v[-1]) if episode.truncated else 0.0 for v, episode in zip(found, episodes, strict=True)]
+    return [v[:-1] for v in found], cut
+
+
+def token_rewards(episode: Episode, weights: dict[str, float], penalty: float) -> np.ndarray:
+    """`[T]` rewards on drawn tokens: a turn's on its last, everything else on the last of all; 0 for a failure."""
+    start, completion = len(episode.prompt.tokens), episode.completion
+    rewards = np.zeros(start + len(completion.tokens))
+    if not completion.turns or np.isnan([*episode.rewards.values()]).any():
+        return rewards
+    for (_, end), reward in zip(completion.turns, episode.turn_rewards, strict=False):
+        rewards[start + end - 1] += weights[ENVIRONMENT] * reward
+    told = sum(weights[name] * reward for name, reward in episode.rewards.items() if name != ENVIRONMENT)
+    rewards[start + completion.turns[-1][1] - 1] += told + penalty
+    return rewards
