@@ -17,17 +17,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import (
     AdapterConfig,
     CheckpointConfig,
     Config,
     DataConfig,
+    EnvironmentConfig,
     EvalConfig,
     LoggingConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    RewardConfig,
+    RewardFunction,
+    RolloutConfig,
 )
 from tunix.models.families import PRESETS, SIZE_NAMES
 from tunix.recipe import Recipe
@@ -38,6 +44,12 @@ SECTIONS: dict[str, type[Config]] = {
     "adapter": AdapterConfig,
     "data": DataConfig,
     "algorithm (sft)": SFTConfig,
+    "algorithm (grpo)": GRPOConfig,
+    "algorithm (ppo)": PPOConfig,
+    "reward": RewardConfig,
+    "reward functions": RewardFunction,
+    "rollout": RolloutConfig,
+    "rollout environment": EnvironmentConfig,
     "optimizer": OptimizerConfig,
     "mesh": MeshConfig,
     "checkpoint": CheckpointConfig,
@@ -129,12 +141,14 @@ def table(model: type[Config]) -> str:
 
 def top_level() -> str:
     """The same for the recipe itself, with links to the sections' own tables."""
-    links = {title.split()[0]: anchor(title) for title in SECTIONS}
+    links: dict[str, list[str]] = {}
+    for title in SECTIONS:
+        links.setdefault(title.split()[0], []).append(f"[{title}](#{anchor(title)})")
     meanings = docstrings(Recipe, known=links)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in Recipe.model_fields.items():
         if name in links:
-            kind, default, meaning = "section", default_of(field), f"See [{name}](#{links[name]})."
+            kind, default, meaning = "section", default_of(field), f"See {', '.join(links[name])}."
         elif name == "stages":
             kind, default, meaning = "list of mappings", "none", "See [Stages](#stages)."
         else:
@@ -201,6 +215,9 @@ def in_words(kind: Any, metadata: list[Any]) -> str:
         return f"list of {in_words(get_args(kind)[0], [])}"
     if get_origin(kind) is dict:
         return f"mapping to {in_words(get_args(kind)[1], [])}"
+    if kind in SECTIONS.values():
+        title = next(title for title, model in SECTIONS.items() if model is kind)
+        return f"[{title}](#{anchor(title)})"
     return f"{NOUNS[kind]} {', '.join(bound for item in metadata for bound in bounds(item))}".strip()
 
 
@@ -212,7 +229,7 @@ def bounds(item: Any) -> Iterator[str]:
             yield f"{symbol} {'2³²' if value == 2**32 else value}"
 
 
-NOUNS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+NOUNS = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any value"}
 
 if __name__ == "__main__":
     PAGE.write_text(text(), encoding="utf-8")

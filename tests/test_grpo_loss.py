@@ -1,15 +1,19 @@
 """The GRPO family: each preset against its paper's formula by hand, and what must not change the loss of any."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from math import exp, log, sqrt
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 
+import tunix
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
@@ -389,9 +393,10 @@ def test_a_resolved_section_reads_back_equal(preset):
 
 
 def test_written_keys_go_before_the_presets():
-    config = GRPOConfig(preset="dapo", clip_high=0.3, dynamic_sampling=False, overlong_buffer=None)
+    config = GRPOConfig(preset="dapo", clip_high=0.3, dynamic_sampling=False)
     assert (config.clip_low, config.clip_high) == (0.2, 0.3)
-    assert (config.dynamic_sampling, config.max_refills, config.overlong_buffer) == (False, None, None)
+    assert (config.dynamic_sampling, config.max_refills, config.overlong_buffer) == (False, None, 0.2)
+    assert GRPOConfig(preset="dapo", overlong_buffer=None).overlong_buffer is None
 
 
 def test_a_presets_setting_goes_where_a_written_key_leaves_it_without_effect():
@@ -429,6 +434,7 @@ def test_nulls_become_the_usual_values():
         ({"group_size": 1, "advantage": "batch", "dynamic_sampling": True}, "every group would be replaced"),
         ({"preset": "rloo", "normalize_rewards": "each"}, "normalise the KL penalty's coefficient away"),
         ({"overlong_buffer": 2.5}, "2.5 is neither a share"),
+        ({**GRPOConfig().model_dump(), "preset": "dapo"}, "preset: all that dapo would change is written too"),
         ({"preset": "dappo"}, "'grpo', 'dapo'"),
         ({"clip_low": 1.5}, "less than or equal to 1"),
     ],
@@ -440,6 +446,13 @@ def test_settings_without_effect_are_refused(settings, complaint):
 
 def test_a_group_of_one_can_be_compared_with_the_batch():
     assert GRPOConfig(group_size=1, preset="reinforce_pp").advantage == "batch"
+
+
+def test_the_readmes_sections_are_read():
+    readme = (Path(tunix.__file__).parent / "algorithms/grpo/README.md").read_text(encoding="utf-8")
+    sections = [yaml.safe_load(block)["algorithm"] for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
+    assert len(sections) == len([GRPOConfig(**section) for section in sections]) >= 5
+    assert all(f"| `{name}` |" in readme for name in PRESETS)
 
 
 def test_every_key_has_one_rule_at_most():
