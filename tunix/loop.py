@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tunix.algorithms.base import Algorithm
 from tunix.errors import Interrupted, UserError
@@ -22,6 +22,7 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.client import Trainer
 
 
+@runtime_checkable
 class Stream(Protocol):
     """What the steps are made of, with a position that can be saved: `Batches`, or `RolloutStream`."""
 

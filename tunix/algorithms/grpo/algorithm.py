@@ -43,12 +43,13 @@ class GRPO(PolicyGradient):
 
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
         """Each completion's advantage on all of its tokens."""
-        penalties = self.penalties(groups)
+        penalties, named = self.penalties(groups), rewards_of(groups)
         if self.config.kl_in == "reward" and self.config.kl:
             penalties = penalties + self._kl_penalties(sequences)
-        named = rewards_of(groups)
         if self.config.normalize_rewards == "each":
-            advantages = gdpo(named | {"length": penalties}, {**data.weights, "length": 1.0}, self.config.advantage)
+            # A penalty is one more reward; as a constant it is normalised away.
+            penalty = "overlong penalty"
+            advantages = gdpo({**named, penalty: penalties}, {**data.weights, penalty: 1.0}, self.config.advantage)
         else:
             advantages = self.advantages(weighted_sum(named, data.weights) + penalties)
         pairs = zip(sequences, advantages, strict=True)
