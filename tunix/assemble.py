@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
 from tunix.config import DType
+from tunix.data.examples import TrainOn
 from tunix.data.pipeline import Batches, Prompts, account, eval_batches, eval_prompts, total_steps
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ from tunix.loop import Job, Stream
 from tunix.mesh import build_mesh
 from tunix.models.model import Params
 from tunix.recipe import Recipe, algorithm_class
-from tunix.rollout.collect import ADDED, Collector, Rollouts, RolloutStream
+from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.samples import Samples, prompts_of, readable_tokens
 from tunix.source import TOKENIZER, Source, adapted, of_recipe, weights, with_stops
@@ -69,12 +70,15 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     """
     mesh = build_mesh(recipe.mesh)
     found = inputs(recipe, folder)
-    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling(recipe, found))
+    environment, kwargs = recipe.rollout.environment, recipe.data.template_kwargs
+    play = Player(environment, found.tokenizer, kwargs) if environment else None
+    drawn = sampling(recipe, found, play.stop_strings if play else ())
+    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, drawn)
     # What is wrong with every row (no tokenizer, no chat template, a mistyped column) is told before weights are read.
     first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
-    account(first, found.tokenizer, recipe.data, algorithm.train_on, size)
+    account(first, found.tokenizer, recipe.data, _read(recipe, algorithm), size)
     scorer = _scorer(recipe, found)
-    collector = Collector(found.tokenizer, algorithm.sampling, scorer)
+    collector = Collector(found.tokenizer, algorithm.sampling, scorer, play)
     stream = _stream(recipe, found, algorithm, collector)
     evaluation = _evaluation(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
@@ -95,14 +99,24 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     )
 
 
-def sampling(recipe: Recipe, found: Inputs) -> Sampling:
-    """How the policy's completions are drawn, as the loss is told too."""
+def _read(recipe: Recipe, algorithm: Algorithm) -> TrainOn:
+    """What is read of a row: an environment makes its prompts of the columns itself."""
+    answered = algorithm.train_on == "prompt" and recipe.rollout.environment is not None
+    return "row" if answered else algorithm.train_on
+
+
+def sampling(recipe: Recipe, found: Inputs, stops: tuple[str, ...] = ()) -> Sampling:
+    """How the policy's completions are drawn, as the loss is told too.
+
+    Args:
+        stops: texts that end a turn for an environment.
+    """
     rollout = recipe.rollout
     return Sampling(
         max_tokens=recipe.data.longest_completion,
         temperature=rollout.temperature,
         stop_ids=_stop_ids(found),
-        stop_strings=rollout.stop,
+        stop_strings=(*rollout.stop, *stops),
     )
 
 
@@ -189,7 +203,7 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
         Rollouts(
             prompts=[],
             collector=collector,
-            stream=Prompts(**read),
+            stream=Prompts(**read, train_on=_read(recipe, algorithm)),
             size=recipe.batch_size,
             seed=recipe.seed,
             first=True,
@@ -211,7 +225,8 @@ def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: 
         read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.train_on, "vocab_size": size}
         batches = eval_batches(found.held_out, found.tokenizer, recipe.data, **read)
     if collector.weights:
-        prompts = eval_prompts(found.held_out, found.tokenizer, recipe.data, limit, size)
+        how: TrainOn = "prompt" if recipe.rollout.environment is None else "row"
+        prompts = eval_prompts(found.held_out, found.tokenizer, recipe.data, limit, size, how)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, batches, prompts, greedy, recipe.eval.until)
 

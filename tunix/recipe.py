@@ -12,7 +12,7 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.grpo.config import GRPOConfig
@@ -99,8 +99,9 @@ class Recipe(Config):
         return value
 
     @model_validator(mode="after")
-    def _agree(self) -> "Recipe":
-        if complaints := list(_disagreements(self)):
+    def _agree(self, info: ValidationInfo) -> "Recipe":
+        staged = bool(info.context and info.context.get("staged"))
+        if complaints := [*_disagreements(self), *_unread(self, staged)]:
             raise ValueError("\n".join(complaints))
         return self
 
@@ -137,7 +138,7 @@ class Recipe(Config):
         """
         staged = sections.get("stages") not in (None, [], ())
         parts = _stages(sections, where) if staged else [{**sections, "stages": ()}]
-        checked = [_checked(part) for part in parts]
+        checked = [_checked(part, staged) for part in parts]
         recipes = tuple(part for part in checked if isinstance(part, Recipe))
         if len(recipes) < len(checked):
             raise UserError("\n".join(f"{where}: {line}" for line in _gathered(checked)))
@@ -250,10 +251,14 @@ def _found(path: Path) -> Path:
     return known[path.name]
 
 
-def _checked(sections: Mapping[str, Any]) -> "Recipe | list[str]":
-    """The recipe, or what is wrong with it."""
+def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":
+    """The recipe, or what is wrong with it.
+
+    Args:
+        staged: what is set may be meant for another stage than this one.
+    """
     try:
-        return Recipe.model_validate(sections)
+        return Recipe.model_validate(sections, context={"staged": staged})
     except ValidationError as error:
         return problems(error, _keys(sections.get("algorithm")))
 
@@ -309,11 +314,14 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
         changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(usual, key)]
         names = ", ".join(f"eval.{key}" for key in sorted(changed))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
-    yield from _unread(recipe)
 
 
-def _unread(recipe: Recipe) -> Iterator[str]:
-    """What is asked of rewards and rollouts where there are none, and what they lack."""
+def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
+    """What is asked of rewards and rollouts where there are none, and what they lack.
+
+    Args:
+        staged: what is set may be meant for another stage than this one.
+    """
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
     if isinstance(recipe.algorithm, PolicyConfig):
@@ -325,6 +333,10 @@ def _unread(recipe: Recipe) -> Iterator[str]:
         if recipe.algorithm.updates > recipe.batch_size:
             yield f"algorithm.updates: {recipe.algorithm.updates} parts of {recipe.batch_size} prompts (batch_size)"
         return
+    if any(name.startswith("eval/reward") for name in recipe.eval.until) and not (rewarded and held_out):
+        yield "eval.until: eval/reward is not measured without a reward section and held-out rows"
+    if staged:
+        return
     if rewarded and not held_out:
         yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
     for key in ("prompt_length", "completion_length"):
@@ -332,8 +344,6 @@ def _unread(recipe: Recipe) -> Iterator[str]:
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not rewarded and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
-    if any(name.startswith("eval/reward") for name in recipe.eval.until) and not rewarded:
-        yield "eval.until: eval/reward is not measured without a reward section"
 
 
 def _stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

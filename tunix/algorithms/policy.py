@@ -19,10 +19,10 @@ from tunix.algorithms.advantages import has_signal, overlong_penalty, weighted_s
 from tunix.algorithms.base import Algorithm, Update
 from tunix.client import Client
 from tunix.errors import UserError
-from tunix.rollout.collect import Episode, Rollouts
+from tunix.rollout.collect import Scored, Rollouts
 from tunix.types import Batch, Loss, Metrics, Sequence
 
-Groups = list[list[Episode]]
+Groups = list[list[Scored]]
 Credited = list[list[Sequence]]
 
 
@@ -116,7 +116,7 @@ class PolicyGradient(Algorithm):
         return self.config.sequences_per_update(data.size)
 
 
-def as_sequence(episode: Episode, left_out: bool = False) -> Sequence:
+def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
     """An episode as a sequence: the drawn tokens are trained, `old_logprobs` are the sampler's."""
     prompt, completion = episode.prompt.tokens, episode.completion
     before = np.zeros(len(prompt), np.float32)

@@ -23,7 +23,7 @@ from tunix.errors import UserError, nearest
 from tunix.types import Sequence
 
 Format = Literal["messages", "prompt_completion", "text", "tokens"]
-TrainOn = Literal["completion", "all", "prompt"]
+TrainOn = Literal["completion", "all", "prompt", "row"]
 Overflow = Literal["truncate", "drop", "error"]
 Row = Mapping[str, Any]
 
@@ -66,7 +66,8 @@ class Rendering:
     on_overflow: Overflow = "truncate"
     """What happens to a longer one."""
     train_on: TrainOn = "completion"
-    """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing."""
+    """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing;
+    `row` renders nothing: an environment makes its prompts of the columns."""
     prompt_length: int = 0
     """Tokens of a prompt at most, where only prompts are read; a longer one loses its beginning."""
     chat: bool = False
@@ -143,13 +144,13 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
     Raises:
         UserError: an unknown name in `data.columns`, or a row of no known shape.
     """
-    shapes = PROMPTS if train_on == "prompt" else REQUIRED
+    shapes = REQUIRED if train_on in ("completion", "all") else PROMPTS
     names = sorted({name for group in REQUIRED.values() for name in group} | set(OPTIONAL))
     for name in config.columns:
-        if name not in names and train_on != "prompt":  # a reward may name its columns as it likes
+        if name not in names and shapes is REQUIRED:  # a reward may name its columns as it likes
             known = f"{', '.join(names)}.{nearest(name, names)}"
             raise UserError(f"data.columns maps {name!r}, which is none of our columns: {known}")
-    shape = config.format
+    shape = "tokens" if train_on == "row" else config.format
     if shape == "auto":
         shape = detect_format(first, config.columns, where, shapes)
     elif shape not in shapes:
@@ -208,6 +209,9 @@ def to_sequence(row: Row, tokenizer: Tokenizer | None, how: Rendering, where: st
     Raises:
         UserError: a missing or malformed column, or an over-long row where that is an error; begins with `where`.
     """
+    if how.train_on == "row":
+        nothing = np.zeros(0, np.int32)
+        return Kept(Sequence(nothing, nothing.astype(bool)), row=_renamed(row, how))
     try:
         tokens, mask = _render(row, tokenizer, how)
         weight = _weight(_column(row, "weight", how, None))

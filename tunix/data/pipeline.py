@@ -158,10 +158,11 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
         seed: int,
         epochs: int | None = None,
         vocab_size: int | None = None,
+        train_on: TrainOn = "prompt",
     ) -> None:
-        """See `Batches`."""
+        """See `Batches`; `train_on: row` leaves prompts to an environment."""
         made = (lambda group, accounting: (group[0], accounting), _PROMPTS_AHEAD)
-        super().__init__(rows, tokenizer, config, 1, seed, epochs, "prompt", vocab_size, *made)
+        super().__init__(rows, tokenizer, config, 1, seed, epochs, train_on, vocab_size, *made)
         self.accounting = Accounting()
         """Of the prompts handed out."""
 
@@ -209,14 +210,19 @@ def eval_batches(
 
 
 def eval_prompts(
-    rows: Rows, tokenizer: Tokenizer | None, config: DataConfig, limit: int, vocab_size: int | None = None
+    rows: Rows,
+    tokenizer: Tokenizer | None,
+    config: DataConfig,
+    limit: int,
+    vocab_size: int | None = None,
+    train_on: TrainOn = "prompt",
 ) -> list[Prompt]:
     """The prompts of the first `limit` rows in file order.
 
     Raises:
         UserError: none of these rows has one.
     """
-    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, "prompt", vocab_size))
+    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
     examples = [renderer(i) for i in range(min(limit, len(rows)))]
     if prompts := [prompt_of(example) for example in examples if isinstance(example, Kept)]:
         return prompts

@@ -10,7 +10,7 @@ Axes: P prompts, G group, T time.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from tunix.client import Client
+from tunix.config import EnvironmentConfig
 from tunix.data.examples import Accounting
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompt, Prompts
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.rollout.environments.base import Episodes
+from tunix.rollout.environments.base import Episode, Episodes
+from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.types import Batch, Completion, Sampling, Sequence
@@ -36,7 +38,7 @@ ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
-class Episode:
+class Scored:
     """One completion and what it is worth."""
 
     prompt: Prompt
@@ -67,6 +69,42 @@ class Clock(dict[str, float]):
         self[name] = self.get(name, 0.0) + time.monotonic() - began
 
 
+class Player:
+    """Makes the episodes of an environment."""
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+    ):
+        """Reads the environment.
+
+        Raises:
+            UserError: as `read_environment`.
+        """
+        self._make, self._turns = read_environment(config), config.turns
+        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs or {}
+        first = self._make()
+        self.scores: bool = first.scores
+        """Whether it gives rewards."""
+        self.stop_strings: tuple[str, ...] = first.stop_strings
+        """Texts that end a turn."""
+
+    def __call__(self, rows: List[Mapping[str, Any]], seed: int) -> Episodes:
+        """An episode for each row; the randomness of the i-th follows from (seed, i)."""
+        return Episodes(
+            [
+                Episode(
+                    self._make(),
+                    row,
+                    np.random.default_rng([seed, index]),
+                    self._tokenizer,
+                    self._turns,
+                    self._template_kwargs,
+                )
+                for index, row in enumerate(rows)
+            ]
+        )
+
+
 @dataclass(frozen=True)
 class Collector:
     """How prompts become episodes; the same for all steps of a run."""
@@ -75,18 +113,18 @@ class Collector:
     sampling: Sampling
     scorer: Scorer | None
     """None where the environment alone says what an episode is worth."""
-    play: Callable[[List[Mapping[str, Any]], int], Episodes] | None = None
-    """(rows, seed) -> an environment's episode for each row, where one answers the model."""
+    play: Player | None = None
+    """Makes an environment's episodes, where one answers the model."""
 
     @property
     def weights(self) -> dict[str, float]:
         """Of each reward in the sum."""
-        own = {ENVIRONMENT: 1.0} if self.play else {}
+        own = {ENVIRONMENT: 1.0} if self.play and self.play.scores else {}
         return {**own, **(self.scorer.weights if self.scorer else {})}
 
     def collect(
         self, client: Client, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
-    ) -> list[list[Episode]]:
+    ) -> list[list[Scored]]:
         """`n` episodes of each prompt.
 
         Args:
@@ -103,8 +141,9 @@ class Collector:
             if played is None:
                 groups = client.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
             else:
-                owners = [replace(o, tokens=e.prompt) for o, e in zip(owners, played.episodes, strict=True)]
-                groups = client.sample([owner.tokens for owner in owners], 1, self.sampling, seed, played.reply)
+                starts = [episode.prompt for episode in played.episodes]
+                owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
+                groups = client.sample(starts, 1, self.sampling, seed, played.reply)
         completions = list(itertools.chain.from_iterable(groups))
         with clock.part("reward"):
             texts = [self._text(completion) for completion in completions]
@@ -112,7 +151,8 @@ class Collector:
         turns: list[tuple[float, ...]] = [()] * len(owners)
         if played is not None:
             played.finish(completions)
-            scores[ENVIRONMENT] = played.scores
+            if ENVIRONMENT in self.weights:
+                scores[ENVIRONMENT] = played.scores
             turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
         _check(scores)
         episodes = [
@@ -129,6 +169,11 @@ class Collector:
         columns["completion_ids"] = [completion.tokens.tolist() for completion in completions]
         columns["completion_tokens"] = [int(completion.drawn.sum()) for completion in completions]
         return dict(self.scorer.score([owner.text for owner in owners], list(texts), columns))
+
+    def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
+        """The prompt as the environment says it."""
+        text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
+        return replace(prompt, tokens=start, text=prompt.text or text)
 
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens, skip_special=True) if self.tokenizer else ""
@@ -172,7 +217,7 @@ class Rollouts:
         """Further prompts; fewer where the data gives out."""
         return self.stream.take(number)
 
-    def collect(self, client: Client, prompts: List[Prompt], n: int) -> list[list[Episode]]:
+    def collect(self, client: Client, prompts: List[Prompt], n: int) -> list[list[Scored]]:
         """`n` scored episodes of each prompt; see `Collector.collect`."""
         place = self.stream.get_state()["next_index"]
         draws = np.random.SeedSequence([self.seed, place, next(self._calls)]).generate_state(1)
@@ -218,10 +263,10 @@ class RolloutStream:
 
 def _episode(
     prompt: Prompt, completion: Completion, text: str, scores: Mapping[str, Any], turns: tuple[float, ...]
-) -> Episode:
+) -> Scored:
     failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
     rewards = {name: math.nan if name in failures else float(score) for name, score in scores.items()}
-    return Episode(prompt, completion, text, rewards, failures, turns)
+    return Scored(prompt, completion, text, rewards, failures, turns)
 
 
 def _check(scores: Mapping[str, list]) -> None:

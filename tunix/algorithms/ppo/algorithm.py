@@ -14,7 +14,7 @@ from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
 from tunix.client import Client
-from tunix.rollout.collect import ENVIRONMENT, Episode, Rollouts
+from tunix.rollout.collect import ENVIRONMENT, Scored, Rollouts
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
@@ -134,7 +134,7 @@ class PPO(PolicyGradient):
 
 
 def values_of(
-    client: Client, episodes: list[Episode], sequences: list[Sequence]
+    client: Client, episodes: list[Scored], sequences: list[Sequence]
 ) -> tuple[list[np.ndarray], list[float]]:
     """The critic's values `[T]` of each sequence, and of the state behind it where it was cut off, else 0."""
 
@@ -152,7 +152,7 @@ def values_of(
     return [v[:-1] for v in found], cut
 
 
-def token_rewards(episode: Episode, weights: dict[str, float], penalty: float) -> np.ndarray:
+def token_rewards(episode: Scored, weights: dict[str, float], penalty: float) -> np.ndarray:
     """`[T]` rewards on drawn tokens: a turn's on its last, everything else on the last of all; 0 for a failure."""
     start, completion = len(episode.prompt.tokens), episode.completion
     rewards = np.zeros(start + len(completion.tokens))
