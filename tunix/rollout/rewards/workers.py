@@ -4,6 +4,7 @@ Both have one verb, `call`: the outcomes of some samples, or one text for all of
 deadline. A worker that hung or died is replaced before its next call.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -70,8 +71,10 @@ class ProcessWorker:
     def kill(self) -> None:
         """Ends the process and whatever it has started; for any thread to call."""
         process = self._process
-        if process is not None and process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        # As long as nobody has waited for it, its number is still its own.
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process and forgets it."""
@@ -127,18 +130,16 @@ class ProcessWorker:
                 raise EOFError
             except TimeoutError:
                 if self._process.poll() is not None:
+                    with contextlib.suppress(ProcessLookupError):  # the child that it left behind
+                        os.killpg(self._process.pid, signal.SIGKILL)
                     raise EOFError from None
 
     def _death(self) -> str:
         """What ended the process, once its socket is closed."""
         assert self._process is not None
-        try:
-            code = self._process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            code = None
+        self.kill()  # changes nothing for one that is ending, and ends what it has started
+        code = self._process.wait()
         self.close()
-        if code is None:
-            return "closed its worker's socket"
         return f"ended its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
 
 
