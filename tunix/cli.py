@@ -13,12 +13,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tunix import __version__
 from tunix.errors import Interrupted, UserError, nearest
 
+if TYPE_CHECKING:
+    from tunix.speaker import Asked
+    from tunix.types import Sampling
+
 Parsed = argparse.Namespace
+DTYPES = ("float32", "bfloat16")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,8 +156,53 @@ def _score_arguments(parser: _Parser) -> None:
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
     parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows per pass (8)")
     parser.add_argument("--max-length", type=_count, default=1024, metavar="N", help="tokens of a row at most (1024)")
-    dtypes = ("float32", "bfloat16")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the computation (float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
+
+
+def _generate_arguments(parser: _Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    sent = (
+        "text to answer: sent as a user's message where the tokenizer has a chat template, as it stands where it has "
+        "none, or where the model is a run that was trained on plain strings; so are the strings of --input"
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=sent)
+    reads = ".jsonl with a row for each prompt: `prompt`, `messages` or `input_ids`"
+    parser.add_argument("--input", metavar="FILE", help=reads)
+    writes = (
+        ".jsonl to write, an object for each completion: row (from 0), sample, what the row asked with, tokens, text, "
+        "logprobs, finish"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
+    parser.add_argument("--n", type=_count, default=1, metavar="N", help="completions of each prompt (1)")
+    slots = "completions drawn at a time: more memory, more speed, the same result"
+    parser.add_argument("--slots", type=_count, metavar="N", help=slots)
+    _sampling_arguments(parser, max_tokens=256)
+
+
+def _chat_arguments(parser: _Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    _sampling_arguments(parser, max_tokens=1024)
+
+
+def _sampling_arguments(parser: _Parser, max_tokens: int) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    raw = "send text as it stands, also where there is a chat template"
+    parser.add_argument("--raw", action="store_true", help=raw)
+    most = f"tokens of an answer at most ({max_tokens})"
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=most)
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="only the K most likely tokens; 0 for all (0)"
+    )
+    mass = "only the most likely tokens that together reach P; 1 for all (1.0)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=mass)
+    share = "only tokens at least P times as likely as the likeliest (0.0)"
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=share)
+    stop = "ends an answer, and is left out of its text; may be given several times"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws: the same gives the same (0)")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
 
 
 def _export_arguments(parser: _Parser) -> None:
@@ -166,6 +216,13 @@ def _count(text: str) -> int:
     """A positive whole number, for argparse."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """A seed, for argparse."""
+    if not text.isdigit() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 
@@ -203,6 +260,45 @@ def _score(parsed: Parsed) -> None:
     )
 
 
+def _generate(parsed: Parsed) -> None:
+    from tunix.generate import generate
+
+    generate(
+        _asked(parsed, parsed.slots),
+        parsed.prompt,
+        rows=parsed.input,
+        out=parsed.out,
+        sampling=_sampling(parsed),
+        n=parsed.n,
+        seed=parsed.seed,
+    )
+
+
+def _chat(parsed: Parsed) -> None:
+    from tunix.chat import chat
+
+    chat(_asked(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
+
+
+def _asked(parsed: Parsed, slots: int | None) -> "Asked":
+    from tunix.speaker import Asked
+
+    return Asked(parsed.model, parsed.adapter, parsed.dtype, slots, parsed.system, parsed.raw)
+
+
+def _sampling(parsed: Parsed) -> "Sampling":
+    from tunix.types import Sampling
+
+    return Sampling(
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        top_p=parsed.top_p,
+        min_p=parsed.min_p,
+        stop_strings=tuple(parsed.stop),
+    )
+
+
 def _export(parsed: Parsed) -> None:
     from tunix.run import export
 
@@ -233,6 +329,18 @@ COMMANDS = {
         "tunix score google/gemma-3-1b-it rows.jsonl --out scores.jsonl",
         _score_arguments,
         _score,
+    ),
+    "generate": Command(
+        "answer a prompt, or a file of them",
+        'tunix generate google/gemma-3-1b-it "Why is the sky blue?" --temperature 0',
+        _generate_arguments,
+        _generate,
+    ),
+    "chat": Command(
+        "talk with a model",
+        "tunix chat runs/sft_gemma --system 'Answer in one sentence.'",
+        _chat_arguments,
+        _chat,
     ),
     "export": Command(
         "write a run's weights as a Hugging Face folder or a PEFT adapter",

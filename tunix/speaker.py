@@ -27,9 +27,9 @@ from tunix.reading import read_mapping
 from tunix.rollout.engine import Engine
 from tunix.rollout.sampling import check
 from tunix.run import keep_compilations
-from tunix.source import check_vocabulary, exported, loaded, pretrained
+from tunix.source import Source, check_vocabulary, exported, loaded, pretrained
 from tunix.trainer.client import SLOTS, SLOTS_ELSEWHERE
-from tunix.types import Sampling
+from tunix.types import Completion, Sampling
 
 COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messages", "input_ids": "tokens"}
 """What a row may ask with, and how it is rendered; where it has several, the first is meant."""
@@ -60,7 +60,7 @@ class Speaker:
     asked: Asked
 
     @cached_property
-    def source(self):
+    def source(self) -> Source:
         """The structure, where the weights are, and the tokenizer."""
         source = pretrained(self.asked.model, self.asked.adapter)
         check_vocabulary(source)
@@ -90,22 +90,34 @@ class Speaker:
         return DataConfig.model_validate(read_mapping(exported(folder).parent / "recipe.yaml")["data"])
 
     @cached_property
-    def chats(self) -> bool:
-        """Whether a string is sent as a user's message.
+    def plain(self) -> str | None:
+        """Why a string is sent as it stands; None where it is sent as a user's message.
 
         Raises:
-            UserError: a system message was given, and it is not.
+            UserError: a system message was given, and there is no place for it.
         """
-        run = self.trained_on
-        why = {
-            "--raw was given": self.asked.raw,
-            "the model's tokenizer has no chat template": not self.has_template,
-            f"{self.asked.model} was trained on plain strings": run is not None and not _of_chats(run),
-        }
-        reasons = [reason for reason, holds in why.items() if holds]
-        if reasons and self.asked.system is not None:
-            raise UserError(f"--system: {reasons[0]}, so a prompt is sent as it stands and has no system message")
-        return not reasons
+        reason = None
+        if self.asked.raw:
+            reason = "--raw was given"
+        elif not self.has_template:
+            reason = f"{self.asked.model} has no chat template"
+        elif self.trained_on is not None and not _of_chats(self.trained_on, self.asked.model):
+            reason = f"{self.asked.model} was trained on plain strings"
+        if reason is not None and self.asked.system is not None:
+            raise UserError(f"--system: {reason}, so a prompt is sent as it stands and has no system message")
+        return reason
+
+    @property
+    def system(self) -> str | None:
+        """The system message of chats: the one asked for, else that of the run."""
+        if self.asked.system is not None or self.trained_on is None:
+            return self.asked.system
+        return self.trained_on.system
+
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Variables of the chat template: those of the run."""
+        return self.trained_on.template_kwargs if self.trained_on else {}
 
     @cached_property
     def engine(self) -> Engine:
@@ -148,9 +160,9 @@ class Speaker:
             columns={"prompt_ids": "input_ids"},
             train_on="prompt",
             prompt_length=sys.maxsize,
-            chat=self.chats,
+            chat=isinstance(row[name], str) and self.plain is None,
             system=self.system,
-            template_kwargs=self.trained_on.template_kwargs if self.trained_on else {},
+            template_kwargs=self.template_kwargs,
             vocab_size=self.source.decoder.vocab_size,
         )
         example = to_sequence(row, self.tokenizer, how, where)
@@ -163,12 +175,12 @@ class Speaker:
             raise UserError(f"{where} has {len(tokens)} tokens, but the model ends at {self.limit}: shorten it")
         return tokens
 
-    @property
-    def system(self) -> str | None:
-        """The system message of chats: the one asked for, else the run's."""
-        if self.asked.system is not None or self.trained_on is None:
-            return self.asked.system
-        return self.trained_on.system
+    def text(self, completion: Completion) -> str | None:
+        """What it says, without special tokens and up to a stop string; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text = self.tokenizer.decode(completion.tokens, skip_special=True)
+        return until_stop(text, completion.sampling.stop_strings)
 
     def _check(self, name: str, value: Any, where: str) -> None:
         """What would not be understood further down, or only in the words of a recipe."""
@@ -208,7 +220,9 @@ class TextStream:
         self.tokens += [int(token) for token in tokens]
         # A character of which some bytes are missing reads as U+FFFD until they come.
         text = self.text.rstrip("\ufffd")
-        held = max((size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+        held = max(
+            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+        )
         return self._new(text[: len(text) - held])
 
     def finish(self) -> str:
@@ -240,13 +254,23 @@ def asked_with(row: Mapping[str, Any], where: str) -> str:
     return found
 
 
-def _of_chats(data: DataConfig) -> bool:
-    """Whether the rows of a run were conversations."""
+def _of_chats(data: DataConfig, run: str) -> bool:
+    """Whether the rows of a run were conversations.
+
+    Raises:
+        UserError: the recipe alone does not say it, and the rows are gone.
+    """
     if data.chat or data.format == "messages":
         return True
     if data.format in ("text", "tokens"):
         return False
-    row = open_rows(data.train, data.split)[0]
+    try:
+        row = open_rows(data.train, data.split)[0]
+    except UserError as error:
+        raise UserError(
+            f"{error}. The rows of {run} tell how it reads a prompt: say --raw for plain strings, or name "
+            f"{exported(Path(run).expanduser())} to have it rendered as a chat"
+        ) from error
     if data.format == "auto" and data.columns.get("messages", "messages") in row:
         return True
     return not any(isinstance(row.get(data.columns.get(name, name)), str) for name in ("prompt", "text"))
