@@ -12,7 +12,7 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
-from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.grpo.config import GRPOConfig
@@ -99,7 +99,7 @@ class Recipe(Config):
         return value
 
     @model_validator(mode="after")
-    def _agree(self, info: ValidationInfo) -> "Recipe":
+    def _agree(self, info: Any) -> "Recipe":
         staged = bool(info.context and info.context.get("staged"))
         if complaints := [*_disagreements(self), *_unread(self, staged)]:
             raise ValueError("\n".join(complaints))
