@@ -30,6 +30,8 @@ TOKENS = 8
 GREEDY = ["--temperature", "0", "--max-tokens", str(TOKENS)]
 IDS = [[5, 60, 70], [80, 81, 82, 83, 84], [9], [100, 20, 30, 40, 50, 60, 70]]
 TOKENIZER = bytes_tokenizer("llama3")
+STOPS = [1, 2, 5]
+"""The tokenizer's EOS, what generation_config.json calls so, and the template's end of a turn."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def greedy_of_transformers(model: Any, ids: list[int], tokens: int = TOKENS) -> 
         attention_mask=torch.ones_like(given),
         max_new_tokens=tokens,
         do_sample=False,
-        eos_token_id=list(TOKENIZER.stop_ids),
+        eos_token_id=STOPS,
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
@@ -94,14 +96,13 @@ def greedy_of_transformers(model: Any, ids: list[int], tokens: int = TOKENS) -> 
 def test_a_file_of_greedy_answers_is_that_of_transformers(base: Path):
     found = generated(base, [{"input_ids": ids} for ids in IDS], *GREEDY)
     reference = AutoModelForCausalLM.from_pretrained(base)
-    stops = (1, 2, TOKENIZER.stop_ids[-1])
     assert [list(row) for row in found] == [["row", "sample", "input_ids", "tokens", "text", "logprobs", "finish"]] * 4
     for i, (row, ids) in enumerate(zip(found, IDS, strict=True)):
         tokens, logprobs = greedy_of_transformers(reference, ids)
         assert (row["row"], row["sample"], row["input_ids"], row["tokens"]) == (i, 0, ids, tokens)
         np.testing.assert_allclose(row["logprobs"], logprobs, atol=1e-4)
         assert row["text"] == TOKENIZER.decode(tokens, skip_special=True)
-        assert row["finish"] == ("stop" if tokens[-1] in stops else "length")
+        assert row["finish"] == ("stop" if tokens[-1] in STOPS else "length")
 
 
 def test_a_prompt_is_a_users_message_unless_it_is_sent_raw(base: Path):
@@ -112,8 +113,8 @@ def test_a_prompt_is_a_users_message_unless_it_is_sent_raw(base: Path):
     assert [row["tokens"] for row in found] == [found[0]["tokens"]] * 4
     assert [{name: row[name] for name in ("prompt", "messages", "input_ids") if name in row} for row in found] == asked
 
-    # h and i are bytes 104 and 105, "!" is the first letter (33) after 3 specials and 3 markers: 6 + 104 - 33 = 77.
-    raw = generated(base, [{"prompt": "hi"}, {"input_ids": [2, 77, 78]}], *GREEDY, "--raw")
+    # BOS is 2; h and i are bytes 104 and 105, after 3 specials and 3 markers.
+    raw = generated(base, [{"prompt": "hi"}, {"input_ids": [2, 110, 111]}], *GREEDY, "--raw")
     assert raw[0]["tokens"] == raw[1]["tokens"] != found[0]["tokens"]
 
     system = generated(base, [{"prompt": "hi"}], *GREEDY, "--system", "be brief")
@@ -277,8 +278,8 @@ def test_text_comes_in_whole_characters_and_without_its_stop():
     assert (stream.finish(), stream.text) == ("", "é€ST.S")
 
     broken = TextStream(TOKENIZER, ["STOP"])
-    assert [broken.feed([token]) for token in TOKENIZER.encode("aST€")[:-1]] == ["a", "", "", "ST", ""]
-    assert broken.finish() == "\ufffd"
+    assert [broken.feed([token]) for token in TOKENIZER.encode("aST€")[:-1]] == ["a", "", "", "", ""]
+    assert broken.finish() == "ST\ufffd"
 
 
 # --- Chat -------------------------------------------------------------------------------------------------------------

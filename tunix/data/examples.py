@@ -257,7 +257,7 @@ def _render(row: Row, tokenizer: Tokenizer | None, how: Rendering) -> tuple[np.n
     """Tokens and mask of a whole row, before any limit."""
     if how.format == "tokens":
         if how.train_on == "prompt":
-            tokens = _integers(_column(row, "prompt_ids", how), "prompt_ids")
+            tokens = _integers(_column(row, "prompt_ids", how), how.columns.get("prompt_ids", "prompt_ids"))
             return tokens, np.zeros(len(tokens), bool)
         tokens, mask = _given_tokens(row, how)
     elif tokenizer is None:
