@@ -126,7 +126,9 @@ def head_memory(vocab: int = 262_144, width: int = 64, rows: int = 4, length: in
         jax.ShapeDtypeStruct((vocab, width), jnp.float32),
         jax.ShapeDtypeStruct((rows, length), jnp.int32),
     )
-    held = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+    account = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile().memory_analysis()
+    assert account is not None
+    held = account.temp_size_in_bytes
     chunk, everything = 4 * CHUNK_LOGITS, 4 * rows * length * vocab
     return (
         f"head, vocabulary {vocab}, {rows} x {length} tokens: {held / 1e6:.0f} MB of temporaries, the table's gradient "

@@ -168,7 +168,8 @@ def build_trainer(
 def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:
     """A model of its own that values states. It starts from the policy's weights, and shares a frozen base with it."""
     model = replace(policy.model, critic=True)
-    new = {name: recipe.model.param_dtype or "float32" for name in model.shapes if name not in policy.model.shapes}
+    dtype: DType = recipe.model.param_dtype or "float32"
+    new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
     mine = jax.tree.map(jax.numpy.copy, params) | model.init(jax.random.key(recipe.seed), new, policy.mesh)
     rate = recipe.algorithm.model_dump().get("critic_learning_rate")
     config = recipe.optimizer.model_copy(update={"learning_rate": rate}) if rate else recipe.optimizer

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 Over = Literal["tokens", "sequences"]
-Metrics = Mapping[str, jax.Array]
+Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
 
 

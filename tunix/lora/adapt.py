@@ -6,6 +6,7 @@ with A and B are the projection's own (`layers.project`): qwix's three-operand e
 """
 
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         x = jnp.zeros((1, 1, decoder.d_model))
         here = jnp.zeros((1, 1), jnp.int32)
         rope = rope_tables(here, decoder.rope, decoder.head_dim)
-        made = qwix.apply_lora_to_model(block, provider, x, here, rope, None, rngs=rngs).projections()
+        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, here, rope, None, rngs=rngs))
+        made = adapted.projections()
         for name, projection in projections.items():
             projection.watched = False
             if name in mine:

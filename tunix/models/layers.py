@@ -9,6 +9,7 @@ Axes: B rows, T time, D model, F ffn, N query heads, K kv heads, G = N / K, H he
 import math
 import re
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,10 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nn
 class Projection(nnx.Module):
     """`einsum(spec, x, w) + b`. The contracted axes of `w` come first."""
 
+    w_lora_a: nnx.Variable
+    w_lora_b: nnx.Variable
+    """An adapter's A and B, where qwix has made one."""
+
     def __init__(
         self,
         spec: str,
@@ -54,12 +59,12 @@ class Projection(nnx.Module):
         self.watched = False
         """While qwix looks for products to adapt: it sees `jnp.einsum` only."""
         self.adapter_scale: float | None = None
-        """Multiplies x A B, once qwix has given this projection its `w_lora_a` and `w_lora_b`."""
+        """Multiplies x A B, where there is an adapter."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = (jnp.einsum if self.watched else project)(self.spec, x, self.w[...])
+        y: jax.Array = (jnp.einsum if self.watched else project)(self.spec, x, self.w[...])
         if self.adapter_scale is not None:
-            y += self.adapter_scale * self._adapter(x)
+            y = y + self.adapter_scale * self._adapter(x)
         return y if self.b is None else y + self.b[...]
 
     def _adapter(self, x: jax.Array) -> jax.Array:
@@ -76,7 +81,6 @@ def axes_of(spec: str) -> list[str]:
     return re.split(",|->", spec)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """`einsum(spec, x, w)` with a backward pass that is fast on CPUs.
 
@@ -85,6 +89,11 @@ def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     made again in strides: four fifths of a small model's step. Here both operands are made once, and the narrow one
     is turned.
     """
+    return cast(jax.Array, _project(spec, x, w))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, w)
 
 
@@ -104,7 +113,7 @@ def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Arr
     return dx, jnp.einsum(f"{turned}->{of_w}", dw)
 
 
-project.defvjp(_project_forward, _project_backward)
+_project.defvjp(_project_forward, _project_backward)
 
 
 class Norm(nnx.Module):

@@ -1,16 +1,18 @@
 """What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere. Everything goes to stderr.
 
-The bar shows step, loss or reward, tokens per second and time left. Without a terminal a line is printed at growing
-distances, so that a log file stays readable.
+The bar shows step, loss or reward (and its curve so far), tokens per second and time left. Without a terminal a line is
+printed every ten seconds, so that a log file stays readable.
 """
 
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0
 """Seconds between plain lines."""
 
@@ -23,6 +25,7 @@ class Display:
         self._total = total
         self._printed = 0.0
         self._speed = ""
+        self._rewards: list[float] = []
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -44,7 +47,10 @@ class Display:
         """Shows a finished step."""
         if "perf/tokens_per_second" in values:
             self._speed = f"{readable(values['perf/tokens_per_second'])} tokens/s"
-        numbers = f"{summary(values)}  {self._speed}"
+        if "reward/mean" in values:
+            self._rewards.append(values["reward/mean"])
+        drawn = sparkline(self._rewards) if self.console.encoding.startswith("utf") else ""
+        numbers = "  ".join(part for part in (drawn, summary(values), self._speed) if part)
         if self.console.is_terminal:
             self._bar.update(self._task, completed=step, numbers=numbers)
         elif step == self._total or time.monotonic() - self._printed > LINES_EVERY:
@@ -69,6 +75,20 @@ def summary(values: Mapping[str, float]) -> str:
         if name in values:
             shown.append(f"{label} {values[name]:.4f}")
     return "  ".join(shown)
+
+
+def sparkline(values: Sequence[float], width: int = 16) -> str:
+    """A curve in one line, from the lowest value to the highest: `▁▁▂▃▅▆▇█`; nothing where it has not moved yet.
+
+    Args:
+        values: all so far; each letter stands for the mean of as many as it takes.
+        width: letters at most.
+    """
+    known = [value for value in values if math.isfinite(value)]
+    size = -(-len(known) // width)
+    means = [sum(known[i : i + size]) / len(known[i : i + size]) for i in range(0, len(known), max(size, 1))]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(LEVELS[round((mean - low) / (high - low) * (len(LEVELS) - 1))] for mean in means if high > low)
 
 
 def readable(number: float | int) -> str:

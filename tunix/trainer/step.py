@@ -30,9 +30,10 @@ Sums = dict[str, "jax.Array | Peak"]
 class Peak:
     """The largest of some per-token values, and where it is."""
 
-    value: Float[Array, ""]
-    place: Int[Array, ""]
-    """Index in the batch's rows as passes, `[M R T]` flattened."""
+    value: Any
+    """A float scalar; Any, since `jax.eval_shape` puts a shape here."""
+    place: Any
+    """Index in the batch's rows as passes, `[M R T]` flattened: a whole number, likewise."""
 
     def or_larger(self, other: Peak) -> Peak:
         """The larger of both, the earlier one where they are equal."""
@@ -108,7 +109,7 @@ class Compute:
 
         def one_pass(params: Params, batch: Batch) -> tuple[jax.Array, Sums]:
             sums = self.sums({**frozen, **params}, batch, loss, key)
-            return sums["train/loss"], sums
+            return cast(jax.Array, sums["train/loss"]), sums
 
         gradient = jax.grad(one_pass, has_aux=True)
         gradients, sums = over_passes(lambda batch: gradient(state.params, batch), passes)
