@@ -46,8 +46,15 @@ class Shape:
         """FLOPs of one step: 6 N T (4 N T under a frozen base) and causal attention."""
         return training_flops(self.config, self.batch(), frozen)
 
-    def trainer(self, *, lora: bool) -> Trainer:
-        """A trainer with random float32 weights on one device, the whole batch in one pass."""
+    def trainer(
+        self, *, lora: bool, length: int | None = None, rows: int | None = None, reference: bool = False
+    ) -> Trainer:
+        """A trainer with random float32 weights on one device, the whole batch in one pass.
+
+        Args:
+            length: of a row, where it is not the shape's own; `rows` likewise.
+            reference: whether the first weights are kept.
+        """
         import jax
 
         mesh = build_mesh(MeshConfig(), jax.devices()[:1])
@@ -59,10 +66,11 @@ class Shape:
             mesh=mesh,
             optimizer=build_optimizer(OPTIMIZER, 1000, {name: model.axes[name] for name in trained}),
             schedule=build_schedule(OPTIMIZER, 1000),
-            cut=Cut(self.rows, mesh),
-            length=self.length,
+            cut=Cut(rows or self.rows, mesh),
+            length=length or self.length,
             seed=0,
             adapter=LORA if lora else None,
+            reference=reference,
         )
         return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})
 

@@ -115,7 +115,7 @@ def sampling(recipe: Recipe, found: Inputs, stops: tuple[str, ...] = ()) -> Samp
     return Sampling(
         max_tokens=recipe.data.longest_completion,
         temperature=rollout.temperature,
-        stop_ids=_stop_ids(found),
+        stop_ids=found.source.stop_ids,
         stop_strings=(*rollout.stop, *stops),
     )
 
@@ -232,14 +232,6 @@ def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: 
     return Evaluation(algorithm, batches, prompts, greedy, recipe.eval.until)
 
 
-def _stop_ids(found: Inputs) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's stop tokens, or those of the folder's config.json."""
-    if found.tokenizer is not None:
-        return found.tokenizer.stop_ids
-    ids = dict(found.source.decoder.stops).get("eos_token_id")
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-
 def _samples(
     recipe: Recipe, evaluation: Evaluation, trainer: Trainer, found: Inputs, folder: Path, display: Display
 ) -> Samples:
@@ -252,7 +244,7 @@ def _samples(
     else:
         prompts, rest = prompts_of(evaluation.batches, number)
         expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
-    greedy = Sampling(max_tokens=recipe.eval.sample_tokens, temperature=0.0, stop_ids=_stop_ids(found))
+    greedy = Sampling(max_tokens=recipe.eval.sample_tokens, temperature=0.0, stop_ids=found.source.stop_ids)
     return Samples(prompts, expected, trainer, tokenizer, greedy, folder / "samples.jsonl", display)
 
 

@@ -1,0 +1,90 @@
+"""`python -m benchmarks.rl`: a whole GRPO step, split into rollout, reward and update.
+
+2 prompts of 64 tokens x 8 completions of 64, the small Llama shape, float32: the work that google/tunix and TRL were
+measured on. Steps run one after the other, as a run has them; the medians of what each part took.
+"""
+
+import argparse
+import time
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.shapes import SHAPES
+from tunix.algorithms.grpo.algorithm import GRPO
+from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.config import DataConfig
+from tunix.data.pipeline import Prompts
+from tunix.data.sources import open_rows
+from tunix.rollout.collect import Collector, Rollouts, RolloutStream
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.types import Sampling
+
+PROMPTS, GROUP, LENGTH, NEW = 2, 8, 64, 64
+PARTS = ("rollout", "reward", "update")
+
+
+def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """The share of even tokens: something to differ by."""
+    return [float(np.mean(np.array(ids) % 2 == 0)) for ids in completion_ids]
+
+
+def stream(sampling: Sampling, scorer: Scorer, vocab: int) -> RolloutStream:
+    """Random prompts without end."""
+    rng = np.random.default_rng(0)
+    rows = [{"prompt_ids": rng.integers(0, vocab, LENGTH).tolist()} for _ in range(64)]
+    config = DataConfig(train="given", max_length=LENGTH + NEW, completion_length=NEW)
+    like = Rollouts(
+        prompts=[],
+        collector=Collector(None, sampling, scorer),
+        stream=Prompts(open_rows(rows), None, config, seed=0),
+        size=PROMPTS,
+        seed=0,
+        first=True,
+        length=LENGTH + NEW,
+        packing=True,
+        tolerance=1e-3,
+    )
+    return RolloutStream(like)
+
+
+def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
+    """Seconds of the parts of each step, after two that compile."""
+    shape = SHAPES["small"]
+    sampling = Sampling(max_tokens=NEW)
+    client = shape.trainer(lora=lora, length=LENGTH + NEW, rows=PROMPTS * GROUP, reference=bool(kl))
+    algorithm = GRPO(GRPOConfig(group_size=GROUP, kl=kl), sampling)
+    seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
+    with Scorer([even]) as scorer:
+        data = stream(sampling, scorer, shape.config.vocab_size)
+        for step in range(steps + 2):
+            rollouts, start = next(data), time.perf_counter()
+            algorithm.update(client, rollouts)
+            if step >= 2:
+                seconds["step"].append(time.perf_counter() - start)
+                for part in PARTS:
+                    seconds[part].append(rollouts.clock[part])
+        data.close()
+    return seconds
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=15, help="measured steps of each kind")
+    arguments = parser.parse_args()
+    found = Table(
+        "", "step, ms", *(f"{part}, ms" for part in PARTS), title=f"GRPO, {PROMPTS} x {GROUP}, {LENGTH} + {NEW}"
+    )
+    for name, lora, kl in (("full", False, 0.0), ("full, with reference", False, 0.04), ("lora", True, 0.0)):
+        seconds = measure(arguments.steps, lora=lora, kl=kl)
+        found.add_row(name, *(f"{np.median(seconds[part]) * 1e3:.0f}" for part in ("step", *PARTS)))
+    console = Console(width=120)
+    console.print(found)
+    console.print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+
+
+if __name__ == "__main__":
+    main()
