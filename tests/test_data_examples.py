@@ -117,7 +117,8 @@ def test_format_is_read_off_the_columns():
     with pytest.raises(UserError, match=r"maps 'promt', which is none of our columns: .*Did you mean 'prompt'"):
         rendering(DataConfig(train="x", columns={"promt": "q"}), {"text": ""}, "row 1")
     config = DataConfig(train="x", format="text", max_length=9, on_overflow="drop", columns={"text": "body"})
-    assert rendering(config, {"body": ""}, "row 1", "all") == Rendering("text", {"text": "body"}, 9, "drop", "all")
+    # Of 9 tokens a completion would have half, 4; 5 are left for a prompt.
+    assert rendering(config, {"body": ""}, "row 1", "all") == Rendering("text", {"text": "body"}, 9, "drop", "all", 5)
 
 
 @pytest.mark.parametrize(

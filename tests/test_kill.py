@@ -143,13 +143,13 @@ def started(tmp_path: Path) -> Iterator[Callable[[], Run]]:
 
 
 def lasting(run: Path) -> list[dict[str, Any]]:
-    """The metrics apart from time and speed."""
-    return [{k: v for k, v in one.items() if not k.startswith(("time/", "perf/"))} for one in metrics(run)]
+    """The metrics apart from time and speed, and from what each process compiled for itself."""
+    return [{k: v for k, v in one.items() if not k.startswith(("time/", "perf/", "compile/"))} for one in metrics(run)]
 
 
 def state(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The arrays of the last checkpoint, bit for bit, and its record apart from time."""
-    place = run / "checkpoints" / str(STEPS)
+    place = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
     with ocp.StandardCheckpointer() as reader:
         leaves, _ = jax.tree_util.tree_flatten_with_path(reader.restore(place / "state"))
     record = json.loads((place / "record/metadata").read_text())

@@ -12,6 +12,10 @@ class UserError(ValueError):
     """A mistake that the user can mend. The message names the key or file, the value and the remedy."""
 
 
+class Doubtful(UserError):
+    """An update was made that cannot be trusted: its weights are not to be saved."""
+
+
 class Interrupted(Exception):
     """A run that SIGINT or SIGTERM stopped after a checkpoint; the command line exits with 130."""
 

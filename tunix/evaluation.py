@@ -13,7 +13,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.algorithms.policy import rewards_of
 from tunix.client import Client
 from tunix.data.pipeline import Prompt
-from tunix.rollout.collect import Collector
+from tunix.rollout.collect import Collector, require_scores
 from tunix.types import Batch
 
 
@@ -49,6 +49,7 @@ class Evaluation:
         assert self.collector is not None
         client.publish()
         groups = self.collector.collect(client, self.prompts, 1, seed=0)
+        require_scores(groups)
         named = rewards_of(groups)
         each = {f"eval/reward/{name}": float(np.nanmean(values)) for name, values in named.items()}
         total = float(np.nanmean(weighted_sum(named, self.collector.weights)))

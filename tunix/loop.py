@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tunix.algorithms.base import Algorithm
-from tunix.errors import Interrupted, UserError
+from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.evaluation import Evaluation
 from tunix.recorder import Recorder
 from tunix.rollout.rewards.scorer import Scorer
@@ -128,7 +128,8 @@ class Loop:
     def _update(self, item: Any) -> None:
         """One step and what is due after it."""
         job = self.job
-        update = job.algorithm.update(job.trainer, item)
+        with self._kept():
+            update = job.algorithm.update(job.trainer, item)
         self.step += 1
         self.recorder.push(self.step, update, item.accounting)
         job.samples.add(self.step, update.samples)
@@ -143,14 +144,18 @@ class Loop:
             self._save()
 
     def _take(self) -> Any:
-        """What the next step is given, None after the last. The position that is saved stays before it.
-
-        Raises:
-            UserError: a bad row; what was trained so far is saved first.
-        """
+        """What the next step is given, None after the last. The position that is saved stays before it."""
         self._position = self.job.stream.get_state()
-        try:
+        with self._kept():
             return next(self.job.stream, None) if self.step < self.job.total and not self._reached else None
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A bad row, a broken reward: what was trained before is saved, then the error rises."""
+        try:
+            yield
+        except Doubtful:
+            raise
         except UserError:
             self._save()
             raise
@@ -158,7 +163,7 @@ class Loop:
     def _evaluate(self) -> None:
         """What the held-out rows say at this step; the run may have reached what it is for."""
         if self.job.evaluation:
-            with self.recorder.aside():
+            with self.recorder.aside(), self._kept():
                 values = self.job.evaluation.values(self.job.trainer)
             self._evaluated = (self.step, values)
             self.recorder.add(self.step, values)

@@ -152,7 +152,7 @@ def _check(step: int, values: Mapping[str, float]) -> None:
     Raises:
         UserError: a loss or the gradient's norm is no number.
     """
-    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+    for name in ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "eval/loss"):
         if name in values and not math.isfinite(values[name]):
             raise UserError(
                 f"step {step}: {name} is {values[name]}. The checkpoints before it are intact. Start again with a "

@@ -115,6 +115,9 @@ class Collector:
     """None where the environment alone says what an episode is worth."""
     play: Player | None = None
     """Makes an environment's episodes, where one answers the model."""
+    length: int | None = None
+    """Tokens of an environment's prompt and all that follows, which it has to leave room in; other prompts are cut when
+    they are read."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -130,9 +133,6 @@ class Collector:
         Args:
             seed: of the draws and of the environments.
             clock: is told how long sampling (`rollout`) and scoring (`reward`) took.
-
-        Raises:
-            UserError: every one of them failed in one of the rewards, so that there is nothing to learn from.
         """
         clock = Clock() if clock is None else clock
         owners = [prompt for prompt in prompts for _ in range(n)]
@@ -154,7 +154,6 @@ class Collector:
             if ENVIRONMENT in self.weights:
                 scores[ENVIRONMENT] = played.scores
             turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
-        _check(scores)
         episodes = [
             _episode(owner, completion, text, {name: column[i] for name, column in scores.items()}, turns[i])
             for i, (owner, completion, text) in enumerate(zip(owners, completions, texts, strict=True))
@@ -171,7 +170,16 @@ class Collector:
         return dict(self.scorer.score([owner.text for owner in owners], list(texts), columns))
 
     def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
-        """The prompt as the environment says it."""
+        """The prompt as the environment says it.
+
+        Raises:
+            UserError: it leaves no room for an answer.
+        """
+        if self.length is not None and len(start) >= self.length:
+            raise UserError(
+                f"data.max_length: {self.length} leaves no room for an answer to a prompt of {len(start)} tokens, as "
+                f"the environment makes it of the row {dict(prompt.row)!s:.100}; raise it, or leave the row out"
+            )
         text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
         return replace(prompt, tokens=start, text=prompt.text or text)
 
@@ -269,15 +277,16 @@ def _episode(
     return Scored(prompt, completion, text, rewards, failures, turns)
 
 
-def _check(scores: Mapping[str, list]) -> None:
+def require_scores(groups: List[List[Scored]]) -> None:
     """Refuses a step of which not one sample was scored.
 
     Raises:
-        UserError: naming the reward and the first reason.
+        UserError: why the first one failed.
     """
-    for name, column in scores.items():
-        if all(isinstance(score, Failure) for score in column):
-            raise UserError(
-                f"reward {name}: all {len(column)} samples of a step failed, the first because it {column[0].reason}. "
-                "The checkpoints before it are intact: mend the reward and run the same command."
-            )
+    failures = [episode.failures for group in groups for episode in group]
+    if all(failures):
+        reason = next(iter(failures[0].values()))
+        raise UserError(
+            f"reward: none of the {len(failures)} samples of a step could be scored, the first because {reason}. What "
+            "was trained before is saved: mend the reward and run the same command."
+        )
