@@ -30,6 +30,7 @@ FLOORS = (
         "samples",
         "evaluation",
         "recorder",
+        "curves",
         "loop",
         "assemble",
         "run",

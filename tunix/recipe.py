@@ -122,7 +122,7 @@ class Recipe(Config):
         recipe = cls.build(sections, str(path))
         if not tiny:
             return recipe
-        kept = [override for override in overrides if override.startswith(CAPPED)]
+        kept = [override for override in overrides if CAPPED.match(override)]
         return cls.build(overridden(recipe.tiny(str(path)).sections(), kept), str(path))
 
     @classmethod

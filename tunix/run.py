@@ -1,8 +1,8 @@
 """A recipe becomes a run folder: started, resumed by itself, finished, exported.
 
-The folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` and at the end `export/`: a
-Hugging Face folder, or a PEFT adapter where an adapter was trained on a published base. A recipe with stages has one
-such folder per stage, each starting from the export of the one before.
+The folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` and at the end `curves.svg`
+and `export/`: a Hugging Face folder, or a PEFT adapter where an adapter was trained on a published base. A recipe with
+stages has one such folder per stage, each starting from the export of the one before.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ import jax
 
 from tunix.assemble import assemble, build_trainer
 from tunix.config import MeshConfig
+from tunix.curves import write_curves
 from tunix.errors import UserError
 from tunix.files import refuse_taken, write_text_atomic
 from tunix.loop import Loop
@@ -211,6 +212,8 @@ def _run_stages(stages: tuple[Recipe, ...]) -> RunResult:
         folder.mkdir(exist_ok=True)
         write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
         results.append(_run(stage, folder, after))
+    # One picture of all of them, beside the stages' own.
+    write_curves(folders[0].parent, [(one.folder.name, one.metrics) for one in results])
     return results[-1]
 
 
@@ -245,7 +248,8 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         if not (folder / "export").exists():
             job.trainer.export(folder / "export", adapter=job.exports_adapter)
     result = _result(folder, unigram_entropy(job.evaluation.batches) if job.evaluation.batches else None)
-    display.say(_summary(result, recipe))
+    picture = write_curves(folder, [(folder.name, result.metrics)])
+    display.say(_summary(result, recipe, picture))
     return result
 
 
@@ -281,8 +285,12 @@ def _reopen(folder: Path, after: Path | None, display: Display, step: int) -> No
     moved_aside(folder / "export")
 
 
-def _summary(result: RunResult, recipe: Recipe) -> str:
-    """The last words of a run: what was reached, where it is, how to go on."""
+def _summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
+    """The last words of a run: what was reached, where it is, how to go on.
+
+    Args:
+        picture: of its curves, where there were numbers to draw.
+    """
     lines: list[str] = []
     rewards = [row["eval/reward"] for row in result.metrics if "eval/reward" in row]
     if rewards:
@@ -292,6 +300,7 @@ def _summary(result: RunResult, recipe: Recipe) -> str:
         first, last = losses[0], losses[-1]
         lines.append(f"held-out loss {first:.3f} -> {last:.3f} nats per token (perplexity {perplexity(last):.3g})")
         lines.append(f"knowing only how common each token is would give {result.unigram_entropy:.3f}")
+    lines += [f"curves: {picture}"] if picture else []
     lines.append(f"weights: {result.export}")
     model = f'"model={{path: {result.folder}, dtype: {recipe.model.dtype}}}"'
     lines.append(f"go on from there: tunix run {result.folder}/recipe.yaml {model} output={result.folder}-next")

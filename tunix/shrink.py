@@ -1,10 +1,12 @@
 """`--tiny`: the sections of a recipe, cut down to what any laptop runs in seconds and without a download.
 
 The model becomes a two-layer random one of the same family with a byte tokenizer, the data a few made rows of the same
-shape (`tunix/data/tiny.py`), and the numbers that cost time are capped. Everything else stays the recipe's own.
+shape (`tunix/data/tiny.py`), and the numbers that cost time are capped. Rows that tunix itself makes on the spot are
+kept: they need no download either. Everything else stays the recipe's own.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,19 @@ SIZES = {
     "ffn": 128,
 }
 STEPS, BATCH, LENGTH = 20, 8, 128
-CAPPED = ("steps=", "batch_size=", "micro_batch_size=", "output=", "data.max_length=", "optimizer.warmup=", "mesh.")
+GROUP, PROMPT, COMPLETION = 4, 352, 32
+"""Where a policy writes the completions. A system message is long in bytes, so prompts are given more room."""
+EVAL_ROWS = 64
+CAPPED = re.compile(
+    r"(stages\.\d+\.)?(steps|batch_size|micro_batch_size|output|optimizer\.warmup|eval\.rows|rollout\.slots"
+    r"|data\.(max|prompt|completion)_length|algorithm\.(group_size|updates|overlong_buffer|critic_warmup))=|mesh\."
+)
 """How overrides begin that win over the caps: what the user says for this very run is kept."""
 
 # The columns that tell the shape of a row, as `data.format` names it.
 _SHAPES = (("messages", "messages"), ("prompt", "prompt_completion"), ("text", "text"), ("input_ids", "tokens"))
+# Keys of an algorithm on rollouts; others have none of them.
+_ROLLOUT_KEYS = {"group_size": GROUP, "updates": BATCH, "critic_warmup": 2}
 
 
 def shrunk(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,16 +47,21 @@ def shrunk(sections: Mapping[str, Any]) -> dict[str, Any]:
         sections: plain values of every key, as `Recipe.sections` gives them.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], BATCH)
-    micro, optimizer = sections["micro_batch_size"], sections["optimizer"]
+    micro, optimizer, rollout = sections["micro_batch_size"], sections["optimizer"], sections["rollout"]
     # A warm-up in steps has to end before the run does; below 1 it is a share and fits by itself.
     warmup = min(optimizer["warmup"], steps // 2) if optimizer["warmup"] >= 1 else optimizer["warmup"]
+    policy, made = "group_size" in sections["algorithm"], _made_here(sections["data"])
     return {
         **sections,
-        "data": _tiny_data(sections["data"]),
+        "data": _tiny_data(sections["data"], policy, policy or sections["reward"] is not None, made),
+        "algorithm": _tiny_algorithm(sections["algorithm"], batch_size),
+        "reward": sections["reward"] if made else _own_names(sections["reward"]),
+        "rollout": {**rollout, "slots": _capped(rollout["slots"], BATCH * GROUP)},
+        "eval": {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)},
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": MeshConfig().model_dump(),  # a laptop has not the recipe's devices
         "batch_size": batch_size,
-        "micro_batch_size": min(micro, batch_size) if micro else None,
+        "micro_batch_size": _capped(micro, batch_size),
         "steps": steps,
         "epochs": None,
     }
@@ -62,35 +77,71 @@ def tiny_model(model: ModelConfig) -> dict[str, Any]:
     return {**model.model_dump(mode="json"), "path": None, "preset": None, **source}
 
 
-def _tiny_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The `data` section with made rows of the same shape instead of the recipe's."""
-    shape = _shape(DataConfig.model_validate(data))
+def _tiny_algorithm(algorithm: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    """The `algorithm` section with fewer and shorter rollouts."""
+    tiny = dict(algorithm)
+    for key, cap in {**_ROLLOUT_KEYS, "updates": batch_size}.items():
+        if key in tiny:
+            tiny[key] = min(tiny[key], cap)
+    buffer = tiny.get("overlong_buffer")
+    if buffer and buffer >= 1:  # in tokens; below 1 it is a share and fits by itself
+        tiny["overlong_buffer"] = min(buffer, COMPLETION)
+    return tiny
+
+
+def _tiny_data(data: Mapping[str, Any], policy: bool, drawn: bool, made: bool) -> dict[str, Any]:
+    """The `data` section with made rows of the same shape instead of the recipe's.
+
+    Args:
+        data: the section.
+        policy: whether only prompts are read, which are mostly strings in a column of that name.
+        drawn: whether completions are drawn, to train on or to evaluate: prompt and completion have their own lengths.
+        made: whether its rows are made on the spot and stay.
+    """
+    told = DataConfig.model_validate(data)
+    tiny = {**data, "max_length": min(told.max_length, LENGTH)}
+    if drawn:
+        prompt, completion = min(told.longest_prompt, PROMPT), min(told.longest_completion, COMPLETION)
+        total = min(told.max_length, prompt + completion)
+        tiny |= {"max_length": total, "prompt_length": prompt, "completion_length": completion}
+    if made:
+        return tiny
+    shape = _shape(told, "prompt_completion" if policy else "messages")
     rows = f"tunix.data.tiny:{shape}"
-    return {
-        **data,
-        "train": rows,
-        "eval": rows if data["eval"] or data["eval_split"] else None,
-        "split": "train",
-        "eval_split": None,
-        "format": shape,
-        "columns": {},
-        "max_length": min(data["max_length"], LENGTH),
-    }
+    held_out = rows if data["eval"] or data["eval_split"] else None
+    replaced = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}
+    return {**tiny, **replaced}
 
 
-def _shape(data: DataConfig) -> str:
-    """The shape of the recipe's rows: as it says, as the first row of a local .jsonl shows, else `messages`."""
+def _made_here(data: Mapping[str, Any]) -> bool:
+    """Whether a function of tunix makes all the rows on the spot."""
+    return all(str(spec).startswith("tunix.") for spec in (data["train"], data["eval"]) if spec is not None)
+
+
+def _own_names(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The `reward` section reading made rows, whose columns are called as the functions' own arguments are."""
+    if reward is None:
+        return None
+    return {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}
+
+
+def _capped(number: int | None, cap: int) -> int | None:
+    return min(number, cap) if number else None
+
+
+def _shape(data: DataConfig, usual: str) -> str:
+    """The shape of the recipe's rows: as it says, as the first row of a local .jsonl shows, else the usual one."""
     if data.format != "auto":
         return data.format
     path = Path(data.train)
     if path.suffix != ".jsonl" or not path.is_file():
-        return "messages"
+        return usual
     with path.open(encoding="utf-8") as lines:
         try:
             row = json.loads(next(lines, "{}"))
         except ValueError as error:
             raise UserError(f"{path}:1: not a line of JSON: {error}") from error
-    return next((shape for column, shape in _SHAPES if data.columns.get(column, column) in row), "messages")
+    return next((shape for column, shape in _SHAPES if data.columns.get(column, column) in row), usual)
 
 
 def _family(model: ModelConfig) -> Family:

@@ -1,6 +1,7 @@
 """Made rows for `--tiny`, one function for each shape that `data.format` names. The same rows on every call.
 
 Sums of small numbers: short enough for a byte tokenizer, of different lengths, and with a rule that can be learned.
+Chats and prompts bring what the shipped rewards and environments ask of a row.
 """
 
 from typing import Any
@@ -9,13 +10,16 @@ ROWS = 64
 
 
 def messages() -> list[dict[str, Any]]:
-    """Conversations; every third one asks a second time."""
-    return [{"messages": _turns(index)} for index in range(ROWS)]
+    """Conversations; every third one asks a second time. What is judged is the last answer."""
+    return [{"messages": _turns(index), **_judged(index + (index % 3 == 0))} for index in range(ROWS)]
 
 
 def prompt_completion() -> list[dict[str, Any]]:
-    """A question and its answer."""
-    return [{"prompt": question, "completion": answer} for question, answer in map(_sum, range(ROWS))]
+    """A question and what is said to it, with the further columns that rewards and environments ask for."""
+    return [
+        {"prompt": question, "completion": said, "question": question, **_judged(index)}
+        for index, (question, said) in enumerate(map(_sum, range(ROWS)))
+    ]
 
 
 def text() -> list[dict[str, Any]]:
@@ -28,13 +32,25 @@ def tokens() -> list[dict[str, Any]]:
     rows = []
     for question, answer in map(_sum, range(ROWS)):
         asked, said = list(question.encode()), list(answer.encode())
-        rows.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
+        rows.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said, "prompt_ids": asked})
     return rows
 
 
+def _judged(index: int) -> dict[str, Any]:
+    """What the shipped rewards read of a row: the `answer`, a JSON `schema`, and `tests` of a program."""
+    left, right = _addends(index)
+    answer = str(left + right)
+    return {"answer": answer, "schema": {"const": left + right}, "tests": f"assert add({left}, {right}) == {answer}"}
+
+
+def _addends(index: int) -> tuple[int, int]:
+    """The `index`-th pair; they run through all pairs of 0..7."""
+    return index % 8, index // 8 % 8
+
+
 def _sum(index: int) -> tuple[str, str]:
-    """The `index`-th question and its answer; the two addends run through all pairs of 0..7."""
-    left, right = index % 8, index // 8 % 8
+    """The `index`-th question and its answer."""
+    left, right = _addends(index)
     return f"What is {left} plus {right}?", f"{left} plus {right} is {left + right}."
 
 
