@@ -1,6 +1,6 @@
-"""Every notebook runs from top to bottom, on fewer steps, from either of the two folders that people start it in."""
+"""Every notebook runs from top to bottom, on fewer steps and a smaller model, from either folder people start in."""
 
-import base64
+from ast import literal_eval
 from pathlib import Path
 
 import nbformat
@@ -8,30 +8,41 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-FIRST = ROOT / "notebooks" / "01_first_run.ipynb"
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = {path.stem[:2]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 
 SMALL = """\
 overrides = [
-    "output={folder}/first",
-    "steps=6",
-    "batch_size=8",
-    "eval.every=3",
-    "eval.rows=16",
-    "eval.samples=2",
-    "eval.sample_tokens=4",
-    "model.sizes={{vocab_size: 512, d_model: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, ffn: 64}}",
+    "model.sizes={{vocab_size: 320, d_model: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, ffn: 64}}",
+    "stages.0.steps={sft}",
+    "stages.0.batch_size=64",
+    "stages.0.optimizer.learning_rate=1e-2",
+    "stages.0.eval={{every: {sft}, rows: 16}}",
+    "stages.1.steps=4",
+    "stages.1.batch_size=8",
+    "stages.1.algorithm.group_size=4",
+    "stages.1.algorithm.updates=2",
+    "stages.1.eval={{every: 2, rows: 16, samples: 2}}",
+    {more}
 ]
-next_steps = 2
 """
-"""What takes the place of the first notebook's settings."""
+"""What takes the place of a notebook's settings: the same shapes in all of them, compiled once."""
 
 
-def executed(path: Path, settings: str, start_in: Path, last: str | None = None) -> dict[str, nbformat.NotebookNode]:
-    """Runs a notebook with other settings, up to the cell `last` where one is named; its cells by id."""
-    notebook = nbformat.read(path, as_version=4)
+def executed(
+    name: str, start_in: Path, more: str, then: str, sft: int = 4, last: str | None = None
+) -> dict[str, nbformat.NotebookNode]:
+    """Runs a notebook with small settings, up to the cell `last` where one is named; its cells by id.
+
+    Args:
+        name: the first two digits of its file.
+        start_in: the folder of the kernel.
+        more: one more override, as Python.
+        then: further lines of the settings' cell.
+        sft: steps of the first stage.
+    """
+    notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
-    cell.source = settings
+    cell.source = f"{SMALL.format(sft=sft, more=more)}\n{then}"
     if last:
         names = [cell.id for cell in notebook.cells]
         notebook.cells = notebook.cells[: names.index(last) + 1]
@@ -39,41 +50,63 @@ def executed(path: Path, settings: str, start_in: Path, last: str | None = None)
     return {cell.id: cell for cell in notebook.cells}
 
 
-def pictures(cell: nbformat.NotebookNode) -> list[bytes]:
-    """The PNGs among a cell's outputs."""
-    data = [output.data for output in cell.outputs if output.output_type == "display_data"]
-    return [base64.b64decode(d["image/png"]) for d in data if "image/png" in d]
+def shown(cell: nbformat.NotebookNode, kind: str = "text/plain") -> str:
+    """What a cell displays, of one kind."""
+    (data,) = (output.data[kind] for output in cell.outputs if kind in output.get("data", {}))
+    return data
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=lambda path: path.stem)
 def test_a_notebook_is_stored_without_what_it_printed(path: Path):
     for cell in nbformat.read(path, as_version=4).cells:
         assert cell.cell_type != "code" or (not cell.outputs and cell.execution_count is None)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a laptop; and nothing is written to the home folder."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 
 
-@pytest.mark.usefixtures("_one_device")
 def test_the_first_run(tmp_path: Path):
-    cells = executed(FIRST, SMALL.format(folder=tmp_path), ROOT / "notebooks")
-    assert "steps: 6" in cells["recipe"].outputs[0].text
+    cells = executed("01", ROOT / "notebooks", f'"output={tmp_path}/first"', "next_steps = 2")
+    assert "until" in cells["recipe"].outputs[0].text
     for name in ("plot", "next"):
-        (picture,) = pictures(cells[name])
-        assert picture.startswith(b"\x89PNG")
-    table = cells["samples"].outputs[0].data["text/markdown"].splitlines()
-    assert table[0] == "| prompt | step 0 | step 6 | the documentation says |"
+        assert shown(cells[name], "image/svg+xml").startswith("<svg")
+    assert "1_grpo" in shown(cells["plot"], "image/svg+xml")
+    table = shown(cells["samples"], "text/markdown").splitlines()
+    assert table[0] == "| problem | step 0 | step 4 | right is |"
     assert len(table) == 2 + 2
     assert all(row.count(" | ") == 3 for row in table[2:])
-    assert (tmp_path / "first" / "export" / "config.json").is_file()
-    assert (tmp_path / "first-next" / "export" / "config.json").is_file()
+    assert (tmp_path / "first/1_grpo/export/config.json").is_file()
+    assert (tmp_path / "first-next/export/config.json").is_file()
 
 
-@pytest.mark.usefixtures("_one_device")
 def test_it_also_starts_in_the_root(tmp_path: Path):
-    cells = executed(FIRST, SMALL.format(folder=tmp_path), ROOT, last="recipe")
-    assert "steps: 6" in cells["recipe"].outputs[0].text
+    cells = executed("01", ROOT, f'"output={tmp_path}/first"', "next_steps = 2", last="recipe")
+    assert "until" in cells["recipe"].outputs[0].text
+
+
+def test_grpo_by_hand_is_grpo(tmp_path: Path):
+    """The notebook itself asserts that two steps by hand have the numbers of the class."""
+    cells = executed("02", ROOT, f'"output={tmp_path}/by_hand"', "steps = 2", sft=30)
+    for row in literal_eval(shown(cells["class"])):
+        assert 0 < row["reward/mean"] < 1
+        assert row["train/grad_norm"] > 0
+        assert row["mismatch/max"] < 1e-3
+
+
+def test_an_algorithm_of_ones_own(tmp_path: Path):
+    then = f'folder = "{tmp_path}"\nsteps = 2'
+    cells = executed("03", ROOT, '"rollout.samples=1"', then, sft=30)
+    terms = literal_eval(shown(cells["terms"]))
+    assert terms["loss/entropy"] == pytest.approx(-0.01 * terms["policy/entropy"], rel=1e-5)
+    assert terms["train/loss"] == pytest.approx(terms["loss/policy"] + terms["loss/entropy"], abs=1e-7)
+    assert shown(cells["recipe"], "image/svg+xml").startswith("<svg")
+    drawn = literal_eval(shown(cells["samples"]))
+    assert len(drawn) == 4
+    rewards, advantages = [row[1] for row in drawn], [row[2] for row in drawn]
+    # The median of four is the mean of the middle two.
+    middle = sum(sorted(rewards)[1:3]) / 2
+    assert advantages == pytest.approx([reward - middle for reward in rewards], abs=1e-3)

@@ -87,7 +87,7 @@ def curve_of(name: str, stages: List[Stage]) -> Curve:
     parts: list[tuple[Point, ...]] = []
     for start, (_, rows) in zip(_starts(stages), stages, strict=True):
         values = [(start + row["step"], row.get(name)) for row in rows]
-        found = [(step, value) for step, value in values if value is not None and math.isfinite(value)]
+        found = [(float(step), float(x)) for step, x in values if x is not None and math.isfinite(x)]
         parts += [tuple(thinned(found))] if found else []
     return Curve(name, tuple(parts))
 
@@ -98,7 +98,12 @@ def thinned(points: List[Point]) -> list[Point]:
     if size <= 1:
         return list(points)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [tuple(sum(xs) / len(group) for xs in zip(*group, strict=True)) for group in groups]  # pyright: ignore
+    return [(_mean(x for x, _ in group), _mean(y for _, y in group)) for group in groups]
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -107,12 +112,12 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [round(i * float(step), 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _starts(stages: List[Stage]) -> list[int]:
+def _starts(stages: List[Stage]) -> list[float]:
     """Steps that were done before each stage."""
-    starts = [0]
+    starts = [0.0]
     for _, rows in stages:
         starts.append(starts[-1] + max((row["step"] for row in rows), default=0))
     return starts[:-1]
@@ -134,25 +139,25 @@ def _panel(
     right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def x(step: float) -> float:
-        return round(LEFT + (right - LEFT) * step / max(last, 1), 1)
+        return LEFT + (right - LEFT) * step / max(last, 1)
 
     def y(value: float) -> float:
-        return round(floor - (floor - TOP) * (value - low) / (high - low), 1)
+        return floor - (floor - TOP) * (value - low) / (high - low)
 
     yield f'<g transform="translate(0 {index * HEIGHT})">'
     yield f'<text x="{LEFT}" y="18" font-weight="600">{escape(title)}</text>'
     for value in ticks(low, high):
-        yield f'<path d="M{LEFT} {y(value)}H{right}" stroke="{GREY}" stroke-opacity="0.25"/>'
-        yield f'<text x="{LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>'
-    for step in (tick for tick in ticks(0, max(last, 1), 8) if tick == int(tick)):
-        yield f'<text x="{x(step)}" y="{floor + 17}" text-anchor="middle">{step:g}</text>'
+        yield f'<path d="M{LEFT} {y(value):.1f}H{right}" stroke="{GREY}" stroke-opacity="0.25"/>'
+        yield f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+    for step in (tick for tick in ticks(0.0, max(last, 1.0), 8) if tick == int(tick)):
+        yield f'<text x="{x(step):.1f}" y="{floor + 17}" text-anchor="middle">{step:g}</text>'
     for start, name in boundaries:
-        yield f'<path d="M{x(start)} {TOP}V{floor}" stroke="{GREY}" stroke-dasharray="3 3" stroke-opacity="0.7"/>'
+        yield f'<path d="M{x(start):.1f} {TOP}V{floor}" stroke="{GREY}" stroke-dasharray="3 3" stroke-opacity="0.7"/>'
         if index == 0:
-            yield f'<text x="{x(start) + 4}" y="{TOP + 10}" font-size="11">{escape(name)}</text>'
+            yield f'<text x="{x(start) + 4:.1f}" y="{TOP + 10}" font-size="11">{escape(name)}</text>'
     for place, curve in enumerate(reversed(curves)):
         parts = [[(x(step), y(value)) for step, value in part] for part in curve.parts]
-        yield from _line(curve, parts, right - 140 * place)
+        yield from _line(curve, parts, right - 140.0 * place)
     yield "</g>"
 
 
@@ -161,10 +166,10 @@ def _line(curve: Curve, parts: List[List[Point]], legend: float) -> Iterator[str
     held_out = curve.name.startswith("eval/")
     colour = COLOURS[held_out]
     for part in parts:
-        path = " ".join(f"{x:g},{y:g}" for x, y in part)
+        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in part)
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
         if held_out or len(part) == 1:
             for x, y in part if len(part) <= 60 else part[-1:]:
-                yield f'<circle cx="{x:g}" cy="{y:g}" r="2.4" fill="{colour}"/>'
+                yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>'
     label = f"{curve.name} {curve.points[-1][1]:.3g}"
-    yield f'<text x="{legend}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'
+    yield f'<text x="{legend:g}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'

@@ -6,6 +6,7 @@ kept: they need no download either. Everything else stays the recipe's own.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,18 +51,22 @@ def shrunk(sections: Mapping[str, Any]) -> dict[str, Any]:
     micro, optimizer, rollout = sections["micro_batch_size"], sections["optimizer"], sections["rollout"]
     # A warm-up in steps has to end before the run does; below 1 it is a share and fits by itself.
     warmup = min(optimizer["warmup"], steps // 2) if optimizer["warmup"] >= 1 else optimizer["warmup"]
-    policy, made = "group_size" in sections["algorithm"], _made_here(sections["data"])
+    algorithm = _tiny_algorithm(sections["algorithm"], batch_size)
+    policy, made = "group_size" in algorithm, _made_here(sections["data"])
+    sequences = math.ceil(batch_size / algorithm["updates"]) * algorithm["group_size"] if policy else batch_size
+    rows = sections["eval"]["rows"]
+    held_out = sections["data"]["eval"] or sections["data"]["eval_split"]
     return {
         **sections,
         "data": _tiny_data(sections["data"], policy, policy or sections["reward"] is not None, made),
-        "algorithm": _tiny_algorithm(sections["algorithm"], batch_size),
+        "algorithm": algorithm,
         "reward": sections["reward"] if made else _own_names(sections["reward"]),
         "rollout": {**rollout, "slots": _capped(rollout["slots"], BATCH * GROUP)},
-        "eval": {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)},
+        "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": MeshConfig().model_dump(),  # a laptop has not the recipe's devices
         "batch_size": batch_size,
-        "micro_batch_size": _capped(micro, batch_size),
+        "micro_batch_size": _capped(micro, sequences),
         "steps": steps,
         "epochs": None,
     }
