@@ -14,6 +14,8 @@ from tunix.data import tiny as rows
 from tunix.errors import UserError
 from tunix.reading import overridden, parse_yaml, write_yaml
 from tunix.recipe import ALGORITHMS, Recipe, algorithm_class
+from tunix.rollout.rewards.answers import number
+from tunix.rollout.rewards.shipped import json_schema
 from tunix.shrink import SIZES
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
@@ -267,6 +269,58 @@ def test_tiny_caps_what_costs_time_and_keeps_the_rest():
     assert (recipe.mesh.tensor, recipe.output, recipe.optimizer.learning_rate) == (1, "runs/x-tiny", 3e-4)
 
 
+def test_tiny_shortens_rollouts():
+    recipe = build(
+        model={"path": "Qwen/Qwen3-0.6B"},
+        data={
+            "train": "a/b",
+            "columns": {"prompt": "question"},
+            "chat": True,
+            "completion_length": 3000,
+            "max_length": 4096,
+        },
+        algorithm={"name": "ppo", "group_size": 16, "updates": 16, "critic_warmup": 50, "overlong_buffer": 512},
+        reward={"functions": [{"name": "number", "columns": {"answer": "solution"}}]},
+        rollout={"slots": 256},
+        batch_size=64,
+        micro_batch_size=64,
+        steps=100,
+    ).tiny()
+    told = recipe.algorithm.model_dump()
+    # 8 prompts in 8 parts of one, answered 4 times.
+    assert (told["group_size"], told["updates"], told["critic_warmup"], told["overlong_buffer"]) == (4, 8, 2, 32)
+    assert (recipe.batch_size, recipe.micro_batch_size, recipe.rollout.slots) == (8, 4, 32)
+    data = recipe.data
+    assert (data.train, data.columns, data.chat) == ("tunix.data.tiny:prompt_completion", {}, True)
+    assert (data.prompt_length, data.completion_length, data.max_length) == (352, 32, 384)
+    assert recipe.reward is not None
+    assert recipe.reward.functions[0].columns == {}
+
+
+def test_tiny_keeps_rows_that_are_made_on_the_spot():
+    stages = {
+        "data": {"train": "tunix.data.sorting:problems", "eval": "tunix.data.sorting:held_out", "max_length": 16},
+        "algorithm": {"name": "grpo"},
+        "reward": {"functions": [{"name": "exact_match", "columns": {"answer": "completion"}}]},
+        "eval": {"rows": 512},
+        "steps": 70,
+    }
+    recipe = build(**stages).tiny()
+    assert (recipe.data.train, recipe.data.eval) == ("tunix.data.sorting:problems", "tunix.data.sorting:held_out")
+    assert (recipe.data.prompt_length, recipe.data.completion_length, recipe.data.max_length) == (8, 8, 16)
+    assert recipe.reward is not None
+    assert recipe.reward.functions[0].columns == {"answer": "completion"}
+    assert (recipe.eval.rows, recipe.steps) == (64, 20)
+    other = build(**{**stages, "data": {"train": "tunix.data.sorting:problems", "eval": "theirs.jsonl"}}).tiny()
+    assert (other.data.train, other.data.eval) == ("tunix.data.tiny:prompt_completion",) * 2
+
+
+def test_what_the_command_line_says_of_a_stage_is_not_capped_either(tmp_path: Path):
+    path = written(tmp_path, Recipe.build(STAGED))
+    first, second = Recipe.load(path, ["stages.1.steps=50", "stages.1.epochs=null"], tiny=True).stages
+    assert (first.steps, second.steps) == (10, 50)
+
+
 def test_what_the_command_line_says_is_not_capped(tmp_path: Path):
     path = written(tmp_path, build())
     recipe = Recipe.load(path, ["steps=50", "epochs=null", "output=runs/here", "data.max_length=256"], tiny=True)
@@ -311,6 +365,14 @@ def test_tiny_keeps_the_shape_of_the_rows(row: object, columns: dict[str, str], 
     path.write_text(json.dumps(row) + "\n")
     data = build(data={"train": str(path), "columns": columns}).tiny().data
     assert (data.train, data.format) == (f"tunix.data.tiny:{shape}", shape)
+
+
+def test_made_rows_can_be_judged():
+    for shape in ("prompt_completion", "messages"):
+        for row in vars(rows)[shape]():
+            said = row["completion"] if shape == "prompt_completion" else row["messages"][-1]["content"]
+            assert number(said, row["answer"]) == json_schema(row["answer"], row["schema"]) == 1
+            assert number("-1", row["answer"]) == json_schema("-1", row["schema"]) == 0
 
 
 @pytest.mark.parametrize("shape", DataConfig.model_fields["format"].annotation.__args__[1:])

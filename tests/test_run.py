@@ -455,7 +455,11 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_restart(tmp_path: Path):
 # --- The recipes that we ship ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def supervised(path: Path) -> bool:
+    return "\nreward:" not in path.read_text() and "\nrollout:" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if supervised(path)], ids=lambda path: path.stem)
 def test_every_recipe_runs_tiny_and_learns(path: Path):
     train(str(path), "--tiny", "output=run", "eval.samples=0")
     rows_of = metrics("run")
@@ -465,3 +469,28 @@ def test_every_recipe_runs_tiny_and_learns(path: Path):
     assert all(one["compile/count"] == 0 for one in rows_of[1:])
     assert all(math.isfinite(one["train/grad_norm"]) for one in rows_of[1:])
     assert AutoModelForCausalLM.from_pretrained("run/export")
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if not supervised(path)], ids=lambda path: path.stem)
+def test_every_recipe_with_rewards_runs_tiny(path: Path):
+    # A random model is never right. Its answers differ in length, so that with this reward too there is a signal.
+    reward = Recipe.load(path).reward
+    functions = [one.model_dump() for one in reward.functions] if reward else []
+    functions.append({"name": "length", "options": {"target": 1, "width": 64}})
+    staged = bool(Recipe.load(path).stages)
+    # Fewer than --tiny's 20, which show no more.
+    steps = ["stages.0.steps=4", "stages.1.steps=4"] if staged else ["steps=4"]
+    train(str(path), "--tiny", "output=run", f"reward.functions={json.dumps(functions)}", *steps)
+    folder = Path("run/1_grpo" if staged else "run")
+    rows_of = [one for one in metrics(folder) if one["step"]]
+    assert [one["step"] for one in rows_of] == [1, 2, 3, 4]
+    bfloat16 = Recipe.load(path).model.dtype == "bfloat16"
+    for one in rows_of:
+        assert one["reward/std"] > 0
+        assert one["reward/failed"] == 0
+    for one in rows_of[2:]:  # PPO's critic is alone before
+        assert one["mismatch/max"] < (0.5 if bfloat16 else 1e-3)
+        assert one["train/grad_norm"] > 0
+        assert one["compile/count"] == 0
+    assert AutoModelForCausalLM.from_pretrained(folder / "export")
+    assert (folder / "curves.svg").is_file()
