@@ -127,6 +127,16 @@ def test_overrides_reach_every_depth_and_leave_the_tree_alone():
     assert tree == {"optimizer": {"b1": 0.9}, "adapter": None, "stages": [{"steps": 1}, {"steps": 2}]}
 
 
+def test_an_override_that_every_stage_goes_before_is_refused(tmp_path: Path):
+    path = written(tmp_path, Recipe.build(STAGED))  # resolved: each stage has all keys
+    with pytest.raises(UserError, match=r"written.yaml: steps: every stage sets its own.*stages\.0\.steps=") as caught:
+        Recipe.load(path, ["steps=3", "optimizer.b1=0.5", "output=runs/y"])
+    assert len(str(caught.value).splitlines()) == 2
+    file = tmp_path / "two.yaml"
+    file.write_text("model: {path: a/llama}\ndata: {train: a/b}\nstages: [{steps: 1}, {epochs: 1}]\n")
+    assert [stage.steps for stage in Recipe.load(file, ["steps=3"]).stages] == [1, None]
+
+
 def test_a_value_may_hold_an_equals_sign():
     assert overridden({}, ["output=runs/lr=1e-4"]) == {"output": "runs/lr=1e-4"}
 

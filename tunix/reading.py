@@ -123,6 +123,28 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
     return result
 
 
+def outranked(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[str]:
+    """What is wrong with overrides above the stages of a recipe that each stage sets itself: they change nothing."""
+    stages = tree.get("stages")
+    if not isinstance(stages, list) or not stages:
+        return []
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    return [
+        f"{key}: every stage sets its own, which goes before it; say stages.0.{key}=... (stages count from 0)"
+        for key in keys
+        if all(_sets(stage, key.split(".")) for stage in stages)
+    ]
+
+
+def _sets(section: Any, parts: List[str]) -> bool:
+    """Whether the key at the end of a path is there."""
+    for part in parts:
+        if not isinstance(section, Mapping) or part not in section:
+            return False
+        section = section[part]
+    return True
+
+
 def _entered(place: Any, part: str, path: str, override: str) -> Any:
     """The section or list item `part` of `place`; a section that is not there yet is made."""
     if isinstance(place, list):

@@ -36,7 +36,7 @@ from tunix.config import (
 )
 from tunix.errors import UserError, nearest
 from tunix.models.families import preset, small, with_sizes
-from tunix.reading import overridden, problems, read_mapping, shown, write_yaml
+from tunix.reading import outranked, overridden, problems, read_mapping, shown, write_yaml
 from tunix.reference import is_reference, load_object
 from tunix.shrink import CAPPED, shrunk, tiny_model
 
@@ -119,6 +119,8 @@ class Recipe(Config):
         """
         path, overrides = _found(Path(path).expanduser()), list(overrides)
         sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
+        if unheard := outranked(sections, overrides):
+            raise UserError("\n".join(f"{path}: {line}" for line in unheard))
         recipe = cls.build(sections, str(path))
         if not tiny:
             return recipe
