@@ -101,8 +101,7 @@ def policy_outputs(
         metrics["policy/entropy"] = inputs.entropy
         if config.entropy_bonus:
             terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
-    mismatch, peaks = _mismatch(inputs, config)
-    return LossOutputs(terms, metrics | mismatch, peaks)
+    return with_mismatch(LossOutputs(terms, metrics), inputs, config)
 
 
 def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:
@@ -119,10 +118,8 @@ def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
     return importance_weight(weights, config.correction, config.correction_low or 0.0, config.correction_high or 1.0)
 
 
-def _mismatch(
-    inputs: LossInputs, config: PolicyConfig
-) -> tuple[dict[str, Float[Array, "B T"]], dict[str, Float[Array, "B T"]]]:
-    """Metrics and peaks of `trainer log-prob - sampler log-prob`, on the tokens that the sampler drew.
+def with_mismatch(outputs: LossOutputs, inputs: LossInputs, config: PolicyConfig) -> LossOutputs:
+    """The same with metrics and the peak of `trainer log-prob - sampler log-prob`, on the tokens that were drawn.
 
     mean: of the absolute difference. k3: estimate of KL(sampler || trainer). max: the largest absolute difference.
     Where the sampler's log-probs are the old ones, later updates add what the policy moved: read the first one's.
@@ -134,4 +131,5 @@ def _mismatch(
         trainer, sampler = current, batch.per_token["old_logprobs"]
     distance = jnp.abs(trainer - sampler)
     k3 = _estimate(log_ratio(jnp.asarray(sampler), trainer, batch), "k3")
-    return {"mismatch/mean": distance, "mismatch/k3": k3}, {"mismatch/max": distance}
+    metrics = {**outputs.metrics, "mismatch/mean": distance, "mismatch/k3": k3}
+    return replace(outputs, metrics=metrics, peaks={**outputs.peaks, "mismatch/max": distance})

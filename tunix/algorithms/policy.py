@@ -17,10 +17,11 @@ import numpy as np
 
 from tunix.algorithms.advantages import has_signal, overlong_penalty, weighted_sum
 from tunix.algorithms.base import Algorithm, Update
+from tunix.algorithms.loss import with_mismatch
 from tunix.client import Client
-from tunix.errors import UserError
-from tunix.rollout.collect import Scored, Rollouts
-from tunix.types import Batch, Loss, Metrics, Sequence
+from tunix.errors import Doubtful
+from tunix.rollout.collect import Rollouts, Scored, require_scores
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 
 Groups = list[list[Scored]]
 Credited = list[list[Sequence]]
@@ -42,7 +43,17 @@ class PolicyGradient(Algorithm):
     @property
     def objective(self) -> Loss:
         """The loss, on the distribution that was sampled from."""
-        return Loss(self.loss, entropy=bool(self.config.entropy_bonus), temperature=self.sampling.temperature)
+        return Loss(self.gated_loss, entropy=self.reads_entropy, temperature=self.sampling.temperature)
+
+    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
+        """The loss with the sampler's mismatch measured, which a loss of one's own need not think of."""
+        outputs = self.loss(inputs)
+        return outputs if "mismatch/max" in outputs.peaks else with_mismatch(outputs, inputs, self.config)
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the loss is given `inputs.entropy`, at a little of the head's time. A loss of one's own is."""
+        return True
 
     @abstractmethod
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
@@ -52,19 +63,26 @@ class PolicyGradient(Algorithm):
         """One step: sample from the current policy, score, credit, and update on parts of what came back."""
         client.publish()
         groups = self.gather(client, data)
+        signal = self.signal(self.scores(groups, data.weights))
         sequences = self.credit(client, groups, self.sequences(client, groups), data)
         with data.clock.part("update"):
             batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
             metrics = [self.step(client, batch) for batch in batches]
             if metrics:
                 gate(metrics[0], batches[0], data, self.needs_reference)
-            numbers = report(groups, data.weights) | merged(metrics)
+            numbers = report(groups, data.weights, signal) | merged(metrics)
         numbers |= {f"perf/{part}_seconds": seconds for part, seconds in data.clock.items()}
-        return Update(numbers, tuple(batches), rows(groups, sequences, data.shown), notes(groups, data.weights))
+        return Update(numbers, tuple(batches), rows(groups, sequences, data.shown), notes(groups, data.weights, signal))
 
     def gather(self, client: Client, data: Rollouts) -> Groups:
-        """One group of episodes for each prompt."""
-        return data.collect(client, data.prompts, self.config.group_size)
+        """One group of episodes for each prompt.
+
+        Raises:
+            UserError: none of them could be scored.
+        """
+        groups = data.collect(client, data.prompts, self.config.group_size)
+        require_scores(groups)
+        return groups
 
     def step(self, client: Client, batch: Batch) -> Metrics:
         """One optimizer update."""
@@ -88,6 +106,10 @@ class PolicyGradient(Algorithm):
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` what each completion is worth: the weighted sum of its rewards, less what it is too long."""
         return weighted_sum(rewards_of(groups), weights) + self.penalties(groups)
+
+    def signal(self, scores_PG: np.ndarray) -> np.ndarray:
+        """`[P]` bool: prompts whose completions tell better from worse. Compared is the whole batch."""
+        return np.repeat(has_signal(scores_PG.reshape(1, -1)), len(scores_PG))
 
     def penalties(self, groups: Groups) -> np.ndarray:
         """`[P G]` DAPO's soft overlong penalty, 0 where the recipe asks for none."""
@@ -184,8 +206,13 @@ def lengths_of(groups: Groups) -> np.ndarray:
     return np.array([[int(episode.completion.drawn.sum()) for episode in group] for group in groups])
 
 
-def report(groups: Groups, weights: Mapping[str, float]) -> dict[str, float]:
-    """What is measured of a batch of rollouts before it is trained on."""
+def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> dict[str, float]:
+    """What is measured of a batch of rollouts before it is trained on.
+
+    Args:
+        weights: of the rewards.
+        signal: `[P]` of `PolicyGradient.signal`.
+    """
     named = rewards_of(groups)
     total = weighted_sum(named, weights)
     episodes = flat(groups)
@@ -195,7 +222,7 @@ def report(groups: Groups, weights: Mapping[str, float]) -> dict[str, float]:
         "reward/mean": float(valid.mean()),
         "reward/std": float(valid.std()),
         "reward/failed": 1 - valid.size / total.size,
-        "reward/signal": float(has_signal(total).mean()) if total.shape[1] > 1 else float(np.ptp(valid) > 0),
+        "reward/signal": float(signal.mean()),
         "rollout/length": float(lengths_of(groups).mean()),
         "rollout/truncated": float(np.mean([episode.truncated for episode in episodes])),
         # What the sampler drew with is an unbiased estimate of the entropy; a loss that computes it goes before.
@@ -217,7 +244,7 @@ def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> Non
     """Stops a run whose sampler and trainer are not one model.
 
     Raises:
-        UserError: the log-probs of a drawn token differ by more than the tolerance; or, in a run's first step, the
+        Doubtful: the log-probs of a drawn token differ by more than the tolerance; or, in a run's first step, the
             policy is not the reference.
     """
     worst = float(metrics.get("mismatch/max", 0.0))  # not measured while a critic alone is warmed up
@@ -226,7 +253,7 @@ def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> Non
         sequence, position, token = (
             int(np.asarray(x).reshape(-1)[place]) for x in (batch.sequence_ids, batch.positions, batch.tokens)
         )
-        raise UserError(
+        raise Doubtful(
             f"rollout.mismatch_tolerance: at token {position} (id {token}) of sample {sequence} the trainer's and the "
             f"sampler's log-probs differ by {worst:.4g}, more than {data.tolerance:g}: the policy that is trained is "
             "not the one that drew. In bfloat16 some difference is rounding; a larger one is a defect, or sampling "
@@ -234,7 +261,7 @@ def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> Non
         )
     drift = float(metrics.get("kl/reference", 0.0))
     if reference and data.first and not abs(drift) <= data.tolerance:
-        raise UserError(
+        raise Doubtful(
             f"kl/reference is {drift:.4g} before the first update, where the policy is the reference: they do not hold "
             "the same weights"
         )
@@ -262,14 +289,15 @@ def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, An
     )
 
 
-def notes(groups: Groups, weights: Mapping[str, float]) -> tuple[str, ...]:
-    """What a person should be told of this step."""
-    failures = [f"{name}: {why}" for group in groups for episode in group for name, why in episode.failures.items()]
+def notes(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> tuple[str, ...]:
+    """What a person should be told of this step; `signal` as in `report`."""
+    failures = [why for group in groups for episode in group for why in episode.failures.values()]
     told = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
-    total = weighted_sum(rewards_of(groups), weights)
-    if total.shape[1] > 1 and not has_signal(total).any():
+    if not signal.any():
+        total = weighted_sum(rewards_of(groups), weights)
+        equal = "the rewards of every group" if np.nanmin(total) < np.nanmax(total) else "all rewards"
         told.append(
-            f"no signal: the rewards of every group are equal (mean {np.nanmean(total):.3g}), so there is nothing to "
-            "learn from: prompts too hard or too easy, or a reward that does not tell completions apart"
+            f"no signal: {equal} are equal (mean {np.nanmean(total):.3g}), so there is nothing to learn from: prompts "
+            "too hard or too easy, or a reward that does not tell completions apart"
         )
     return tuple(told)

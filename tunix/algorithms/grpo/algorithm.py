@@ -20,9 +20,18 @@ class GRPO(PolicyGradient):
     Config = GRPOConfig
     config: GRPOConfig
 
+    @property
+    def reads_entropy(self) -> bool:
+        """Where there is a bonus; and a subclass that has another loss may read it."""
+        return bool(self.config.entropy_bonus) or type(self).loss is not GRPO.loss
+
     def advantages(self, rewards_PG: np.ndarray) -> np.ndarray:
         """`[P G]` how much better each completion is than its baseline."""
         return group_advantages(rewards_PG, self.config.advantage)
+
+    def signal(self, scores_PG: np.ndarray) -> np.ndarray:
+        """`[P]` bool: groups in which scores differ; of the whole batch where that is compared."""
+        return super().signal(scores_PG) if self.config.advantage == "batch" else has_signal(scores_PG)
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `grpo_loss`."""

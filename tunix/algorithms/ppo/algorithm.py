@@ -14,7 +14,7 @@ from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
 from tunix.client import Client
-from tunix.rollout.collect import ENVIRONMENT, Scored, Rollouts
+from tunix.rollout.collect import ENVIRONMENT, Rollouts, Scored
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
@@ -31,7 +31,7 @@ class PPO(PolicyGradient):
         super().__init__(config, sampling)
         self._steps = 0
         self._kl = config.kl
-        self._measured = {"kl": 0.0}
+        self._measured: dict[str, float] = {}
 
     @property
     def critic(self) -> str | None:
@@ -47,6 +47,11 @@ class PPO(PolicyGradient):
     def value_objective(self) -> Loss:
         """The loss of a critic of its own."""
         return Loss(self.value_loss, logprobs=False, values=True)
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Where there is a bonus; and a subclass that has another loss may read it."""
+        return bool(self.config.entropy_bonus) or type(self).loss is not PPO.loss
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `ppo_loss` and `policy_loss`."""
@@ -158,8 +163,9 @@ def token_rewards(episode: Scored, weights: dict[str, float], penalty: float) ->
     rewards = np.zeros(start + len(completion.tokens))
     if not completion.turns or np.isnan([*episode.rewards.values()]).any():
         return rewards
-    for (_, end), reward in zip(completion.turns, episode.turn_rewards, strict=False):
-        rewards[start + end - 1] += weights[ENVIRONMENT] * reward
+    if ENVIRONMENT in weights:  # else it leaves the verdict to the functions
+        for (_, end), reward in zip(completion.turns, episode.turn_rewards, strict=False):
+            rewards[start + end - 1] += weights[ENVIRONMENT] * reward
     told = sum(weights[name] * reward for name, reward in episode.rewards.items() if name != ENVIRONMENT)
     rewards[start + completion.turns[-1][1] - 1] += told + penalty
     return rewards
