@@ -4,7 +4,7 @@
 #   make test         the same, with what the tests need, and runs them
 #
 # Something is installed only where pyproject.toml has changed. `make PYTHON=/path/to/python3.12 ...` chooses the Python
-# of a new .venv; `make test ARGS="-k packing"` and `make quickstart ARGS="steps=50"` hand words on.
+# of a new .venv; `make test ARGS="-k packing"` and `make quickstart ARGS="seed=1"` hand words on.
 
 VENV := .venv
 BIN := $(VENV)/bin

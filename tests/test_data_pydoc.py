@@ -1,4 +1,4 @@
-"""The quickstart's rows: many, the same in every process, and no held-out answer among the trained ones."""
+"""The rows of sft_pydoc: many, the same in every process, and no held-out answer among the trained ones."""
 
 import json
 import logging

@@ -1,8 +1,8 @@
 """Rows from the documentation that comes with Python itself: a signature as the prompt, its docstring's first line.
 
-A real and small task that is on every machine, so the quickstart needs no download. `train` and `held_out` split by a
-hash of the answer, so that no held-out answer was ever trained on, under whatever name. The same Python version gives
-the same rows in the same order, whatever else is installed or imported.
+A real and small task that is on every machine, so the recipe sft_pydoc needs no download. `train` and `held_out` split
+by a hash of the answer, so that no held-out answer was ever trained on, under whatever name. The same Python version
+gives the same rows in the same order, whatever else is installed or imported.
 """
 
 import functools
