@@ -1,8 +1,8 @@
 """The decoder with a cache of keys and values: new tokens meet those before them without computing them again.
 
 Weights come as per-layer views (`unstack`), because layers run unrolled here: a scan would copy the caches. Each layer
-holds keys and values `[B K T H]`; local layers hold a ring, in which position p stands in column p mod T. New tokens
-are written first and attend afterwards, so the ring is as long as the window and the longest piece together.
+holds keys `[B K H T]` and values `[B K T H]`; local layers hold a ring, in which position p stands in column p mod T.
+New tokens are written first and attend afterwards, so the ring is as long as the window and the longest piece together.
 
 Axes: B rows, C new tokens, T columns of a cache, D model, N query heads, K kv heads, H head dim, L layers.
 """
@@ -25,7 +25,7 @@ TOP = ("embed/w", "head/w", "norm/w")
 LAYERS = "layers/"
 
 Cache = tuple[jax.Array, jax.Array]
-"""Keys and values `[B K T H]` of one layer."""
+"""Keys `[B K H T]` and values `[B K T H]` of one layer: both products of attention read them as they lie."""
 
 
 class Weights(NamedTuple):
@@ -37,17 +37,11 @@ class Weights(NamedTuple):
     """Of each layer its own, named without `layers/`."""
 
 
-def unstack(model: Model, params: Params, *, share: bool) -> Weights:
-    """The weights (or some of them) layer by layer in the compute dtype; the final norm's stays.
-
-    Args:
-        share: whether tables that are in the right dtype may be the given arrays themselves: frozen ones, that no step
-            takes over.
-    """
+def unstack(model: Model, params: Params) -> Weights:
+    """Copies of the weights (or of some), layer by layer, in the compute dtype; the final norm keeps its own."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        x = x if name == "norm/w" else x.astype(model.dtype)
-        return constrain(x if share else jnp.copy(x), *axes)
+        return constrain(jnp.copy(x) if name == "norm/w" else jnp.copy(x.astype(model.dtype)), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
@@ -75,11 +69,12 @@ def columns(config: DecoderConfig, layer: int, length: int, piece: int) -> int:
 def empty(config: DecoderConfig, rows: int, length: int, piece: int, dtype: DType) -> tuple[Cache, ...]:
     """Caches that hold nothing yet."""
 
-    def one(layer: int) -> jax.Array:
-        shape = (rows, config.num_kv_heads, columns(config, layer, length, piece), config.head_dim)
-        return placed(jnp.zeros(shape, dtype))
+    def one(layer: int) -> Cache:
+        outer, size = (rows, config.num_kv_heads), columns(config, layer, length, piece)
+        keys, values = (*outer, config.head_dim, size), (*outer, size, config.head_dim)
+        return placed(jnp.zeros(keys, dtype)), placed(jnp.zeros(values, dtype))
 
-    return tuple((one(layer), one(layer)) for layer in range(config.num_layers))
+    return tuple(one(layer) for layer in range(config.num_layers))
 
 
 def placed(cache: jax.Array) -> jax.Array:
@@ -110,12 +105,12 @@ def extend(
     x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
     new = []
     for layer, (own, (keys, values)) in enumerate(zip(weights.layers, caches, strict=True)):
-        kind = (keys.shape[2], is_local(c, layer))
+        kind = (values.shape[2], is_local(c, layer))
         if kind not in views:
             views[kind] = _view(positions, real, start + count, kind[0], c.window if kind[1] else None)
         block, view = model.layer(own), views[kind]
         q, k, v = block.heads(x, ropes[kind[1]])
-        keys, values = _write(keys, k, view.columns), _write(values, v, view.columns)
+        keys, values = _write_keys(keys, k, view.columns), _write_values(values, v, view.columns)
         mixed = _attend(q, keys, values, view.bias, scale=c.scale, softcap=c.attention_softcap)
         x = block.rest(x, mixed)
         new.append((keys, values))
@@ -151,16 +146,21 @@ def _ropes(config: DecoderConfig, positions: Int[Array, "B C"]) -> dict[bool, tu
     return {False: everywhere, True: everywhere if near is None else rope_tables(positions, near, config.head_dim)}
 
 
-def _write(cache: Float[Array, "B K T H"], new: Float[Array, "B C K H"], at: Int[Array, "B C"]) -> jax.Array:
+def _write_keys(cache: Float[Array, "B K H T"], new: Float[Array, "B C K H"], at: Int[Array, "B C"]) -> jax.Array:
     """The cache with the new tokens' columns."""
     # Mapped over rows, so that a row's write stays with the devices that hold it.
+    write = jax.vmap(lambda row, x, columns: row.at[:, :, columns].set(x, mode="drop"))
+    return placed(write(cache, new.transpose(0, 2, 3, 1).astype(cache.dtype), at))
+
+
+def _write_values(cache: Float[Array, "B K T H"], new: Float[Array, "B C K H"], at: Int[Array, "B C"]) -> jax.Array:
     write = jax.vmap(lambda row, x, columns: row.at[:, columns].set(x, mode="drop"))
     return placed(write(cache, new.transpose(0, 2, 1, 3).astype(cache.dtype), at))
 
 
 def _attend(
     q: Float[Array, "B C N H"],
-    keys: Float[Array, "B K T H"],
+    keys: Float[Array, "B K H T"],
     values: Float[Array, "B K T H"],
     bias: Float[Array, "B C T"],
     *,
@@ -169,10 +169,10 @@ def _attend(
 ) -> Float[Array, "B C N H"]:
     """`layers.attention` over a cache."""
     rows, new, heads, dim = q.shape
-    kv_heads, size = keys.shape[1], keys.shape[2]
+    kv_heads, size = values.shape[1], values.shape[2]
     q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     queries = q.reshape(rows, kv_heads, -1, dim)
-    scores = jnp.einsum("BKMH,BKTH->BKMT", queries, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = jnp.einsum("BKMH,BKHT->BKMT", queries, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     scores = scores.reshape(rows, kv_heads, -1, new, size)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.models.cached import Weights, unstack
+from tunix.models.cached import TOP, Weights, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.episode import Decode, Episode, Request
 from tunix.rollout.programs import Flow, State, blank, decode, put, resize, take
@@ -89,13 +89,14 @@ class Engine:
         base = {name: x for name, x in params.items() if not is_adapter(name)}
         adapter = {name: x for name, x in params.items() if is_adapter(name)}
         same = [ref() for ref in self._base_of]
+        own = self._base
         with jax.set_mesh(self.mesh):
-            if not adapter or self._base is None or any(a is not b for a, b in zip(same, base.values(), strict=True)):
-                self._base = _unstack(self.model, base, share=bool(adapter))
+            if not adapter or own is None or any(a is not b for a, b in zip(same, base.values(), strict=True)):
+                own = self._base = self._copy(base, frozen=bool(adapter))
                 self._base_of = [weakref.ref(x) for x in base.values()]
-            views = _unstack(self.model, adapter, share=False)
-        layers = zip(self._base.layers, views.layers, strict=True)
-        self.weights = Weights(self._base.top, tuple({**mine, **adapted} for mine, adapted in layers))
+            views = _unstack(self.model, adapter)
+        layers = zip(own.layers, views.layers, strict=True)
+        self.weights = Weights(own.top, tuple({**mine, **adapted} for mine, adapted in layers))
         self.version = version
 
     def sample(
@@ -133,6 +134,13 @@ class Engine:
             self._check(number, request)
         with jax.set_mesh(self.mesh):
             return _Run(self, self.weights, requests, reply, on_tokens).finish()
+
+    def _copy(self, base: Params, *, frozen: bool) -> Weights:
+        """Views of the base; tables that no step takes over and that have the right dtype are shared, not copied."""
+        right = {name: x for name, x in base.items() if name in TOP and x.dtype == self.model.dtype}
+        shared = right if frozen else {}
+        views = _unstack(self.model, {name: x for name, x in base.items() if name not in shared})
+        return views._replace(top={**views.top, **shared})
 
     def _check(self, number: int, request: Request) -> None:
         tokens, vocab = len(request.prompt), self.model.config.vocab_size
@@ -315,8 +323,4 @@ def _prompt_key(request: Request) -> tuple:
     return (prompt, request.sampling if request.sampling.prompt_logprobs else None)
 
 
-def _unstacked(model: Model, params: Params, share: bool) -> Weights:
-    return unstack(model, params, share=share)
-
-
-_unstack = jax.jit(_unstacked, static_argnames=("model", "share"))
+_unstack = jax.jit(unstack, static_argnames="model")

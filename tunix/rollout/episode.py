@@ -82,7 +82,7 @@ class Episode:
             self.logprobs.append(float(draws.logprobs[step]))
             if settings.top_logprobs:
                 n = settings.top_logprobs
-                self.top.append((draws.top_ids[step, :n], draws.top_logprobs[step, :n]))
+                self.top.append((np.asarray(draws.top_ids[step, :n]), np.asarray(draws.top_logprobs[step, :n])))
             self.turns[-1] = (self.turns[-1][0], len(self.tokens))
             if token in settings.stop_ids or self._said_a_stop():
                 self.ended = "stop"

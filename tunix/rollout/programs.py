@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from tunix.config import DType
 from tunix.mesh import constrain
-from tunix.models.cached import Cache, Weights, columns, empty, extend, placed
+from tunix.models.cached import Cache, Weights, empty, extend, placed
 from tunix.models.model import Model, Params
 from tunix.rollout.sampling import Draw, Transform, draw, logprobs
 
@@ -47,19 +47,19 @@ class Flow(NamedTuple):
     """`[S]` int32: index of the next token among those drawn for the request."""
     seeds: Host
     """`[S 2]` uint32: high and low word of the seed."""
-    index: Host
-    """`[S]` int32: of the request."""
+    request: Host
+    """`[S]` int32: index of the request."""
     stops: Host
     """`[S M]` int32, padded with -1."""
     transform: Transform
 
 
 class Steps(NamedTuple):
-    """What a dispatch found, step by step; of slot s the first `count[s]` are real."""
+    """What a dispatch found, step by step; of slot s the first `counts[s]` are real."""
 
     draws: Draw
     """With K in front."""
-    count: Int[Array, "S"]
+    counts: Int[Array, "S"]
 
 
 @partial(jax.jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
@@ -99,9 +99,9 @@ def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
     chosen, taken = jnp.maximum(source, 0), source >= 0
 
     def one(slots: jax.Array, rows: jax.Array) -> jax.Array:
-        size = rows.shape[2]
-        new = jnp.where(taken[:, None, None, None], rows[chosen], slots[:, :, :size])
-        return placed(slots.at[:, :, :size].set(new))
+        corner = slots[tuple(slice(size) for size in (slots.shape[0], *rows.shape[1:]))]
+        new = jnp.where(taken[:, None, None, None], rows[chosen], corner)
+        return placed(jax.lax.dynamic_update_slice(slots, new, (0, 0, 0, 0)))
 
     hidden = jnp.where(taken[:, None], rows.hidden[chosen], state.hidden)
     return State(jax.tree.map(one, state.caches, rows.caches), constrain(hidden, "rows", None))
@@ -117,12 +117,14 @@ def take(state: State, slots: Int[Host, "R"]) -> State:
 def resize(model: Model, state: State, source: Int[Host, "S"], length: int, piece: int) -> State:
     """Slots for sequences of `length`; slot s is the old slot `source[s]`."""
 
-    def one(layer: int, x: jax.Array) -> jax.Array:
-        missing = columns(model.config, layer, length, piece) - x.shape[2]
-        return placed(jnp.pad(x[source], ((0, 0), (0, 0), (0, missing), (0, 0))))
+    dtype: DType = "bfloat16" if state.caches[0][0].dtype == jnp.bfloat16 else "float32"
+    shapes = jax.eval_shape(lambda: empty(model.config, source.shape[0], length, piece, dtype))
 
-    caches = tuple((one(layer, k), one(layer, v)) for layer, (k, v) in enumerate(state.caches))
-    return State(caches, constrain(state.hidden[source], "rows", None))
+    def one(x: jax.Array, goal: jax.ShapeDtypeStruct) -> jax.Array:
+        moved = x[source]
+        return placed(jnp.pad(moved, [(0, new - old) for old, new in zip(moved.shape, goal.shape, strict=True)]))
+
+    return State(jax.tree.map(one, state.caches, shapes), constrain(state.hidden[source], "rows", None))
 
 
 @partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
@@ -141,10 +143,10 @@ def decode(
         enough: returns as soon as no more slots than these are running.
     """
     flow = jax.tree.map(jnp.asarray, flow)
-    keys = _request_keys(flow)
-    blank_draw = jax.eval_shape(lambda: _draw(model, weights, state, flow, keys, flow.drawn, flow.left > 0))
+    keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
+    blank_draw = jax.eval_shape(lambda: _draw(model, weights, state, flow, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
-    start = (jnp.int32(0), state, flow.left > 0, jnp.zeros_like(flow.left), draws)
+    start = (jnp.int32(0), state, left > 0, jnp.zeros_like(left), draws)
 
     def running(carry: tuple) -> jax.Array:
         step, _, live, _, _ = carry
@@ -152,13 +154,13 @@ def decode(
 
     def one(carry: tuple) -> tuple:
         step, state, live, count, draws = carry
-        new = _draw(model, weights, state, flow, keys, flow.drawn + count, live)
+        new = _draw(model, weights, state, flow, keys, drawn + count, live)
         draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
         hidden, caches = extend(
             model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32)
         )
         count += live
-        live &= (count < flow.left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
+        live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
         return step + 1, State(caches, constrain(hidden[:, 0], "rows", None)), live, count, draws
 
     _, state, _, count, draws = jax.lax.while_loop(running, one, start)
@@ -167,8 +169,8 @@ def decode(
 
 def _request_keys(flow: Flow) -> Key[Array, "S"]:
     """`[S]` keys of the requests: of their seed and index alone."""
-    keys = jax.random.wrap_key_data(flow.seeds, impl="threefry2x32")
-    return jax.vmap(jax.random.fold_in)(keys, flow.index)
+    keys = jax.random.wrap_key_data(jnp.asarray(flow.seeds), impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(keys, flow.request)
 
 
 def _draw(
