@@ -18,6 +18,7 @@ overrides = [
     "stages.0.optimizer.learning_rate=1e-2",
     "stages.0.eval={{every: {sft}, rows: 16}}",
     "stages.1.steps=4",
+    "stages.1.optimizer.warmup=1",
     "stages.1.batch_size=8",
     "stages.1.algorithm.group_size=4",
     "stages.1.algorithm.updates=2",

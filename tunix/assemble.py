@@ -78,7 +78,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
     account(first, found.tokenizer, recipe.data, _read(recipe, algorithm), size)
     scorer = _scorer(recipe, found)
-    collector = Collector(found.tokenizer, algorithm.sampling, scorer, play)
+    collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length)
     stream = _stream(recipe, found, algorithm, collector)
     evaluation = _evaluation(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
@@ -235,16 +235,24 @@ def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: 
 def _samples(
     recipe: Recipe, evaluation: Evaluation, trainer: Trainer, found: Inputs, folder: Path, display: Display
 ) -> Samples:
-    """Held-out prompts whose greedy answers are shown before and after."""
+    """Held-out prompts whose greedy answers are shown before and after; to an environment, the first turn."""
     number, tokenizer = recipe.eval.samples, found.tokenizer
+    play = evaluation.collector.play if evaluation.collector else None
     if evaluation.prompts:
         asked = evaluation.prompts[:number]
         prompts: list = [prompt.tokens for prompt in asked]
+        if play:
+            prompts = [episode.prompt for episode in play([prompt.row for prompt in asked], seed=0).episodes]
         expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in asked]
     else:
         prompts, rest = prompts_of(evaluation.batches, number)
         expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
-    greedy = Sampling(max_tokens=recipe.eval.sample_tokens, temperature=0.0, stop_ids=found.source.stop_ids)
+    greedy = Sampling(
+        max_tokens=recipe.eval.sample_tokens,
+        temperature=0.0,
+        stop_ids=found.source.stop_ids,
+        stop_strings=(*recipe.rollout.stop, *(play.stop_strings if play else ())),
+    )
     return Samples(prompts, expected, trainer, tokenizer, greedy, folder / "samples.jsonl", display)
 
 
