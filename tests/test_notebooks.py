@@ -52,8 +52,8 @@ def executed(
 
 
 def shown(cell: nbformat.NotebookNode, kind: str = "text/plain") -> str:
-    """What a cell displays, of one kind."""
-    (data,) = (output.data[kind] for output in cell.outputs if kind in output.get("data", {}))
+    """What a cell displays last, of one kind; what a run says comes before it."""
+    *_, data = (output.data[kind] for output in cell.outputs if kind in output.get("data", {}))
     return data
 
 

@@ -5,7 +5,7 @@ its number is its reward, `!` makes the reward fail, `~` was cut off at the limi
 token. Log-probs are -1 everywhere, the reference's -1.5, and the critic values the state before token t at t / 10.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,11 +93,15 @@ def _completion(tokens: list[int], turns: list[tuple[int, int]], finish: Literal
     return Completion(np.array(tokens, np.int32), logprobs, finish, 1, SAMPLING, tuple(turns))
 
 
-def worth(completion: str) -> float:
-    """The reward of the script."""
-    if completion.endswith("!"):
-        raise ValueError("as the script says")
-    return float(completion.strip("."))
+def scripted() -> Callable[[str], float]:
+    """The reward of the script; made here, so that it runs in this process."""
+
+    def worth(completion: str) -> float:
+        if completion.endswith("!"):
+            raise ValueError("as the script says")
+        return float(completion.strip("."))
+
+    return worth
 
 
 class Bargain(Environment):
@@ -126,7 +130,7 @@ def rollouts(
     """One step's prompts out of twelve."""
     rows = Rows("rows", [{"prompt": f"{i:02}"} for i in range(12)])
     stream = Prompts(rows, TOKENIZER, DataConfig(train="rows", max_length=32), seed=0, epochs=1)
-    scorer = Scorer([worth]) if scored else None
+    scorer = Scorer([scripted()]) if scored else None
     play = Player(EnvironmentConfig(name=f"test_policy:{environment}"), TOKENIZER) if environment else None
     like = Rollouts(
         prompts=[],
@@ -379,10 +383,16 @@ def test_an_environment_that_does_not_judge_leaves_it_to_the_functions():
 
 
 def test_a_truncated_episode_goes_on_in_the_state_behind_its_last_token():
-    """Tokens 3 and 4 are drawn: the state behind them is worth .5. `1` ended: nothing comes after."""
+    """Tokens 3 and 4 are drawn, and the game would have gone on: the state behind them is worth .5."""
+    client = Fake("1.~", "0.")
+    updated(ppo(lam=0.0), client, environment="Bargain", scored=False)
+    np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.1, 1.1], [0.1, -0.4]], atol=1e-6)
+
+
+def test_a_truncated_answer_that_was_judged_is_worth_what_was_said():
     client = Fake("1.~", "1.")
     updated(ppo(lam=0.0), client)
-    np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.1, 1 + 0.5 - 0.4], [0.1, 0.6]], atol=1e-6)
+    np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.1, 0.6], [0.1, 0.6]], atol=1e-6)
 
 
 # --- PPO's own ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ POLICY: dict[str, Any] = {
     "data.completion_length": 12,
     "batch_size": 4,
     "steps": 3,
+    "optimizer.learning_rate": 1e-3,
     "algorithm": {"name": "grpo", "group_size": 4},
     "reward.functions": ["rewards.py:letters"],
     "rollout.samples": 4,

@@ -141,7 +141,7 @@ class PPO(PolicyGradient):
 def values_of(
     client: Client, episodes: list[Scored], sequences: list[Sequence]
 ) -> tuple[list[np.ndarray], list[float]]:
-    """The critic's values `[T]` of each sequence, and of the state behind it where it was cut off, else 0."""
+    """The critic's values `[T]` of each sequence, and of the state behind it where it was cut short, else 0."""
 
     def longer(sequence: Sequence) -> Sequence:
         # The value at t is of the state before token t: any token will do behind the last.
@@ -153,8 +153,17 @@ def values_of(
         )
 
     found = client.values([longer(sequence) for sequence in sequences])
-    cut = [float(v[-1]) if episode.truncated else 0.0 for v, episode in zip(found, episodes, strict=True)]
-    return [v[:-1] for v in found], cut
+    behind = [float(v[-1]) if cut_short(episode) else 0.0 for v, episode in zip(found, episodes, strict=True)]
+    return [v[:-1] for v in found], behind
+
+
+def cut_short(episode: Scored) -> bool:
+    """Whether rewards were still to come, as where the limit cut a game off.
+
+    A completion that functions have judged has had its verdict, cut off or not. With the critic's value on top, never
+    to stop would pay better than to answer: a policy that learns to sort then ends a third of its answers by the limit.
+    """
+    return episode.truncated and list(episode.rewards) == [ENVIRONMENT]
 
 
 def token_rewards(episode: Scored, weights: dict[str, float], penalty: float) -> np.ndarray:
