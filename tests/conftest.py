@@ -10,8 +10,8 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-# Collectives that do not wait for each other may run at once, each with a thread of every device: with as many threads as
-# devices XLA's pool on a CPU can be empty before all have come, and ends the process after 40 seconds.
+# Collectives that do not wait for each other may run at once, each with a thread of every device. With no more threads
+# than devices XLA on a CPU then waits for one that never comes, and ends the process after 40 seconds.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
