@@ -38,6 +38,8 @@ def checkout(tmp_path: Path) -> Path:
     (row,) = blocks("json")
     (tmp_path / "rows.jsonl").write_text(row * 8)
     json.loads(row)
+    (sums,) = re.findall(r"train: sums.jsonl +# (\{.*\}) a line", README)
+    (tmp_path / "sums.jsonl").write_text(f"{sums}\n" * 8)
     small = Recipe.load("sft_qwen", ["steps=1", "eval.samples=0", f"output={tmp_path}/small"], tiny=True).run()
     for block in blocks("yaml") + blocks("python"):
         if name := named(block):
@@ -55,11 +57,23 @@ def test_what_it_shows_runs(checkout: Path, tmp_path: Path):
         if named(block) is None:
             exec(compile(block.replace(HUB_ID, str(checkout)), "README.md", "exec"), told)
     assert type(told["model"]).__name__ == "PeftModelForCausalLM"
-    assert Path("runs/quickstart-tiny/export/config.json").is_file()
+    assert Path("runs/sft_pydoc-tiny/export/config.json").is_file()
     rows = [json.loads(line) for line in Path("runs/dft/metrics.jsonl").read_text().splitlines()]
     # Every token of a vocabulary of V is weighted by about 1/V at first: log(V) / V, not log(V).
     assert 0 < rows[0]["eval/loss"] < 0.5
     assert told["tunix"] is tunix
+
+
+def test_its_rewards_and_its_grpo_run(checkout: Path, tmp_path: Path):
+    plain = Recipe.load(tmp_path / "by_reward.yaml")
+    assert plain.algorithm.name == "grpo"
+    result = Recipe.load(tmp_path / "by_reward.yaml", ["algorithm.name=my_grpo.py:MyGRPO"]).run()
+    assert [row["step"] for row in result.metrics] == [1, 2]  # one epoch of eight rows, four at a time
+    for row in result.metrics:
+        assert 0 <= row["reward/short"] <= 1
+        assert row["reward/failed"] == 0
+        assert row["loss/entropy"] == pytest.approx(-0.01 * row["policy/entropy"], rel=1e-5)
+    assert (result.folder / "curves.svg").is_file()
 
 
 def test_its_commands_are_ours():
