@@ -95,6 +95,7 @@ def test_a_run_folder_holds_what_is_promised(here: Path):
         ".lock",
         "recipe.yaml",
         "metrics.jsonl",
+        "curves.svg",
         "samples.jsonl",
         "checkpoints",
         "export",
