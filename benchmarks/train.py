@@ -25,7 +25,8 @@ from benchmarks.shapes import SHAPES, Shape
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.data.packing import pack, waste
-from tunix.models.head import CHUNK_LOGITS, token_logprobs
+from tunix.models.blocks import CHUNK_LOGITS
+from tunix.models.head import token_logprobs
 from tunix.trainer.client import Trainer
 from tunix.trainer.perf import peak_memory
 from tunix.types import Sequence

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix.models import head
-from tunix.models.head import block_length, chunk_width, token_logprobs
+from tunix.models import blocks
+from tunix.models.blocks import block_length, chunk_width
+from tunix.models.head import token_logprobs
 
 B, T, V, D = 3, 13, 300, 8  # 300: three chunks of 128 are more than the vocabulary
 
@@ -41,8 +42,8 @@ BENT = pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (3.0, 1
 @BENT
 @SPLITS
 def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap, temperature, tokens, logits):
-    monkeypatch.setattr(head, "BLOCK_TOKENS", tokens)
-    monkeypatch.setattr(head, "CHUNK_LOGITS", logits)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", logits)
     hidden, table, targets, needed = arrays
     pull = jax.random.normal(jax.random.key(5), (2, B, T))
 
@@ -96,8 +97,8 @@ def test_the_logits_of_a_large_vocabulary_are_never_held():
 @BENT
 @SPLITS
 def test_under_a_frozen_table_the_gradient_is_the_plain_one(arrays, monkeypatch, softcap, temperature, tokens, logits):
-    monkeypatch.setattr(head, "BLOCK_TOKENS", tokens)
-    monkeypatch.setattr(head, "CHUNK_LOGITS", logits)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", logits)
     hidden, table, targets, needed = arrays
     pull = jax.random.normal(jax.random.key(5), (B, T))
     bent = {"softcap": softcap, "temperature": temperature}

@@ -1,10 +1,9 @@
 """Log-probs of the taken tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
 
-The tokens that count are moved to the front of each row. Blocks of `[B C]` of them meet the head one after the other;
-their number is found at run time, so that a prompt that is not trained costs nothing here. Within a block the
-vocabulary goes by in chunks of W: logits `[B C W]` -> a running log-sum-exp -> log-prob. The backward pass makes each
-chunk's logits again, and writes each chunk of the table's gradient once a block. Under a frozen table (LoRA) it has
-nothing to make: the forward pass gathers each log-prob's own gradient by the state, `[B T D]`, beside the sum.
+Blocks of tokens and chunks of the vocabulary are those of `blocks.py`: logits `[B C W]` -> a running log-sum-exp ->
+log-prob. The backward pass makes each chunk's logits again, and writes each chunk of the table's gradient once a block.
+Under a frozen table (LoRA) it has nothing to make: the forward pass gathers each log-prob's own gradient by the state,
+`[B T D]`, beside the sum.
 
 Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
 """
@@ -19,44 +18,24 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import constrain
-
-BLOCK_TOKENS = 2048
-"""Tokens of a block, over all rows: enough that reading the table does not matter beside multiplying by it."""
-CHUNK_LOGITS = 1 << 22
-"""Logits that exist at a time: 16 MiB in float32. Wider chunks are slower on a CPU, where each row is a memory page."""
-NEVER = -1e30
-"""Logit of the ids that pad the last chunk."""
+from tunix.models.blocks import (
+    NEVER,
+    Bend,
+    block_length,
+    chunk_logits,
+    chunk_width,
+    in_chunks,
+    pick,
+    taken_in,
+    visit_of,
+)
 
 
 class _Head(NamedTuple):
     """What is known when a program is compiled."""
 
-    softcap: float | None
-    temperature: float
+    bend: Bend
     entropy: bool
-    vocab: int
-
-
-class _Visit(NamedTuple):
-    """The order in which tokens are visited."""
-
-    order: Int[Array, "B P"]
-    """Token indices, those that count first; P is T rounded up to whole blocks."""
-    back: Int[Array, "B T"]
-    """Where token t stands in `order`."""
-    number: Int[Array, ""]
-    """Blocks that hold a token that counts."""
-
-
-def block_length(rows: int, length: int) -> int:
-    """C: tokens of each row in a block."""
-    return min(max(BLOCK_TOKENS // rows, 1), length)
-
-
-def chunk_width(tokens: int, vocab: int) -> int:
-    """W for a block of `tokens`: the vocabulary in as few equal chunks as CHUNK_LOGITS allows, in steps of 128."""
-    chunks = -(-tokens * vocab // CHUNK_LOGITS)
-    return vocab if chunks == 1 else -(-vocab // (128 * chunks)) * 128
 
 
 def token_logprobs(
@@ -81,53 +60,16 @@ def token_logprobs(
         entropy: whether the entropy is computed; zeros otherwise.
         temperature: the sampler's, above 0.
     """
-    rows, length, width = hidden.shape
+    rows, length, _ = hidden.shape
     vocab = table.shape[0]
-    chunk = chunk_width(rows * block_length(rows, length), vocab)
-    padded = jnp.pad(constrain(table, None, None), ((0, -vocab % chunk), (0, 0)))
-    chunks = constrain(padded.reshape(-1, chunk, width), None, "vocab", None)
-    return _token_logprobs(_Head(softcap, temperature, entropy, vocab), hidden, chunks, targets, needed)
-
-
-def _visit(needed: jax.Array) -> _Visit:
-    rows, length = needed.shape
-    block = block_length(rows, length)
-    order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
-    back = jnp.zeros_like(order).at[jnp.arange(rows)[:, None], order].set(jnp.arange(length, dtype=jnp.int32))
-    number = (jnp.max(jnp.sum(needed, axis=1)) + block - 1) // block
-    return _Visit(jnp.pad(order, ((0, 0), (0, -length % block))), back, number.astype(jnp.int32))
-
-
-def _pick(values: jax.Array, order: jax.Array) -> jax.Array:
-    """Rows' values at `order`, for `[B T]` and `[B T D]`."""
-    index = order if values.ndim == 2 else order[..., None]
-    return jnp.take_along_axis(values, index, axis=1)
-
-
-def _logits(head: _Head, hidden: jax.Array, chunks: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-    """`[B C W]` float32 logits of one chunk of the vocabulary, and their derivative by the product `h w`."""
-    logits = jnp.einsum("BCD,WD->BCW", hidden, chunks[index], preferred_element_type=jnp.float32)
-    logits = constrain(logits, "rows", None, "vocab")
-    slope: jax.Array | float = 1.0
-    if head.softcap is not None:
-        bent = jnp.tanh(logits / head.softcap)
-        logits, slope = head.softcap * bent, 1 - bent**2
-    if head.temperature != 1:
-        logits, slope = logits / head.temperature, slope / head.temperature
-    number, width, _ = chunks.shape
-    if number * width != head.vocab:
-        logits = jnp.where(index * width + jnp.arange(width) < head.vocab, logits, NEVER)
-    return logits, slope
-
-
-def _taken(targets: jax.Array, width: int, index: jax.Array) -> jax.Array:
-    """`[B C W]`: where a chunk holds the target."""
-    return targets[..., None] == index * width + jnp.arange(width)
+    chunks = in_chunks(table, chunk_width(rows * block_length(rows, length), vocab))
+    head = _Head(Bend(softcap, temperature, vocab), entropy)
+    return _token_logprobs(head, hidden, chunks, targets, needed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_logprobs(head, hidden, chunks, targets, needed):
-    logprobs, spread, _, _ = _values(head, hidden, chunks, targets, _visit(needed), needed, pulled=False)
+    logprobs, spread, _, _ = _values(head, hidden, chunks, targets, visit_of(needed), needed, pulled=False)
     return logprobs, spread
 
 
@@ -146,12 +88,12 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
 
         def body(index, running):
             top, total, weighted, taken, mixed, steep = running
-            logits, slope = _logits(head, h, chunks, index)
+            logits, slope = chunk_logits(head.bend, h, chunks, index)
             new_top = jnp.maximum(top, jnp.max(logits, -1))
             shrink, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None])
             total = total * shrink + jnp.sum(p, -1)
             weighted = weighted * shrink + jnp.sum(p * logits, -1) if head.entropy else weighted
-            here = _taken(wanted, width, index)
+            here = taken_in(wanted, width, index)
             taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
             if pulled:
                 # The barrier has these made once, not fused (and made again) into the product.
@@ -173,7 +115,7 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
 
     def body(i, found):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
-        values = over_vocabulary(_pick(hidden, order), _pick(targets, order))
+        values = over_vocabulary(pick(hidden, order), pick(targets, order))
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(old, new, i * block, 1) for old, new in zip(found, values, strict=True)
         )
@@ -181,7 +123,7 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     start = (empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
     logprobs, spread, lse, pull = jax.lax.fori_loop(0, visit.number, body, start)
-    logprobs, spread = (jnp.where(needed, _pick(x, visit.back), 0.0) for x in (logprobs, spread))
+    logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
     return logprobs, spread, lse, pull
 
 
@@ -190,10 +132,10 @@ def _forward(head, hidden, chunks, targets, needed):
     # The entropy's gradient is another sum over the vocabulary: with it the backward pass makes the logits again.
     pulled = not trained and not head.entropy
     hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
-    visit = _visit(needed)
+    visit = visit_of(needed)
     logprobs, spread, lse, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
     if pulled:
-        return (logprobs, spread), (_pick(pull, visit.back).astype(hidden.dtype), targets, needed)
+        return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
     # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
     return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
 
@@ -225,18 +167,18 @@ def _gradients(head, saved, d_logprobs, d_spread):
     def body(i, gradients):
         d_hidden, d_chunks = gradients
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
-        h, wanted = _pick(hidden, order), _pick(targets, order)
+        h, wanted = pick(hidden, order), pick(targets, order)
         own_lse = jax.lax.dynamic_slice_in_dim(lse, i * block, block, 1)[..., None]
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
-        pull, pull_spread = (jnp.where(real, _pick(d, order), 0.0)[..., None] for d in (d_logprobs, d_spread))
-        own_spread = _pick(spread, order)[..., None]
+        pull, pull_spread = (jnp.where(real, pick(d, order), 0.0)[..., None] for d in (d_logprobs, d_spread))
+        own_spread = pick(spread, order)[..., None]
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
-            logits, slope = _logits(head, h, chunks, index)
+            logits, slope = chunk_logits(head.bend, h, chunks, index)
             p = jnp.exp(logits - own_lse)
-            d_logits = pull * (_taken(wanted, width, index) - p)
+            d_logits = pull * (taken_in(wanted, width, index) - p)
             if head.entropy:
                 d_logits -= pull_spread * p * (logits - own_lse + own_spread)
             d_logits *= slope
@@ -257,7 +199,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
     nowhere = jnp.zeros((0 if trained is None else number, size, width), jnp.float32)
     start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
     d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
-    d_hidden = jnp.where(needed[..., None], _pick(d_hidden, visit.back), 0)
+    d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
     return d_hidden, None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks.dtype)
 
 
