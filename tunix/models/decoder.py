@@ -99,11 +99,10 @@ class Table(nnx.Module):
 
 
 class ValueHead(nnx.Module):
-    """One number per state, `x w + b`; zero at first, so that a new critic claims nothing."""
+    """One number per state, `x w`, of a critic or a reward model; zero at first, so that a new one claims nothing."""
 
     def __init__(self, config: DecoderConfig):
         self.w = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), axes=("embed",))
-        self.b = nnx.Param(jnp.zeros((), jnp.float32), axes=())
 
 
 def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"], dtype: DType) -> Float[Array, "B T D"]:
@@ -123,15 +122,17 @@ class Decoder(nnx.Module):
         adapt: Adapt | None = None,
         remat: bool = False,
         critic: bool = False,
+        speaks: bool = True,
     ):
         """Args:
         adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
         remat: keep only each layer's input, and recompute the layer in the backward pass.
-        critic: has a value head beside the table of logits.
+        critic: has a value head.
+        speaks: has the table of logits, where it is not the embedding's.
         """
         self.config, self.remat = config, remat
         self.embed = Table(config, rngs)
-        self.head = None if config.tied else Table(config, rngs)
+        self.head = Table(config, rngs) if speaks and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.value = ValueHead(config) if critic else None
 

@@ -15,6 +15,9 @@ import numpy as np
 from tunix.models.config import DecoderConfig
 from tunix.models.fields import Fields, write_rope_fields
 
+SCORE = "score.weight"
+"""The scalar head of a reward model's folder."""
+
 
 @runtime_checkable
 class Piece(Protocol):
@@ -30,7 +33,7 @@ class Tensor:
     name: str
     """With `{layer}` where there is one in each layer."""
     theirs: str
-    """Axes in the file, flattened ones in parentheses: `(N H) D`."""
+    """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is one that we leave out."""
     ours: str
     """The same axes in our order: `D N H`."""
 
@@ -49,7 +52,11 @@ class Tensor:
         sizes = dict(zip(axes, shape, strict=True))
         bounds = {axis: where.indices(sizes[axis])[:2] for axis, where in zip(axes, index, strict=True)}
         slices = []
-        for first, *rest in self._groups:
+        for group in self._groups:
+            if not group:
+                slices.append(slice(0, 1))
+                continue
+            first, *rest = group
             # Flattened axes are contiguous runs as long as only the outermost is split, which mesh.RULES sees to.
             assert all(bounds[axis] == (0, sizes[axis]) for axis in rest), (self.name, index)
             run = math.prod(sizes[axis] for axis in rest)
@@ -65,7 +72,8 @@ class Tensor:
 
     @property
     def _groups(self) -> list[list[str]]:
-        return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", self.theirs)]
+        listed = re.findall(r"\([^)]*\)|\S+", self.theirs)
+        return [[] if group == "1" else group.strip("()").split() for group in listed]
 
     @property
     def _order(self) -> list[str]:
@@ -78,6 +86,8 @@ class FamilyText:
 
     architecture: str
     """Class in transformers, such as `LlamaForCausalLM`."""
+    classifier: str
+    """The class of a reward model, such as `LlamaForSequenceClassification`."""
     read: Callable[[Fields], DecoderConfig]
     """The fields of config.json -> our config."""
     write: Callable[[DecoderConfig], dict[str, Any]]
@@ -168,6 +178,7 @@ SHARED: Mapping[str, Tensor] = {
     "embed/w": Tensor("model.embed_tokens.weight", "V D", "V D"),
     "head/w": Tensor("lm_head.weight", "V D", "V D"),
     "norm/w": Tensor("model.norm.weight", "D", "D"),
+    "value/w": Tensor(SCORE, "1 D", "D"),
     **in_layers(
         {
             "q/w": ("self_attn.q_proj.weight", "(N H) D", "D N H"),

@@ -149,6 +149,7 @@ FOUR_NORMS = in_layers(
 
 GEMMA = FamilyText(
     architecture="GemmaForCausalLM",
+    classifier="GemmaForSequenceClassification",
     read=read_gemma,
     write=write_gemma,
     tensors={**SHARED, **TWO_NORMS},
@@ -161,6 +162,7 @@ GEMMA = FamilyText(
 
 GEMMA2 = FamilyText(
     architecture="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
     read=read_gemma2,
     write=write_gemma2,
     tensors={**SHARED, **FOUR_NORMS},

@@ -125,6 +125,7 @@ _TEXT_ONLY: dict[str, Any] = {
 
 GEMMA3 = FamilyText(
     architecture="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
     read=read_gemma3,
     write=write_gemma3,
     tensors={**SHARED, **FOUR_NORMS, **QK_NORMS},

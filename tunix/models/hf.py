@@ -22,9 +22,10 @@ from tunix.config import DType
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.mesh import sharding
+from tunix.models.classifier import classifier_fields, padding, write_padding
 from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES, to_hf
-from tunix.models.family import Tensor
+from tunix.models.family import SCORE, Tensor
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.tensor_files import (
     INDEX,
@@ -101,7 +102,8 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     """The weights of a folder, in their target dtype and place.
 
     Args:
-        model: says which tensors there must be; its adapters, if any, are no part of the folder.
+        model: says which tensors there must be; its adapters, if any, are no part of the folder, nor is a value head
+            that is not asked for.
         folder: `model.safetensors`, or shards with their index.
         dtypes: dtype by name of the parameters wanted: all of the base, or some.
         mesh: where they live.
@@ -110,13 +112,22 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
     stored = _named(tensors_of_folder(folder), model.config)
-    _check(model, stored, folder)
+    _check(model, stored, dtypes, folder)
     table = FAMILIES[model.config.family].tensors
     loaded: Params = {}
     for name, dtype in dtypes.items():
         load = _load_stacked if name.startswith("layers/") else _load_single
         loaded[name] = load(stored, table[name], model.shapes[name], model.axes[name], dtype, mesh)
     return loaded
+
+
+def has_score(folder: Path) -> bool:
+    """Whether a folder is a reward model's: whether it has a scalar head.
+
+    Raises:
+        UserError: it holds no weights, or a file is missing or damaged.
+    """
+    return SCORE in tensors_of_folder(folder)
 
 
 def _load_single(
@@ -172,12 +183,10 @@ def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
 
 
 def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a folder must hold -> their shapes, for our base parameters and theirs."""
+    """The tensors that a folder must hold for parameters of ours -> their shapes there."""
     table = FAMILIES[config.family].tensors
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        if is_own(name):
-            continue
         if name.startswith("layers/"):
             wanted |= {table[name].key(layer): table[name].their_shape(shape[1:]) for layer in range(shape[0])}
         else:
@@ -185,10 +194,19 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
     return wanted
 
 
-def _check(model: Model, stored: Mapping[str, Stored], folder: Path) -> None:
-    wanted = expected(model.config, model.shapes)
+def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
+    if model.speaks and SCORE in stored:
+        raise UserError(
+            f"{folder} is a reward model: it has {SCORE} and gives scores, not words. Name it as reward.model, or go on "
+            "training it with `algorithm: {name: reward}`."
+        )
+    base = {name: shape for name, shape in model.shapes.items() if name in asked or not is_own(name)}
+    wanted = expected(model.config, base)
     check_tensors(stored, wanted, folder)
-    _check_extra(model.config, [name for name in stored if name not in wanted], stored, folder)
+    extra = [name for name in stored if name not in wanted]
+    if not model.speaks:  # a language model's head is not needed for scores
+        extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
+    _check_extra(model.config, extra, stored, folder)
 
 
 def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, Stored], folder: Path) -> None:
@@ -228,6 +246,7 @@ def save_folder(
     *,
     source: Path | None,
     dtype: DType | None,
+    scores: bool = False,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -240,19 +259,24 @@ def save_folder(
         params: base weights only (`lora.merge` first, where there are adapters).
         source: the folder that training started from, or None.
         dtype: of the written weights; None for the one that each has.
+        scores: the value head is written, as a reward model's; a critic's is no part of a language model.
         max_shard_bytes: above this, several files and an index.
 
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
-    params = {name: x for name, x in params.items() if not is_own(name)}  # a critic is no part of a language model
+    params = {name: x for name, x in params.items() if scores or not is_own(name)}
     with atomic_folder(path) as folder:
         fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
-        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         for name in BESIDE_WEIGHTS:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        if scores:
+            pad = padding(config, source)
+            fields |= classifier_fields(config, pad)
+            write_padding(folder, pad)
+        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _write_shards(folder, list(_entries(config, params, dtype)), max_shard_bytes)
 
 

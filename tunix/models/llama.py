@@ -62,6 +62,7 @@ def _preset(
 
 LLAMA = FamilyText(
     architecture="LlamaForCausalLM",
+    classifier="LlamaForSequenceClassification",
     read=read,
     write=write,
     tensors={**SHARED, **TWO_NORMS},

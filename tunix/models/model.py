@@ -31,7 +31,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Whether no folder of a base holds a parameter: an adapter's and a value head's start anew, and always train."""
+    """Whether no folder of a base holds a parameter: an adapter's and a value head's are added, and always train."""
     return is_adapter(name) or name.startswith("value/")
 
 
@@ -48,6 +48,8 @@ class Model:
     """How blocks are adapted (`lora.adapt`), if they are."""
     critic: bool = False
     """Has a value head."""
+    speaks: bool = True
+    """Gives log-probs; False for a reward model, and a critic of its own, which have the value head alone."""
 
     @cached_property
     def _split(self) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
@@ -148,8 +150,8 @@ class Model:
         self, params: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T"]:
         """At t the value of the state before token t is drawn, float32; 0 at the first token of a segment."""
-        w, b = (params[f"value/{name}"].astype(jnp.float32) for name in ("w", "b"))
-        values = jnp.pad((hidden.astype(jnp.float32) @ w + b)[:, :-1], ((0, 0), (1, 0)))
+        values = hidden.astype(jnp.float32) @ params["value/w"].astype(jnp.float32)
+        values = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         return jnp.where(positions > 0, values, 0.0)
 
     @cached_property
@@ -161,7 +163,7 @@ class Model:
         return nnx.merge(self._layer_graph, _nest(weights))
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, rngs, adapt=self.adapt, remat=self.remat, critic=self.critic)
+        return Decoder(self.config, rngs, adapt=self.adapt, remat=self.remat, critic=self.critic, speaks=self.speaks)
 
 
 def _axes(name: str, variable: nnx.Variable) -> Axes:

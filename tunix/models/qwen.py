@@ -132,6 +132,7 @@ def _small(family: Literal["qwen2", "qwen3"]) -> DecoderConfig:
 
 QWEN2 = FamilyText(
     architecture="Qwen2ForCausalLM",
+    classifier="Qwen2ForSequenceClassification",
     read=read_qwen2,
     write=write,
     tensors={
@@ -159,6 +160,7 @@ QWEN2 = FamilyText(
 
 QWEN3 = FamilyText(
     architecture="Qwen3ForCausalLM",
+    classifier="Qwen3ForSequenceClassification",
     read=read_qwen3,
     write=write,
     tensors={**SHARED, **TWO_NORMS, **QK_NORMS},
