@@ -1,0 +1,273 @@
+"""How far two heads are from each other at every token that counts, without ever holding logits `[B T V]`.
+
+A student's and a teacher's states `[B T D]` and `[B T E]` meet their own tables, block by block of tokens and chunk by
+chunk of the vocabulary (`blocks.py`). A first sweep over the chunks finds both log-sum-exps and, for `top_k`, the logit
+that an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass makes each
+chunk's logits once more; the gradient goes to the student alone.
+
+Every divergence here is a sum over ids of `f(log p, log q)`, p the student's and q the teacher's probability. With
+`g = df/dp`, its derivative by the student's logit k is `p_k (g_k - s)` where `s = sum_v p_v g_v`.
+
+Axes: B rows, T time, C tokens of a block, V ids that both know, W ids of a chunk, D student's width, E teacher's.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.mesh import constrain
+from tunix.models.blocks import (
+    NEVER,
+    Bend,
+    Visit,
+    block_length,
+    chunk_logits,
+    chunk_width,
+    in_chunks,
+    pick,
+    taken_in,
+    visit_of,
+)
+from tunix.types import Compared, Divergence
+
+LEAST = 1e-37
+"""Mass that an empty remainder counts as: its logarithm is a number, and it weighs nothing."""
+
+
+class Side(NamedTuple):
+    """One of the two models, at the tokens that are compared."""
+
+    hidden: Float[Array, "B T D"]
+    """States that predict the targets (already shifted)."""
+    table: Float[Array, "V D"]
+    """The head, in the compute dtype; logits are float32."""
+    softcap: float | None
+    """`softcap * tanh(logits / softcap)` (Gemma 2), or None."""
+
+
+class _Pair(NamedTuple):
+    """What is known when a program is compiled."""
+
+    student: Bend
+    teacher: Bend
+    how: Divergence
+
+
+class _Found(NamedTuple):
+    """What the sweeps say of each token `[B C]`; then of all, in the order of the visit `[B P]`."""
+
+    divergence: jax.Array
+    taken: jax.Array
+    """The teacher's log-prob of the target."""
+    agree: jax.Array
+    """1 where both find the same id the most likely one."""
+    student: jax.Array
+    """Log-sum-exp."""
+    teacher: jax.Array
+    mean: jax.Array
+    """`s`: the mean of g under the student."""
+    least: jax.Array
+    """Teacher's logit from which on an id is among the k."""
+    rest: jax.Array
+    """Log of the student's mass on the other ids."""
+    pull: jax.Array
+    """p g of the other ids together."""
+
+
+def compared(
+    student: Side, teacher: Side, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], how: Divergence
+) -> Compared:
+    """The divergence of teacher and student, both softmaxed at `how.temperature` over the ids that both tables hold.
+
+    forward_kl: `KL(q || p) = sum_v q_v log(q_v / p_v)`, q the teacher's distribution and p the student's.
+    reverse_kl: `KL(p || q)`.
+    jsd: `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p` (generalised Jensen-Shannon, Agarwal
+    et al. 2023, https://arxiv.org/abs/2306.13649, eq. 1). Divided by beta it tends to forward_kl for beta -> 0, divided
+    by 1 - beta to reverse_kl for beta -> 1; at either end itself it is 0, so the two are named instead.
+
+    With `top_k` the teacher's k most likely ids (and what ties with the last one) stand for themselves and all others
+    are one bucket. That is a divergence again: never above the full one, 0 where p and q agree on the k ids.
+
+    Returns:
+        float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, and only by the student.
+    """
+    vocab = min(len(student.table), len(teacher.table))
+    rows, length = needed.shape
+    chunk = chunk_width(rows * block_length(rows, length), vocab)
+    bends = (Bend(side.softcap, how.temperature, vocab) for side in (student, teacher))
+    tables = (in_chunks(side.table[:vocab], chunk) for side in (student, teacher))
+    (own, other), pair = tables, _Pair(*bends, how)
+    return Compared(*_compared(pair, student.hidden, own, teacher.hidden, other, targets, needed))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compared(pair, hidden, chunks, teacher, teacher_chunks, targets, needed):
+    visit = visit_of(needed)
+    return _told(_values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit), visit, needed)
+
+
+def _told(found: _Found, visit: Visit, needed: jax.Array) -> tuple[jax.Array, ...]:
+    """What is handed out, each token in its place."""
+    return tuple(jnp.where(needed, pick(x, visit.back), 0.0) for x in (found.divergence, found.taken, found.agree))
+
+
+def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _Found:
+    """Both sweeps of every block."""
+    rows, places = visit.order.shape
+    block = block_length(*targets.shape)
+
+    def body(i, found):
+        order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
+        own, other = (pick(x, order) for x in states)
+        values = _block(pair, (own, other), chunks, pick(targets, order))
+        return _Found(
+            *(jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1) for x, new in zip(found, values, strict=True))
+        )
+
+    empty = jnp.zeros((rows, places), jnp.float32)
+    return jax.lax.fori_loop(0, visit.number, body, _Found(*[empty] * len(_Found._fields)))
+
+
+def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
+    """One block of tokens against the whole vocabulary."""
+    number, width, _ = chunks[0].shape
+    zero = jnp.zeros(wanted.shape, jnp.float32)
+
+    def first(index, running):
+        sums, taken, highest = running
+        z, y = _both(pair, states, chunks, index)
+        sums = tuple(_joined(sum_, logits, index) for sum_, logits in zip(sums, (z, y), strict=True))
+        taken = taken + jnp.sum(jnp.where(taken_in(wanted, width, index), y, 0.0), -1)
+        if pair.how.top_k:
+            highest = jax.lax.top_k(jnp.concatenate([highest, y], -1), highest.shape[-1])[0]
+        return sums, taken, highest
+
+    nothing = (zero + NEVER, zero, jnp.zeros(wanted.shape, jnp.int32))
+    highest = jnp.full((*wanted.shape, pair.how.top_k + 1), NEVER)
+    sums, taken, highest = jax.lax.fori_loop(0, number, first, ((nothing, nothing), zero, highest))
+    (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
+    lse, teacher_lse = top + jnp.log(total), teacher_top + jnp.log(teacher_total)
+    # Between the k-th and the next: rounding that differs from sweep to sweep does not move an id across.
+    least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.how.top_k else zero + NEVER
+
+    def second(index, running):
+        z, y = _both(pair, states, chunks, index)
+        log_p, log_q = z - lse[..., None], y - teacher_lse[..., None]
+        parts = _summands(pair.how, log_p, log_q)
+        if pair.how.top_k:
+            inside = y >= least[..., None]
+            others = (jnp.where(inside, 0.0, jnp.exp(x)) for x in (log_p, log_q))
+            parts = (*(jnp.where(inside, x, 0.0) for x in parts), *others)
+        return tuple(old + jnp.sum(x, -1) for old, x in zip(running, parts, strict=True))
+
+    divergence, mean, *rests = jax.lax.fori_loop(0, number, second, (zero,) * (4 if pair.how.top_k else 2))
+    log_rest = rest_pull = zero
+    if pair.how.top_k:
+        log_rest, teacher_log_rest = (jnp.log(jnp.maximum(rest, LEAST)) for rest in rests)
+        rest_f, rest_pull = _summands(pair.how, log_rest, teacher_log_rest)
+        divergence, mean = divergence + rest_f, mean + rest_pull
+    agree = (best == teacher_best).astype(jnp.float32)
+    return _Found(divergence, taken - teacher_lse, agree, lse, teacher_lse, mean, least, log_rest, rest_pull)
+
+
+def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
+    """Student's and teacher's logits `[B C W]` of a chunk."""
+    z, _ = chunk_logits(pair.student, states[0], chunks[0], index)
+    y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
+    return z, y
+
+
+def _joined(running, logits: jax.Array, index) -> tuple[jax.Array, ...]:
+    """The largest logit so far, the sum of exponentials under it, and the id it belongs to."""
+    top, total, best = running
+    here = jnp.max(logits, -1)
+    new = jnp.maximum(top, here)
+    total = total * jnp.exp(top - new) + jnp.sum(jnp.exp(logits - new[..., None]), -1)
+    found = index * logits.shape[-1] + jnp.argmax(logits, -1).astype(jnp.int32)
+    return new, total, jnp.where(here > top, found, best)
+
+
+def _summands(how: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`f` and `p g` of each id. Constants in g are left out: they cancel in `g - s`."""
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    if how.kind == "forward_kl":
+        return q * (log_q - log_p), -q
+    if how.kind == "reverse_kl":
+        both = p * (log_p - log_q)
+        return both, both
+    log_m = jnp.logaddexp(np.log(how.beta) + log_q, np.log1p(-how.beta) + log_p)
+    pull = (1 - how.beta) * p * (log_p - log_m)
+    return how.beta * q * (log_q - log_m) + pull, pull
+
+
+def _forward(pair, hidden, chunks, teacher, teacher_chunks, targets, needed):
+    trained = chunks.perturbed
+    hidden, chunks, teacher, teacher_chunks, targets, needed = (
+        x.value for x in (hidden, chunks, teacher, teacher_chunks, targets, needed)
+    )
+    visit = visit_of(needed)
+    found = _values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit)
+    # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
+    saved = ((hidden, teacher), (chunks, teacher_chunks), needed, visit, found, () if trained else None)
+    return _told(found, visit, needed), saved
+
+
+def _backward(pair, saved, cotangents):
+    """Gradients by the student's states and, where it trains, by its table."""
+    states, chunks, needed, visit, found, trained = saved
+    hidden, length = states[0], needed.shape[1]
+    block = block_length(*needed.shape)
+    number, width, size = chunks[0].shape
+    zero = isinstance(cotangents[0], SymbolicZero)
+    cotangent = jnp.zeros(needed.shape) if zero else jnp.where(needed, cotangents[0], 0.0)
+
+    def body(i, gradients):
+        d_hidden, d_chunks = gradients
+        order, *own = (jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in (visit.order, *found))
+        # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
+        real = (i * block + jnp.arange(block)) < length
+        d = jnp.where(real, pick(cotangent, order), 0.0)
+        here = (pick(states[0], order), pick(states[1], order))
+
+        def one_chunk(index, gradients):
+            d_h, d_chunks = gradients
+            d_logits = d[..., None] * _by_logits(pair, here, chunks, index, _Found(*own))
+            # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
+            d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks[0].dtype))
+            d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[0][index], preferred_element_type=jnp.float32)
+            if trained is None:
+                return d_h, d_chunks
+            new = jnp.einsum("BCD,BCW->DW", here[0], d_logits, preferred_element_type=jnp.float32)
+            return d_h, d_chunks.at[index].add(new)
+
+        start = (jnp.zeros(here[0].shape, jnp.float32), d_chunks)
+        d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h.astype(hidden.dtype), i * block, 1), d_chunks
+
+    nowhere = jnp.zeros((0 if trained is None else number, size, width), jnp.float32)
+    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
+    d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
+    d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
+    d_table = None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks[0].dtype)
+    nothing = np.zeros(needed.shape, jax.dtypes.float0)
+    return d_hidden, d_table, None, None, nothing, nothing
+
+
+def _by_logits(pair: _Pair, states, chunks, index, found: _Found) -> jax.Array:
+    """`[B C W]` derivatives of the divergence by the student's product of state and table."""
+    z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
+    y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
+    log_p, log_q = z - found.student[..., None], y - found.teacher[..., None]
+    pull = _summands(pair.how, log_p, log_q)[1]
+    if pair.how.top_k:
+        share = jnp.exp(log_p - found.rest[..., None])
+        pull = jnp.where(y >= found.least[..., None], pull, share * found.pull[..., None])
+    return (pull - jnp.exp(log_p) * found.mean[..., None]) * slope
+
+
+_compared.defvjp(_forward, _backward, symbolic_zeros=True)
