@@ -79,8 +79,8 @@ def test_every_sequence_can_be_read_back():
     [
         ([], "0 sequences do not fill a batch of 1 to 2"),
         ([sequence([1, 2])] * 3, "3 sequences do not fill"),
-        ([sequence(range(9))], "9 to 9 tokens; 1 to 8 fit"),
-        ([sequence([])], "0 to 0 tokens"),
+        ([sequence(range(9))], "have 9 tokens; 1 to 8 fit"),
+        ([sequence([])], "sequence 0 has no token"),
         ([sequence([1, 2], [1, 0])], "no token of the batch is trained"),
         ([sequence([1, 2], x=[1, 2]), sequence([1, 2])], "sequence 1 names other values"),
         ([sequence([1, 2], x=[1])], "x of sequence 0 has 1 values for 2 tokens"),

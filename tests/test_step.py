@@ -14,7 +14,7 @@ from tunix.config import AdapterConfig, MeshConfig, OptimizerConfig
 from tunix.data.packing import pack
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
-from tunix.types import Batch, Sequence
+from tunix.types import Batch, Sequence, Term
 
 SFT_LOSS = SFT(SFTConfig()).objective
 
@@ -57,7 +57,7 @@ def test_terms_are_divided_as_written_by_hand(over, expected):
     for (sequence, position), value in order.items():
         mine = (batch.sequence_ids == sequence) & (batch.segment_ids > 0) & (batch.positions == position)
         values[mine] = value
-    assert float(reduce(jnp.asarray(values), over, jax.tree.map(jnp.asarray, batch))) == pytest.approx(expected)
+    assert float(reduce(Term(jnp.asarray(values), over), jax.tree.map(jnp.asarray, batch))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])

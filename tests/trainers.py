@@ -82,6 +82,7 @@ def trainer(
     param_dtype: DType = "float32",
     remat: bool = False,
     critic: bool = False,
+    reference: bool = False,
     seed: int = 0,
 ) -> Trainer:
     """A trainer with random weights on the first `devices` virtual devices."""
@@ -99,5 +100,6 @@ def trainer(
         length=length,
         seed=seed,
         adapter=adapter,
+        reference=reference,
     )
     return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})

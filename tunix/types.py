@@ -3,7 +3,8 @@
 `Sequence` (one example as token ids) -> `Batch` (sequences packed in rows) -> `LossInputs` (what a loss reads)
 -> `LossOutputs` (what a loss returns). `Completion` is what a sampler gives back.
 
-Axes: B rows, T time, S sequences of a batch. A row holds several sequences as segments that never see each other.
+Axes: B rows, T time, S sequences of a batch. A row holds several sequences as segments that never see each other;
+sequences that are compared with each other may share the segment of their prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-Over = Literal["tokens", "sequences"]
+Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
 
@@ -47,7 +48,7 @@ class Batch:
     positions: Int[Array | np.ndarray, "B T"]
     """Position within the sequence, from 0."""
     segment_ids: Int[Array | np.ndarray, "B T"]
-    """1, 2, ... along a row; a segment sees only itself."""
+    """1, 2, ... along a row; a segment sees itself, and its parent where there are parents."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
     """Targets of the loss."""
     sequence_ids: Int[Array | np.ndarray, "B T"]
@@ -57,11 +58,28 @@ class Batch:
     lengths: Float[Array | np.ndarray, "S"]
     """Trained tokens of each sequence, at least 1 so that it can divide."""
     counts: Mapping[str, Float[Array | np.ndarray, ""]]
-    """The denominators of the whole batch, weighted: `tokens`, `sequences`. Taken before any split."""
+    """The denominators of the whole batch, weighted: `tokens`, `sequences`, and `pairs` where sequences 2 i and 2 i + 1
+    are one. Taken before any split."""
     per_token: Mapping[str, Num[Array | np.ndarray, "B T"]] = field(default_factory=dict)
     """Named per-token values."""
     per_sequence: Mapping[str, Num[Array | np.ndarray, "S"]] = field(default_factory=dict)
     """Named per-sequence values."""
+    parents: Int[Array | np.ndarray, "B T"] | None = None
+    """The segment that a token sees besides its own (all of it lies before), or its own again: a prompt is computed
+    once for the completions that are compared. None where no sequence shares anything."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Compared:
+    """Student and teacher at each token, 0 where nothing is trained. Only the divergence has a gradient."""
+
+    divergence: Float[Array, "B T"]
+    """Nats; see `Divergence`."""
+    teacher_logprobs: Float[Array, "B T"]
+    """The teacher's log-prob of the taken token, at the divergence's temperature."""
+    agreement: Float[Array, "B T"]
+    """1 where both find the same token the most likely one."""
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +95,11 @@ class LossInputs:
     """Entropy in nats of the distribution that token t was drawn from, where the loss asks for it."""
     values: Float[Array, "B T"] | None = None
     """The critic's value of the state before token t is drawn, where the loss asks for it."""
+    reference_logprobs: Float[Array, "B T"] | None = None
+    """`logprobs` under the weights that the run started from, without gradient, where the loss asks for them."""
+
+    compared: Compared | None = None
+    """The teacher beside the policy, where the loss asks for a divergence."""
 
     def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
         """Spreads per-sequence values over the tokens of each sequence."""
@@ -88,11 +111,13 @@ class LossInputs:
 class Term:
     """One summand of the loss, not yet reduced. The framework masks, weights and divides it, once."""
 
-    values: Float[Array, "B T"]
-    """Per-token values; those outside of the mask do not matter."""
+    values: Float[Array, "B T"] | Float[Array, "S"]
+    """Per-token values, of which those outside of the mask do not matter; or one for each sequence (`sequences`) or
+    pair (`pairs`), of which those do not matter that have no trained token in `LossInputs.batch`."""
     over: Over | float = field(metadata={"static": True}, default="tokens")
-    """`tokens`: mean over all trained tokens. `sequences`: mean over sequences of each one's token mean.
-    A number: sum over tokens / number, then the mean over sequences (Dr. GRPO's constant length)."""
+    """`tokens`: mean over all trained tokens. `sequences`: mean over sequences, of per-token values each one's own
+    mean. `pairs`: mean over pairs. A number: sum over tokens / number, then the mean over sequences (Dr. GRPO's
+    constant length)."""
 
 
 @jax.tree_util.register_dataclass
@@ -102,14 +127,30 @@ class LossOutputs:
 
     terms: Mapping[str, Term]
     """By name; the loss is their sum."""
-    metrics: Mapping[str, Float[Array, "B T"]] = field(default_factory=dict)
-    """Per-token values by metric name, reported as their mean over trained tokens."""
+    metrics: Mapping[str, Float[Array, "B T"] | Term] = field(default_factory=dict)
+    """By metric name: per-token values, reported as their mean over trained tokens, or a term's mean."""
     peaks: Mapping[str, Float[Array, "B T"]] = field(default_factory=dict)
     """Per-token values by metric name, reported as their largest over trained tokens, and where it is."""
 
-    def add(self, name: str, values: Float[Array, "B T"], over: Over | float = "tokens") -> LossOutputs:
+    def add(
+        self, name: str, values: Float[Array, "B T"] | Float[Array, "S"], over: Over | float = "tokens"
+    ) -> LossOutputs:
         """The same outputs with one more term."""
         return replace(self, terms={**self.terms, name: Term(values, over)})
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which distance between the teacher's and the student's next-token distributions; `models/divergence.py`."""
+
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """KL(teacher || student), KL(student || teacher), or generalised Jensen-Shannon between them."""
+    beta: float = 0.5
+    """Of jsd, between 0 and 1: the teacher's share of the mixture. Near 0 it is like forward_kl."""
+    top_k: int = 0
+    """The teacher's most likely ids stand for themselves, all others are one; 0: every id for itself."""
+    temperature: float = 1.0
+    """Divides the logits of both."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +165,10 @@ class Loss:
     """Whether `inputs.entropy` is read; it costs a little of the head's time."""
     values: bool = False
     """Whether `inputs.values` is read; the model must have a value head."""
+    reference: bool = False
+    """Whether `inputs.reference_logprobs` is read, at the price of a forward pass; a reference must be held."""
+    divergence: Divergence | None = None
+    """Which `inputs.compared` is read, at the price of a forward pass of the teacher; a teacher must be held."""
     temperature: float = 1.0
     """Divides the logits before log-probs and entropy: that of the sampler, so that both speak of one distribution."""
     embedding_noise: float = 0.0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tunix.client import Client
 from tunix.config import Config
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Algorithm(ABC):
     Config: type[Config]
     """The pydantic model of the recipe's `algorithm` section."""
 
+    members: int = 1
+    """Sequences of an example, which are compared with each other: 2 for pairs. They share a row."""
+
     spare_tokens: int = 0
     """Tokens by which sequences that are valued are longer than `data.max_length`."""
 
@@ -54,6 +57,10 @@ class Algorithm(ABC):
         """What is read of a row: the completion's tokens are targets, or every one after the first; or only prompts
         are read, and the policy writes the completions."""
         return "completion"
+
+    def prepared(self, sequence: Sequence) -> Sequence:
+        """The last word on a sequence before it is packed."""
+        return sequence
 
     @property
     def needs_reference(self) -> bool:

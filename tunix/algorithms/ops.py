@@ -53,9 +53,20 @@ def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T
 
     A sequence never spans passes, so its tokens are all here.
     """
-    masked = jnp.where(batch.loss_mask, values, 0.0)
-    sums = jax.ops.segment_sum(masked.ravel(), jnp.ravel(batch.sequence_ids), num_segments=batch.weights.shape[0])
-    return sums[batch.sequence_ids]
+    return per_sequence(values, batch)[batch.sequence_ids]
+
+
+def per_sequence(values: Float[Array, "B T"], batch: Batch, absent: float = 0.0) -> Float[Array, "S"]:
+    """`[S]` the sum of each sequence's values over its trained tokens.
+
+    Args:
+        absent: for sequences of which nothing is trained here, such as those of other passes. They do not matter, but
+            their gradient has to be a number.
+    """
+    masked, owners = jnp.where(batch.loss_mask, values, 0.0), jnp.asarray(batch.sequence_ids)
+    sums = jnp.zeros(batch.weights.shape, values.dtype).at[owners].add(masked)
+    here = jnp.zeros(batch.weights.shape, bool).at[owners].max(batch.loss_mask)
+    return jnp.where(here, sums, absent)
 
 
 def token_ratio(log_ratios: Float[Array, "B T"]) -> Float[Array, "B T"]:

@@ -1,45 +1,55 @@
 """Sequences become a batch: rows of `T` tokens that hold several sequences each, none split, few places empty.
 
-First fit decreasing: the longest first, each into the first row with room. Rows are laid out with numpy alone.
+First fit decreasing: the longest first, each into the first row with room. Rows are laid out with numpy alone, in
+pieces: a sequence is one; sequences that are compared with each other lie in one row, and what they begin with alike is
+a piece of its own, which their pieces have as parent.
 
-Axes: R rows (as many as are needed), T time, S sequences of a batch.
+    row      p0 p1 p2 | p3 c0 c1 c2 | p3 r0 r1 | next pair ...
+    segment   1  1  1 |  2  2  2  2 |  3  3  3 |
+    parent    1  1  1 |  1  1  1  1 |  1  1  1 |
+
+A branch repeats the last token that both share: the state there predicts the first one that differs.
+
+Axes: R rows (as many as are needed), T time, S sequences of a batch, U units that lie in one row, K pieces.
 """
 
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 import numpy as np
 
 from tunix.types import Batch, Sequence
 
 
-def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = True) -> Batch:
+def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = True, members: int = 1) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
 
     Args:
         sequences: each at most `max_length` long; all name the same per-token and per-sequence values.
         size: S, the length of the per-sequence arrays. Where there are fewer sequences, the rest has weight 0.
         max_length: T.
-        packing: False gives each sequence a row of its own.
+        packing: False gives each unit a row of its own, and nothing is shared.
+        members: so many sequences that follow each other are a unit: they share a row, which has to have room for them,
+            and the beginning that they have in common as far as it is not trained.
 
     Returns:
-        A batch of numpy arrays; `sequence_ids` are places in `sequences`. The first token of a sequence is never
-        trained, whatever its mask says.
+        A batch of numpy arrays; `sequence_ids` are places in `sequences`, of a shared beginning the unit's first. The
+        first token of a sequence is never trained, whatever its mask says. Of two members, `counts` has the pairs.
 
     Raises:
         ValueError: too many, an empty or too long sequence, values that differ in name, or nothing that is trained.
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    _check(sequences, lengths, size, max_length)
-    if packing:
-        order, row_of, start_of, segment_of = _first_fit(lengths, max_length)
-    else:
-        order, row_of = np.arange(len(lengths)), np.arange(len(lengths))
-        start_of, segment_of = np.zeros_like(order), np.ones_like(order)
+    _check(sequences, lengths, size, members)
+    pieces = _pieces(sequences, lengths, members, share=packing)
+    row_of, start_of, segment_of = _placed(pieces, max_length, packing)
+    sizes = pieces.end - pieces.begin
+    # Index of every laid token within its piece, then within its sequence, then in the rows.
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    positions = within + np.repeat(pieces.begin, sizes)
+    target = np.repeat(row_of * max_length + start_of, sizes) + within
+    source = positions + np.repeat((np.cumsum(lengths) - lengths)[pieces.owner], sizes)
     shape = (int(row_of.max()) + 1, max_length)
-    sizes = lengths[order]
-    ends = np.cumsum(sizes)
-    positions = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
-    target = np.repeat(row_of[order] * max_length + start_of[order], sizes) + positions
 
     def laid(values: np.ndarray, dtype: type) -> np.ndarray:
         out = np.zeros(shape, dtype)
@@ -47,21 +57,23 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = 
         return out
 
     def joined(arrays: List[np.ndarray]) -> np.ndarray:
-        return np.concatenate([arrays[int(i)] for i in order])
+        return np.concatenate(arrays)[source]
 
     mask = joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (positions > 0)
-    owners = np.repeat(order, sizes)
+    owners = np.repeat(pieces.owner, sizes)
     weights = np.zeros(size)
     weights[: len(sequences)] = [sequence.weight for sequence in sequences]
     trained = np.bincount(owners[mask], minlength=size)
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
+    if members == 2:
+        counts["pairs"] = weights[::2].sum()
     if not mask.any():
         raise ValueError("no token of the batch is trained")
     first = sequences[0]
     return Batch(
         tokens=laid(joined([sequence.tokens for sequence in sequences]), np.int32),
         positions=laid(positions, np.int32),
-        segment_ids=laid(np.repeat(segment_of[order], sizes), np.int32),
+        segment_ids=laid(np.repeat(segment_of, sizes), np.int32),
         loss_mask=laid(mask, np.bool_),
         sequence_ids=laid(owners, np.int32),
         weights=weights.astype(np.float32),
@@ -74,6 +86,7 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = 
         per_sequence={
             name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
         },
+        parents=laid(np.repeat(segment_of[pieces.parent], sizes), np.int32) if members > 1 and packing else None,
     )
 
 
@@ -82,12 +95,78 @@ def waste(batch: Batch) -> float:
     return float(np.mean(np.asarray(batch.segment_ids) == 0))
 
 
-def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, max_length: int) -> None:
+@dataclass(frozen=True)
+class _Pieces:
+    """Stretches of sequences, unit by unit; arrays `[K]`."""
+
+    owner: np.ndarray
+    """The sequence."""
+    begin: np.ndarray
+    """First token of it."""
+    end: np.ndarray
+    """Behind the last."""
+    unit: np.ndarray
+    """Never falling."""
+    parent: np.ndarray
+    """The piece that is seen too; itself where there is none."""
+
+
+def _pieces(sequences: List[Sequence], lengths: np.ndarray, members: int, share: bool) -> _Pieces:
+    number = np.arange(len(sequences))
+    if members == 1:
+        return _Pieces(number, np.zeros_like(number), lengths, number, number)
+    rows: list[tuple[int, int, int, int, int]] = []
+    for unit, first in enumerate(range(0, len(sequences), members)):
+        group = range(first, first + members)
+        # The last token in common is left to the branches.
+        shared = max(_common([sequences[i] for i in group]) - 1, 0) if share else 0
+        parent = len(rows)
+        if shared:
+            rows.append((first, 0, shared, unit, parent))
+        rows += [(i, shared, lengths[i], unit, parent if shared else parent + i - first) for i in group]
+    return _Pieces(*np.array(rows, np.int64).T)
+
+
+def _common(group: List[Sequence]) -> int:
+    """Tokens at the beginning that are alike and not trained in any of a group."""
+    most = min(len(sequence.tokens) for sequence in group)
+    first = group[0].tokens[:most]
+    differ = np.zeros(most, bool)
+    for sequence in group:
+        differ |= (sequence.tokens[:most] != first) | sequence.loss_mask[:most].astype(bool)
+    return int(np.argmax(differ)) if differ.any() else most
+
+
+def _placed(pieces: _Pieces, max_length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each piece its row, its first place there, and its segment (from 1).
+
+    Raises:
+        ValueError: a unit is empty or does not fit into a row.
+    """
+    sizes = pieces.end - pieces.begin
+    units = np.bincount(pieces.unit, weights=sizes).astype(np.int64)
+    if units.max() > max_length:
+        raise ValueError(f"sequences that share a row have {units.max()} tokens; 1 to {max_length} fit in a row")
+    number = np.bincount(pieces.unit)
+    if packing:
+        row_of, start_of, segment_of = _first_fit(units, number, max_length)
+    else:
+        row_of, start_of, segment_of = np.arange(len(units)), np.zeros_like(units), np.ones_like(units)
+    first = np.cumsum(number) - number
+    before = np.cumsum(sizes) - sizes
+    start = start_of[pieces.unit] + before - before[first][pieces.unit]
+    segment = segment_of[pieces.unit] + np.arange(len(sizes)) - first[pieces.unit]
+    return row_of[pieces.unit], start, segment
+
+
+def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, members: int) -> None:
     """Refuses what cannot be packed."""
     if not 0 < len(sequences) <= size:
         raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
-    if lengths.min() < 1 or lengths.max() > max_length:
-        raise ValueError(f"sequences have {lengths.min()} to {lengths.max()} tokens; 1 to {max_length} fit in a row")
+    if len(sequences) % members or size % members:
+        raise ValueError(f"{len(sequences)} sequences of a batch of {size} do not make units of {members}")
+    if lengths.min() < 1:
+        raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
     first = sequences[0]
     for i, sequence in enumerate(sequences):
         if (
@@ -100,25 +179,28 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, max_length
                 raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
 
 
-def _first_fit(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _first_fit(lengths: np.ndarray, pieces: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First fit decreasing.
 
+    Args:
+        lengths: `[U]` tokens of each unit.
+        pieces: `[U]` segments that it takes.
+
     Returns:
-        Of S each: the order of placement, and by sequence its row, its first place there, and its segment (from 1).
+        `[U]` each: its row, its first place there, and its first segment (from 1).
     """
-    order = np.argsort(-lengths, kind="stable")
     room = np.full(len(lengths), max_length)
-    used = np.zeros(len(lengths), np.int64)
-    row_of, start_of, segment_of = np.empty_like(order), np.empty_like(order), np.empty_like(order)
+    used = np.ones(len(lengths), np.int64)
+    row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
     rows = 0
-    for i in order:
+    for i in np.argsort(-lengths, kind="stable"):
         # Rows that are not open yet have full room, so the first that fits always exists.
         row = int(np.argmax(room[: rows + 1] >= lengths[i]))
         rows = max(rows, row + 1)
-        used[row] += 1
         row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
+        used[row] += pieces[i]
         room[row] -= lengths[i]
-    return order, row_of, start_of, segment_of
+    return row_of, start_of, segment_of
 
 
 def _padded(values: List[float], size: int) -> np.ndarray:

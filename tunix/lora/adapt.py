@@ -16,7 +16,7 @@ from flax import nnx
 from tunix.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block
-from tunix.models.layers import rope_tables
+from tunix.models.layers import Segments, rope_tables
 from tunix.models.model import Params, is_adapter
 
 PROJECTIONS = {
@@ -53,7 +53,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         x = jnp.zeros((1, 1, decoder.d_model))
         here = jnp.zeros((1, 1), jnp.int32)
         rope = rope_tables(here, decoder.rope, decoder.head_dim)
-        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, here, rope, None, rngs=rngs))
+        segments = Segments(here, here)
+        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, segments, rope, None, rngs=rngs))
         made = adapted.projections()
         for name, projection in projections.items():
             projection.watched = False

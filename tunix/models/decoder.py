@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from tunix.config import DType
 from tunix.mesh import constrain
 from tunix.models.config import DecoderConfig
-from tunix.models.layers import Norm, Projection, attention, rope_tables, rotate, weight
+from tunix.models.layers import Norm, Projection, Segments, attention, rope_tables, rotate, weight
 
 KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
 """What a layer keeps for its backward pass: the products' results. Norms, rope, softmax and activations are made again;
@@ -52,13 +52,13 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"],
+        segments: Segments,
         rope: tuple[jax.Array, jax.Array],
         window: Int[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
         c = self.config
         q, k, v = self.heads(x, rope)
-        mixed = attention(q, k, v, segment_ids, window=window, scale=c.scale, softcap=c.attention_softcap)
+        mixed = attention(q, k, v, segments, window=window, scale=c.scale, softcap=c.attention_softcap)
         return self.rest(x, mixed)
 
     def projections(self) -> dict[str, Projection]:
@@ -147,8 +147,7 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
+        segments: Segments,
         *,
         dtype: DType,
         noise: Float[Array, "B T D"] | None = None,
@@ -159,14 +158,14 @@ class Decoder(nnx.Module):
         if noise is not None:
             x = x + noise.astype(dtype)
         x = constrain(x, "rows", None, None)
-        choose = self._layer_kinds(positions)
+        choose = self._layer_kinds(segments.positions)
         graph, stacked = nnx.split(self.layers)
 
         def layer(x: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
             weights, local = inputs
             # Cast layer by layer, so that float32 masters never exist a second time as a whole bf16 model.
             block = nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype), weights))
-            return block(x, segment_ids, *choose(local)), None
+            return block(x, segments, *choose(local)), None
 
         names = () if self.remat else KEPT
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))

@@ -9,13 +9,13 @@ Axes: B rows, T time, D model, F ffn, N query heads, K kv heads, G = N / K, H he
 import math
 import re
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import Axes
 from tunix.models.config import Rope
@@ -176,11 +176,33 @@ def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Ar
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
+class Segments(NamedTuple):
+    """Which tokens of a row see each other; made once for all layers."""
+
+    ids: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    parents: Int[Array, "B T"] | None = None
+    """See `types.Batch`."""
+
+    def seen(self, start: int, stop: int, window: Int[Array, ""] | None) -> Bool[Array, "B Q K"]:
+        """Of the queries `start` to `stop` and the keys before `stop`."""
+        query, key = np.s_[:, start:stop, None], np.s_[:, None, :stop]
+        behind = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
+        seen = self.ids[query] == self.ids[key]
+        if self.parents is not None:
+            seen |= self.parents[query] == self.ids[key]
+        seen &= behind >= 0
+        if window is None:
+            return seen
+        # Between a segment and its parent others may lie, so that columns do not tell the distance.
+        return seen & ((behind if self.parents is None else self.positions[query] - self.positions[key]) < window)
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"],
+    segments: Segments,
     *,
     window: Int[Array, ""] | None,
     scale: float,
@@ -207,10 +229,7 @@ def attention(
         scores = scores.reshape(rows, kv_heads, -1, stop - start, stop)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        ahead = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
-        seen = (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]) & (ahead >= 0)
-        if window is not None:
-            seen &= ahead < window
+        seen = segments.seen(start, stop, window)
         # A finite bias: it is added once per pair, where a select would compare again for every head.
         scores += jnp.where(seen, 0.0, HIDDEN)[:, None, None]
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(rows, kv_heads, -1, stop)

@@ -21,6 +21,7 @@ from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
 from tunix.models.head import token_logprobs
+from tunix.models.layers import Segments
 
 Params = dict[str, jax.Array]
 
@@ -88,11 +89,12 @@ class Model:
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
         *,
+        parents: Int[Array, "B T"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm."""
+        """Hidden states after the final norm; `parents` as in `types.Batch`."""
         decoder = nnx.merge(self._split[0], _nest(params))
-        return decoder(tokens, positions, segment_ids, dtype=self.dtype, noise=noise)
+        return decoder(tokens, Segments(segment_ids, positions, parents), dtype=self.dtype, noise=noise)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""

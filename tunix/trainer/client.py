@@ -20,13 +20,13 @@ from tunix.config import AdapterConfig
 from tunix.lora.adapt import merge
 from tunix.lora.peft import save_adapter
 from tunix.models.hf import save_folder
-from tunix.models.model import Model, Params
+from tunix.models.model import Model, Params, is_own
 from tunix.rollout.engine import Engine
 from tunix.rollout.episode import Decode
 from tunix.trainer.checkpoint import load_state, save_state
 from tunix.trainer.passes import Cut
 from tunix.trainer.scoring import Scorer
-from tunix.trainer.step import Compute, TrainState
+from tunix.trainer.step import Compute, Held, TrainState
 from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
 
 SLOTS = {"cpu": 64}
@@ -105,7 +105,7 @@ class Trainer:
             return self.critic.step(batch, loss)
         passes = self.machinery.cut.place(batch)
         with jax.set_mesh(self.machinery.mesh):
-            self._state, metrics = self._step(self._state, self.frozen, passes, self._key, loss)
+            self._state, metrics = self._step(self._state, self._held(loss), passes, self._key, loss)
         self._stale = True
         return metrics
 
@@ -113,7 +113,7 @@ class Trainer:
         """Adds the batch's gradients to those not yet applied."""
         passes = self.machinery.cut.place(batch)
         with jax.set_mesh(self.machinery.mesh):
-            gradients, metrics = self._gradients(self._state, self.frozen, passes, self._key, loss)
+            gradients, metrics = self._gradients(self._state, self._held(loss), passes, self._key, loss)
             self._gathered = gradients if self._gathered is None else self._add(self._gathered, gradients)
         return metrics
 
@@ -138,7 +138,7 @@ class Trainer:
         with jax.set_mesh(self.machinery.mesh):
             for batch in batches:
                 passes = self.machinery.cut.place(replace(batch, counts=counts))
-                sums = self._evaluate(self.params, passes, loss)
+                sums = self._evaluate(self._state.params, self._held(loss), passes, loss)
                 total = self._add(total, sums) if total else sums
         return {name.replace("train/", "eval/"): float(value) for name, value in total.items()}
 
@@ -154,11 +154,7 @@ class Trainer:
         """
         if of == "policy":
             return self._scorer.logprobs(self.params, sequences, temperature=temperature)
-        if self._reference is not None:
-            return self._scorer.logprobs(self._reference, sequences, temperature=temperature)
-        if self.machinery.adapter is None:
-            raise ValueError("no reference is held: build the trainer with reference=True")
-        return self._base_scorer.logprobs(self.frozen, sequences, temperature=temperature)
+        return self._base_scorer.logprobs(self.reference, sequences, temperature=temperature)
 
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         """`[T]` values of each sequence's states: at t of the one before token t is drawn; 0 for the first.
@@ -220,6 +216,21 @@ class Trainer:
         """All weights by name."""
         return {**self.frozen, **self._state.params}
 
+    @property
+    def reference(self) -> Params:
+        """The base under the adapter, or the weights that the run started from.
+
+        Raises:
+            ValueError: neither is held.
+        """
+        found = self.frozen if self.machinery.adapter is not None else self._reference
+        if found is None:
+            raise ValueError("no reference is held: build the trainer with reference=True")
+        return found
+
+    def _held(self, loss: Loss) -> Held:
+        return Held(self.frozen, self.reference if loss.reference else None)
+
     @cached_property
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self.machinery.mesh, PartitionSpec())
@@ -267,10 +278,10 @@ class Trainer:
         return jax.jit(partial(merge, adapter=self.machinery.adapter))
 
     def _snapshot(self, params: Params) -> Params:
-        """The weights as they are now, in the compute dtype: training takes their buffers over."""
-        dtype = self.machinery.model.dtype
+        """The weights as they are now, in the compute dtype: training takes their buffers over. No value head's."""
+        dtype, kept = self.machinery.model.dtype, {name: x for name, x in params.items() if not is_own(name)}
         with jax.set_mesh(self.machinery.mesh):
-            return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype).copy(), params))(params)
+            return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype).copy(), params))(kept)
 
     @cached_property
     def _add(self):

@@ -21,7 +21,7 @@ TOKENS_PER_PASS = {"cpu": 2048}
 TOKENS_ELSEWHERE = 8192
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
-"""A batch's own `[B T]` arrays."""
+"""A batch's own `[B T]` arrays, beside `parents`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Cut:
             padded[:rows] = x
             return padded.reshape(number, self.rows, *x.shape[1:])
 
-        rows_by_name = {name: cut(np.asarray(getattr(batch, name))) for name in PER_TOKEN}
+        own = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
+        rows_by_name = {name: cut(np.asarray(getattr(batch, name))) for name in own}
         values = {name: cut(np.asarray(x)) for name, x in batch.per_token.items()}
         by_rows = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
         everywhere = NamedSharding(self.mesh, PartitionSpec())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Over
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Term
 
 Sums = dict[str, "jax.Array | Peak"]
 
@@ -62,7 +62,7 @@ class Passes:
     """A batch cut into passes of equal shape."""
 
     rows: Mapping[str, Num[Array, "M R T"] | Bool[Array, "M R T"]]
-    """The batch's own per-token arrays by field name."""
+    """The batch's own per-token arrays by field name; without `parents` where it has none."""
     values: Mapping[str, Num[Array, "M R T"]]
     """Its `per_token` values."""
     weights: Float[Array, "S"]
@@ -89,6 +89,15 @@ class Passes:
         )
 
 
+class Held(NamedTuple):
+    """Weights that a step reads and does not change."""
+
+    frozen: Params
+    """The base under an adapter; empty without one."""
+    reference: Params | None = None
+    """Those that the run started from, where the loss asks for their log-probs."""
+
+
 @dataclass(frozen=True)
 class Compute:
     """The pure functions behind the client's verbs, for one model and one optimizer."""
@@ -97,18 +106,18 @@ class Compute:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
 
-    def step(self, state: TrainState, frozen: Params, passes: Passes, key: PRNGKeyArray, loss: Loss):
+    def step(self, state: TrainState, held: Held, passes: Passes, key: PRNGKeyArray, loss: Loss):
         """One update: `(state, metrics)`. `state` is donated by the caller's jit."""
-        gradients, metrics = self.gradients(state, frozen, passes, key, loss)
+        gradients, metrics = self.gradients(state, held, passes, key, loss)
         state, more = self.apply(state, gradients)
         return state, metrics | more
 
-    def gradients(self, state: TrainState, frozen: Params, passes: Passes, key: PRNGKeyArray, loss: Loss):
+    def gradients(self, state: TrainState, held: Held, passes: Passes, key: PRNGKeyArray, loss: Loss):
         """Gradients of the whole batch's loss, and its metrics."""
         key = jax.random.fold_in(key, state.step)
 
         def one_pass(params: Params, batch: Batch) -> tuple[jax.Array, Sums]:
-            sums = self.sums({**frozen, **params}, batch, loss, key)
+            sums = self.sums(params, held, batch, loss, key)
             return cast(jax.Array, sums["train/loss"]), sums
 
         gradient = jax.grad(one_pass, has_aux=True)
@@ -125,32 +134,54 @@ class Compute:
         params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, moments, state.step + 1), metrics
 
-    def evaluate(self, params: Params, passes: Passes, loss: Loss) -> dict[str, jax.Array]:
+    def evaluate(self, params: Params, held: Held, passes: Passes, loss: Loss) -> dict[str, jax.Array]:
         """The loss and its metrics, forward only and without noise."""
         loss = replace(loss, embedding_noise=0.0)
-        return told(over_passes(lambda batch: self.sums(params, batch, loss, jax.random.key(0)), passes))
+        return told(over_passes(lambda batch: self.sums(params, held, batch, loss, jax.random.key(0)), passes))
 
-    def sums(self, params: Params, batch: Batch, loss: Loss, key: PRNGKeyArray) -> Sums:
+    def sums(self, params: Params, held: Held, batch: Batch, loss: Loss, key: PRNGKeyArray) -> Sums:
         """One pass's share of the loss and its metrics, already divided by the whole batch's counts."""
+        params = {**held.frozen, **params}
         noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
-        tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
-        hidden = self.model.hidden(params, tokens, positions, segments, noise=noise)
-        logprobs = entropy = jnp.zeros(tokens.shape, jnp.float32)
+        hidden = _hidden(self.model, params, batch, noise)
+        logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
         if loss.logprobs:
-            needed, how = jnp.asarray(batch.loss_mask), {"entropy": loss.entropy, "temperature": loss.temperature}
-            logprobs, entropy = self.model.logprobs_of(params, hidden, tokens, positions, needed, **how)
-        values = self.model.values_of(params, hidden, positions) if loss.values else None
+            logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
+        values = self.model.values_of(params, hidden, jnp.asarray(batch.positions)) if loss.values else None
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
+        if loss.reference:
+            inputs = replace(inputs, reference_logprobs=self._reference_logprobs(held, batch, loss))
         return reduce_outputs(loss.function(inputs), batch)
+
+    def _reference_logprobs(self, held: Held, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
+        assert held.reference is not None, "the loss reads a reference: hold one"
+        model = replace(self.model, adapt=None, critic=False)
+        hidden = _hidden(model, held.reference, batch, None)
+        return jax.lax.stop_gradient(_logprobs(model, held.reference, hidden, batch, replace(loss, entropy=False))[0])
+
+
+def _hidden(model: Model, params: Params, batch: Batch, noise: Float[Array, "B T D"] | None) -> Float[Array, "B T D"]:
+    tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
+    parents = None if batch.parents is None else jnp.asarray(batch.parents)
+    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise)
+
+
+def _logprobs(
+    model: Model, params: Params, hidden: Float[Array, "B T D"], batch: Batch, loss: Loss
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probs of the trained tokens and their entropy, as the loss wants them."""
+    read = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
+    return model.logprobs_of(params, hidden, *read, entropy=loss.entropy, temperature=loss.temperature)
 
 
 def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
     """`train/loss` (the sum of the terms), each term where there are several, and the loss's own metrics."""
-    terms = {name: reduce(term.values, term.over, batch) for name, term in outputs.terms.items()}
+    terms = {name: reduce(term, batch) for name, term in outputs.terms.items()}
     sums: Sums = {"train/loss": sum(terms.values(), jnp.float32(0))}
     if len(terms) > 1:
         sums |= {f"loss/{name}": value for name, value in terms.items()}
-    sums |= {name: reduce(values, "tokens", batch) for name, values in outputs.metrics.items()}
+    metrics = {name: x if isinstance(x, Term) else Term(x) for name, x in outputs.metrics.items()}
+    sums |= {name: reduce(term, batch) for name, term in metrics.items()}
     return sums | {name: peak(values, batch) for name, values in outputs.peaks.items()}
 
 
@@ -170,14 +201,22 @@ def told(sums: Sums) -> dict[str, jax.Array]:
     return flat
 
 
-def reduce(values: Float[Array, "B T"], over: Over | float, batch: Batch) -> Float[Array, ""]:
-    """Masked, weighted sum of per-token values over the denominator that `over` names (see `types.Term`)."""
+def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
+    """Masked, weighted sum of a term's values over the denominator that it names (see `types.Term`)."""
+    values, over = term.values, term.over
+    if values.ndim == 1:
+        assert over in ("sequences", "pairs"), f"one value for each of {over}?"
+        # Sequences of other passes are counted there.
+        here = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
+        weights = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1]
+        return jnp.sum(jnp.where(weights > 0, values * weights, 0.0)) / batch.counts[over]
     weights = batch.weights[batch.sequence_ids]
     if over == "tokens":
         share, count = weights, batch.counts["tokens"]
     elif over == "sequences":
         share, count = weights / batch.lengths[batch.sequence_ids], batch.counts["sequences"]
     else:
+        assert not isinstance(over, str), f"values of tokens over {over}?"
         share, count = weights / over, batch.counts["sequences"]
     # where, not a product: a value outside of the mask may be infinite.
     return jnp.sum(jnp.where(batch.loss_mask, values * share, 0.0)) / count
