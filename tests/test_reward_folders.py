@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import CASES, one_device, randomise, reference_folder
 from tiny_runs import model_folder
@@ -14,10 +15,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
+from tunix.lora.peft import load_adapter, save_adapter
 from tunix.models.classifier import Padding, padding
 from tunix.models.families import read_config
 from tunix.models.hf import has_score, load_params, save_folder
 from tunix.models.model import Model
+from tunix.source import gives_scores, pretrained, weights
 from tunix.trainer.passes import Cut
 from tunix.trainer.scoring import Scorer
 from tunix.types import Sequence
@@ -60,9 +63,13 @@ def our_scores(model: Model, params: dict) -> np.ndarray:
     return np.array([values[-1] for values in found])
 
 
-def their_scores(folder: Path) -> np.ndarray:
+def classifier(folder: Path, **fields) -> torch.nn.Module:
+    """transformers' model of a folder."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager", **fields).eval()
+
+
+def their_scores(model: torch.nn.Module) -> np.ndarray:
     """Of a batch that is padded on the right."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     padded = torch.full((len(LENGTHS), max(LENGTHS)), model.config.get_text_config().pad_token_id)
     for row, sequence in zip(padded, ids(), strict=True):
         row[: len(sequence)] = torch.from_numpy(sequence)
@@ -75,12 +82,12 @@ def their_scores(folder: Path) -> np.ndarray:
 def test_scores_are_transformers_own_in_and_out(name, tmp_path):
     folder = classifier_folder(name, tmp_path / "theirs")
     model, params = our_model(folder)
-    expected = their_scores(folder)
+    expected = their_scores(classifier(folder))
     np.testing.assert_allclose(our_scores(model, params), expected, atol=1e-4)
     assert expected.std() > 0.1  # they do tell sequences apart
 
     save_folder(tmp_path / "ours", model.config, params, source=None, dtype="float32", scores=True)
-    np.testing.assert_allclose(their_scores(tmp_path / "ours"), expected, atol=1e-4)
+    np.testing.assert_allclose(their_scores(classifier(tmp_path / "ours")), expected, atol=1e-4)
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / "ours", folder))
     assert ours.keys() == theirs.keys()
     assert ours["score.weight"].shape == (1, 32)
@@ -135,3 +142,44 @@ def test_padding_is_a_token_that_ends_nothing(tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert (loaded.config.pad_token_id, loaded.config.num_labels) == (0, 1)
     assert tokenizer.encode("ab") == bytes_tokenizer("llama3").encode("ab", bos=True)
+
+
+def test_adapters_of_reward_models_are_pefts_own_in_and_out(tmp_path):
+    """A language model below, LoRA and the scalar head in the PEFT folder: the same scores there and here."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    reference_folder(CASES["llama-multihead-untied-llama3"], base)
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    theirs = get_peft_model(classifier(base, num_labels=1, pad_token_id=PAD), lora).eval()
+    randomise(theirs)
+    # randomise filled the base too: it is put back.
+    theirs.get_base_model().load_state_dict(load_base(base), strict=False)
+    theirs.save_pretrained(folder)
+    expected = their_scores(theirs)
+
+    source = pretrained(str(base), folder)
+    assert gives_scores(source)
+    assert not gives_scores(pretrained(str(base)))
+    model = Model(source.decoder, critic=True, speaks=False)
+    read = {"mesh": one_device(), "seed": 0, "trained": "float32", "frozen": "float32", "full": True}
+    params, _ = weights(source, model, **read)
+    np.testing.assert_allclose(our_scores(model, params), expected, atol=1e-4)
+    with pytest.raises(UserError, match="adapter is a reward model"):
+        weights(source, Model(source.decoder), **read)
+
+    config, arrays = load_adapter(folder, source.decoder)
+    ours = {name: jax.numpy.asarray(array) for name, array in arrays.items()}
+    save_adapter(tmp_path / "ours", ours, config, source.decoder, str(base), scores=True)
+    written, saved = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "ours", folder))
+    assert written.keys() == saved.keys()
+    again = PeftModel.from_pretrained(classifier(base, num_labels=1, pad_token_id=PAD), tmp_path / "ours").eval()
+    np.testing.assert_allclose(their_scores(again), expected, atol=1e-5)
+
+
+def load_base(folder: Path) -> dict:
+    """The weights of a folder as PEFT's wrapped model calls them."""
+    wrapped = {"q_proj", "down_proj"}
+    plain = load_file(folder / "model.safetensors").items()
+    return {
+        ".".join([*key.split(".")[:-1], "base_layer", "weight"]) if key.split(".")[-2] in wrapped else key: value
+        for key, value in plain
+    }

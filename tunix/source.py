@@ -21,10 +21,10 @@ from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.lora.adapt import adapt, merge
-from tunix.lora.peft import load_adapter
+from tunix.lora.peft import HEAD, load_adapter
 from tunix.models.config import DecoderConfig
 from tunix.models.families import preset, read_config, read_json, small, with_sizes
-from tunix.models.hf import load_params, resolve_folder
+from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
 from tunix.reading import read_mapping
 
@@ -193,16 +193,15 @@ def weights(
         full: all weights train; else only the adapter's.
     """
     dtypes: dict[str, DType] = {name: trained if full or is_own(name) else frozen for name in model.shapes}
-    base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if not is_own(name)}
-    key = jax.random.key(seed)
-    if source.folder is None:
-        params = model.init(key, dtypes, mesh)
-    else:
+    params: Params = {}
+    if source.folder is not None:
+        held = {HEAD} if HEAD in dtypes and not model.speaks and has_score(source.folder) else set()
+        base = {name: dtype for name, dtype in dtypes.items() if name in held or not is_own(name)}
         params = load_params(model, source.folder, base, mesh)
         if source.merged is not None:
-            params = _merged(params, source, mesh)
-        if len(base) < len(dtypes):
-            params |= model.init(key, {name: dtypes[name] for name in dtypes if name not in base}, mesh)
+            params = _merged(params, model, source, mesh)
+    if missing := {name: dtype for name, dtype in dtypes.items() if name not in params}:
+        params |= model.init(jax.random.key(seed), missing, mesh)
     mine = {name for name in dtypes if full or is_own(name)}
     return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}
 
@@ -218,19 +217,32 @@ def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
     return model, params
 
 
+def gives_scores(source: Source) -> bool:
+    """Whether the source is a reward model: its folder, or the adapter on top, has a scalar head."""
+    if source.merged is not None and HEAD in load_adapter(source.merged, source.decoder)[1]:
+        return True
+    return source.folder is not None and has_score(source.folder)
+
+
 def adapted(decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None) -> Model:
     """The model that a recipe trains."""
     adaptation = adapt(adapter, decoder) if adapter else None
     return Model(decoder, dtype=config.dtype, remat=config.remat == "block", adapt=adaptation)
 
 
-def _merged(params: Params, source: Source, mesh: Mesh) -> Params:
-    """The base with the source's adapter added."""
+def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
+    """The base with the source's adapter added.
+
+    Raises:
+        UserError: the adapter makes a reward model of it, and a language model is wanted.
+    """
     assert source.merged is not None
     config, arrays = load_adapter(source.merged, source.decoder)
-    places = Model(source.decoder, adapt=adapt(config, source.decoder)).shardings(mesh)
+    if model.speaks and HEAD in arrays:
+        raise reward_model(source.merged)
+    places = Model(source.decoder, adapt=adapt(config, source.decoder), critic=True).shardings(mesh)
     placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
-    return jax.jit(lambda params: merge(params, config), donate_argnums=0)({**params, **placed})
+    return jax.jit(lambda base, mine: merge({**base, **mine}, config), donate_argnums=0)(params, placed)
 
 
 def _base(adapter: Path) -> str:

@@ -130,6 +130,14 @@ def has_score(folder: Path) -> bool:
     return SCORE in tensors_of_folder(folder)
 
 
+def reward_model(folder: Path) -> UserError:
+    """What is said where a folder should speak and scores."""
+    return UserError(
+        f"{folder} is a reward model: it has {SCORE} and gives scores, not words. Name it as reward.model, or go on "
+        "training it with `algorithm: {name: reward}`"
+    )
+
+
 def _load_single(
     stored: Mapping[str, Stored], tensor: Tensor, shape: tuple[int, ...], axes: Any, dtype: DType, mesh: Mesh
 ) -> jax.Array:
@@ -196,10 +204,7 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
 
 def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
     if model.speaks and SCORE in stored:
-        raise UserError(
-            f"{folder} is a reward model: it has {SCORE} and gives scores, not words. Name it as reward.model, or go on "
-            "training it with `algorithm: {name: reward}`."
-        )
+        raise reward_model(folder)
     base = {name: shape for name, shape in model.shapes.items() if name in asked or not is_own(name)}
     wanted = expected(model.config, base)
     check_tensors(stored, wanted, folder)

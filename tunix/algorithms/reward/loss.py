@@ -1,0 +1,44 @@
+"""The loss of a reward model: arrays in, terms out.
+
+Axes: B rows, T time, S sequences; 2 i is the chosen one of a pair, 2 i + 1 the rejected one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tunix.algorithms.ops import per_sequence
+from tunix.types import LossInputs, LossOutputs, Term
+
+MARGIN = "margin"
+
+
+def reward_loss(inputs: LossInputs, centring: float) -> LossOutputs:
+    """Bradley-Terry: the chosen completion wins with probability `sigmoid(r_chosen - r_rejected)`.
+
+    L = mean over pairs of -log sigmoid(r_c - r_r - m) + centring (r_c + r_r)^2
+
+    The first term is that of Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155, eq. 1), with the margin m of Llama 2
+    (Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. 2) where rows have one. Only differences matter to it;
+    the second (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244) settles the offset, which is free else.
+
+    Args:
+        inputs: `values` `[B T]`, of which each sequence's single trained token has its score; and per-sequence `margin`
+            `[S]` where rows have one, the same on either side of a pair.
+        centring: coefficient of the second term; 0 for none.
+    """
+    assert inputs.values is not None
+    scores = per_sequence(inputs.values, inputs.batch)
+    chosen, rejected = scores[::2], scores[1::2]
+    gap = chosen - rejected
+    margins = inputs.batch.per_sequence.get(MARGIN)
+    beyond = gap if margins is None else gap - jnp.asarray(margins)[::2]
+    terms = {"preference": Term(-jax.nn.log_sigmoid(beyond), "pairs")}
+    if centring:
+        terms["centring"] = Term(centring * (chosen + rejected) ** 2, "pairs")
+    metrics = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margin": gap,
+        "rewards/accuracy": (gap > 0).astype(jnp.float32),
+    }
+    return LossOutputs(terms, {name: Term(values, "pairs") for name, values in metrics.items()})
