@@ -1,4 +1,4 @@
-"""What the sections of GRPO and PPO share, and how their settings are settled. Loads without jax.
+"""How the settings of a section are settled, and what the sections of GRPO and PPO share. Loads without jax.
 
 A section as written -> the preset's settings under it -> nulls replaced by the usual values of what was chosen ->
 the fields' own checks -> refusal of settings that the others leave without effect. A `Rule` says which keys mean
@@ -30,7 +30,59 @@ class Rule(NamedTuple):
     """What stands in the way and what to do, after `KEY changes nothing `."""
 
 
-class PolicyConfig(AlgorithmConfig):
+class RuledConfig(AlgorithmConfig):
+    """A section with presets and rules; each algorithm says which."""
+
+    presets: ClassVar[Mapping[str, Settings]] = {}
+    """Named settings; the keys that the user writes go before them."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """A key has one rule at most. They are settled in this order: a rule may ask for what those before it filled in."""
+
+    @classmethod
+    def usual(cls, settings: Settings) -> Settings:
+        """What null stands for, given the other settings."""
+        return {}
+
+    def conflicts(self) -> list[str]:
+        """What is wrong between settings that are all read; one sentence each."""
+        return []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, given: Any) -> Any:
+        """Presets and usual values, filled in where the user wrote nothing."""
+        if not isinstance(given, Mapping):
+            return given
+        defaults = {name: field.get_default() for name, field in cls.model_fields.items() if not field.is_required()}
+        chosen = given.get("preset")
+        preset = cls.presets.get(chosen, {}) if isinstance(chosen, str) else {}
+        settings = {**defaults, **preset, **given}
+        ruled = {key for rule in cls.rules for key in rule.keys}
+        always = Rule(tuple(key for key in defaults if key not in ruled), lambda _: True, "")
+        for rule in (always, *cls.rules):
+            for key in rule.keys:
+                if not rule.read(settings):
+                    # A preset's setting that another choice of the user's leaves without effect.
+                    settings[key] = given.get(key, defaults[key])
+                elif settings[key] is None:
+                    settings[key] = cls.usual(settings).get(key)
+        return settings
+
+    @model_validator(mode="after")
+    def _read(self) -> "RuledConfig":
+        settings, fields = dict(self), type(self).model_fields
+        complaints = [
+            f"{key} is {settings[key]!r}, which changes nothing {rule.why}; or leave it at {_shown(fields[key])}"
+            for rule in self.rules
+            for key in rule.keys
+            if not rule.read(settings) and settings[key] != fields[key].get_default()
+        ]
+        if complaints := complaints or list(self.conflicts()):
+            raise ValueError("\n".join(complaints))
+        return self
+
+
+class PolicyConfig(RuledConfig):
     """Keys of a policy gradient on rollouts; GRPO and PPO add theirs."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -78,8 +130,6 @@ class PolicyConfig(AlgorithmConfig):
     group_size: Positive = 1
     """Completions of each prompt."""
 
-    presets: ClassVar[Mapping[str, Settings]] = {}
-    """Named settings; the keys that the user writes go before them."""
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("reduction_length",), lambda s: s["reduction"] == "constant", "without reduction: constant"),
         Rule(("kl_in", "kl_estimator"), lambda s: bool(s["kl"]), "while kl is 0: set kl"),
@@ -104,7 +154,6 @@ class PolicyConfig(AlgorithmConfig):
             "without correction: mask, which alone has a lower bound",
         ),
     )
-    """A key has one rule at most. They are settled in this order: a rule may ask for what those before it filled in."""
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
@@ -118,40 +167,6 @@ class PolicyConfig(AlgorithmConfig):
             "correction_low": 0.5,
             "correction_high": 2.0 if settings["correction"] == "truncate" else 5.0,
         }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _settle(cls, given: Any) -> Any:
-        """Presets and usual values, filled in where the user wrote nothing."""
-        if not isinstance(given, Mapping):
-            return given
-        defaults = {name: field.get_default() for name, field in cls.model_fields.items() if not field.is_required()}
-        chosen = given.get("preset")
-        preset = cls.presets.get(chosen, {}) if isinstance(chosen, str) else {}
-        settings = {**defaults, **preset, **given}
-        ruled = {key for rule in cls.rules for key in rule.keys}
-        always = Rule(tuple(key for key in defaults if key not in ruled), lambda _: True, "")
-        for rule in (always, *cls.rules):
-            for key in rule.keys:
-                if not rule.read(settings):
-                    # A preset's setting that another choice of the user's leaves without effect.
-                    settings[key] = given.get(key, defaults[key])
-                elif settings[key] is None:
-                    settings[key] = cls.usual(settings).get(key)
-        return settings
-
-    @model_validator(mode="after")
-    def _read(self) -> "PolicyConfig":
-        settings, fields = dict(self), type(self).model_fields
-        complaints = [
-            f"{key} is {settings[key]!r}, which changes nothing {rule.why}; or leave it at {_shown(fields[key])}"
-            for rule in self.rules
-            for key in rule.keys
-            if not rule.read(settings) and settings[key] != fields[key].get_default()
-        ]
-        if complaints := complaints or list(self.conflicts()):
-            raise ValueError("\n".join(complaints))
-        return self
 
     @property
     def updates_per_step(self) -> int:
