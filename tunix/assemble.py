@@ -137,7 +137,8 @@ def build_trainer(
     """
     decoder = with_stops(source)
     critic = None if algorithm is None else algorithm.critic
-    model = replace(adapted(decoder, recipe.model, recipe.adapter), critic=critic == "shared")
+    heads = {"critic": critic in ("shared", "alone"), "speaks": critic != "alone"}
+    model = replace(adapted(decoder, recipe.model, recipe.adapter), **heads)
     full = recipe.adapter is None
     trained = recipe.model.param_dtype or "float32"
     frozen = recipe.model.param_dtype or recipe.model.dtype
@@ -167,10 +168,11 @@ def build_trainer(
 
 def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:
     """A model of its own that values states. It starts from the policy's weights, and shares a frozen base with it."""
-    model = replace(policy.model, critic=True)
+    model = replace(policy.model, critic=True, speaks=False)
     dtype: DType = recipe.model.param_dtype or "float32"
     new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
-    mine = jax.tree.map(jax.numpy.copy, params) | model.init(jax.random.key(recipe.seed), new, policy.mesh)
+    mine = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
+    mine |= model.init(jax.random.key(recipe.seed), new, policy.mesh)
     rate = recipe.algorithm.model_dump().get("critic_learning_rate")
     config = recipe.optimizer.model_copy(update={"learning_rate": rate}) if rate else recipe.optimizer
     machinery = replace(
@@ -180,7 +182,7 @@ def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, upd
         schedule=build_schedule(config, updates),
         reference=False,
     )
-    return Trainer(machinery, mine, base)
+    return Trainer(machinery, mine, {name: x for name, x in base.items() if name in model.shapes})
 
 
 def _scorer(recipe: Recipe, found: Inputs) -> Scorer | None:

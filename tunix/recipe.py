@@ -17,6 +17,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.ppo.config import PPOConfig
+from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import (
     AdapterConfig,
@@ -410,5 +411,6 @@ ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
     "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
     "ppo": (PPOConfig, "tunix.algorithms.ppo.algorithm:PPO"),
     "grpo": (GRPOConfig, "tunix.algorithms.grpo.algorithm:GRPO"),
+    "reward": (RewardModelConfig, "tunix.algorithms.reward.algorithm:RewardModel"),
 }
 """`algorithm.name` -> the model of its section, and the class that runs it (imported only then)."""

@@ -53,9 +53,9 @@ class Algorithm(ABC):
         """Arrays in, terms out; jax, pure."""
 
     @property
-    def train_on(self) -> Literal["completion", "all", "prompt"]:
-        """What is read of a row: the completion's tokens are targets, or every one after the first; or only prompts
-        are read, and the policy writes the completions."""
+    def train_on(self) -> Literal["completion", "all", "prompt", "pairs", "labels"]:
+        """What is read of a row: the completion's tokens are targets, or every one after the first; only prompts, and
+        the policy writes the completions; two completions that are compared; or one with a verdict."""
         return "completion"
 
     def prepared(self, sequence: Sequence) -> Sequence:
@@ -69,7 +69,8 @@ class Algorithm(ABC):
 
     @property
     def critic(self) -> str | None:
-        """`own` for a model of its own that values states, `shared` for a head on the policy's trunk, None for none."""
+        """`own` for a model of its own that values states, `shared` for a head on the policy's trunk, `alone` where the
+        model gives values and no log-probs, None for none."""
         return None
 
     @property

@@ -199,17 +199,20 @@ class Trainer:
     def export(self, path: Path, adapter: bool = False) -> None:
         """Writes a Hugging Face folder, an adapter merged into its base; or the adapter alone as a PEFT folder.
 
+        A reward model's is a sequence classifier's.
+
         Raises:
             ValueError: the adapter is asked for where none is trained.
         """
         m = self.machinery
         if not adapter:
             merged = self.params if m.adapter is None else self._merge(self.params)
-            save_folder(path, m.model.config, merged, source=m.files, dtype=m.model.dtype)
+            how = {"source": m.files, "dtype": m.model.dtype, "scores": not m.model.speaks}
+            save_folder(path, m.model.config, merged, **how)
         elif m.adapter is None:
             raise ValueError("there is no adapter to export: all weights were trained")
         else:
-            save_adapter(path, self._state.params, m.adapter, m.model.config, m.base)
+            save_adapter(path, self._state.params, m.adapter, m.model.config, m.base, scores=not m.model.speaks)
 
     @property
     def params(self) -> Params:
