@@ -16,7 +16,25 @@ from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Seque
 
 
 @runtime_checkable
-class Client(Protocol):
+class Sampler(Protocol):
+    """What draws completions: the client, or an engine that holds weights and trains nothing."""
+
+    def sample(
+        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt of token ids, from the weights that were published or loaded last.
+
+        Args:
+            prompts: token ids, at least one each.
+            n: request i is sample i % n of prompt i // n.
+            seed: a draw depends on (seed, request, token index) alone.
+            reply: answers to finished turns, where an environment does; called between the sampler's steps.
+        """
+        ...
+
+
+@runtime_checkable
+class Client(Sampler, Protocol):
     """What an algorithm may ask of the machinery. Nothing here names a mesh, a model or an optimizer."""
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
@@ -40,26 +58,16 @@ class Client(Protocol):
         ...
 
     def logprobs(
-        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference", "teacher"] = "policy",
+        temperature: float = 1.0,
     ) -> list[np.ndarray]:
         """For each sequence the `[T]` log-probs of its tokens, 0 for the first; forward only."""
         ...
 
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         """For each sequence the critic's `[T]` values: at t of the state before token t is drawn; 0 for the first."""
-        ...
-
-    def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
-    ) -> list[list[Completion]]:
-        """`n` completions for each prompt of token ids, from the published weights.
-
-        Args:
-            prompts: token ids, at least one each.
-            n: request i is sample i % n of prompt i // n.
-            seed: a draw depends on (seed, request, token index) alone.
-            reply: answers to finished turns, where an environment does; called between the sampler's steps.
-        """
         ...
 
     def publish(self) -> int:

@@ -26,7 +26,8 @@ from tunix.rollout.episode import Decode
 from tunix.trainer.checkpoint import load_state, save_state
 from tunix.trainer.passes import Cut
 from tunix.trainer.scoring import Scorer
-from tunix.trainer.step import Compute, Held, TrainState
+from tunix.trainer.step import Compute, Held, Passes, TrainState
+from tunix.trainer.teacher import Teacher
 from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
 
 SLOTS = {"cpu": 64}
@@ -63,15 +64,23 @@ class Machinery:
 class Trainer:
     """Implements `Client` for one process."""
 
-    def __init__(self, machinery: Machinery, params: Params, frozen: Params, critic: "Trainer | None" = None):
+    def __init__(
+        self,
+        machinery: Machinery,
+        params: Params,
+        frozen: Params,
+        critic: "Trainer | None" = None,
+        teacher: Teacher | None = None,
+    ):
         """Takes over `params`: they are donated to the first step.
 
         Args:
             params: the weights that train.
             frozen: the others; empty without an adapter.
             critic: a model of its own that values states; None where the model has a value head, or none is asked.
+            teacher: a frozen model that is learned from.
         """
-        self.machinery, self.frozen, self.critic = machinery, frozen, critic
+        self.machinery, self.frozen, self.critic, self.teacher = machinery, frozen, critic, teacher
         copied = machinery.reference and machinery.adapter is None
         self._reference = self._snapshot(params) if copied else None
         with jax.set_mesh(machinery.mesh):
@@ -103,17 +112,17 @@ class Trainer:
             if self.critic is None:
                 raise ValueError("there is no critic of its own: build the trainer with one")
             return self.critic.step(batch, loss)
-        passes = self.machinery.cut.place(batch)
+        passes, held = self._read(batch, loss)
         with jax.set_mesh(self.machinery.mesh):
-            self._state, metrics = self._step(self._state, self._held(loss), passes, self._key, loss)
+            self._state, metrics = self._step(self._state, held, passes, self._key, loss)
         self._stale = True
         return metrics
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
         """Adds the batch's gradients to those not yet applied."""
-        passes = self.machinery.cut.place(batch)
+        passes, held = self._read(batch, loss)
         with jax.set_mesh(self.machinery.mesh):
-            gradients, metrics = self._gradients(self._state, self._held(loss), passes, self._key, loss)
+            gradients, metrics = self._gradients(self._state, held, passes, self._key, loss)
             self._gathered = gradients if self._gathered is None else self._add(self._gathered, gradients)
         return metrics
 
@@ -135,23 +144,28 @@ class Trainer:
         batches = list(batches)
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
         total: dict[str, jax.Array] = {}
-        with jax.set_mesh(self.machinery.mesh):
-            for batch in batches:
-                passes = self.machinery.cut.place(replace(batch, counts=counts))
-                sums = self._evaluate(self._state.params, self._held(loss), passes, loss)
+        for batch in batches:
+            passes, held = self._read(replace(batch, counts=counts), loss)
+            with jax.set_mesh(self.machinery.mesh):
+                sums = self._evaluate(self._state.params, held, passes, loss)
                 total = self._add(total, sums) if total else sums
         return {name.replace("train/", "eval/"): float(value) for name, value in total.items()}
 
     def logprobs(
-        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference", "teacher"] = "policy",
+        temperature: float = 1.0,
     ) -> list[np.ndarray]:
         """`[T]` log-probs of each sequence's tokens, 0 for the first.
 
         `reference` is the base under the adapter, or the weights that the run started from.
 
         Raises:
-            ValueError: a reference is asked for where none is held.
+            ValueError: a reference or a teacher is asked for where none is held.
         """
+        if of == "teacher":
+            return self._teaching.logprobs(sequences, temperature)
         if of == "policy":
             return self._scorer.logprobs(self.params, sequences, temperature=temperature)
         return self._base_scorer.logprobs(self.reference, sequences, temperature=temperature)
@@ -231,8 +245,17 @@ class Trainer:
             raise ValueError("no reference is held: build the trainer with reference=True")
         return found
 
-    def _held(self, loss: Loss) -> Held:
-        return Held(self.frozen, self.reference if loss.reference else None)
+    def _read(self, batch: Batch, loss: Loss) -> tuple[Passes, Held]:
+        """What a compiled function reads of a batch, and what it holds beside the weights that train."""
+        passes = self.machinery.cut.place(batch)
+        lesson = self._teaching.lesson(batch, passes) if loss.divergence else None
+        return passes, Held(self.frozen, self.reference if loss.reference else None, lesson)
+
+    @property
+    def _teaching(self) -> Teacher:
+        if self.teacher is None:
+            raise ValueError("no teacher is held: build the trainer with one")
+        return self.teacher
 
     @cached_property
     def _everywhere(self) -> NamedSharding:

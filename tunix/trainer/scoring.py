@@ -74,13 +74,14 @@ class Scorer:
         return jax.jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
 
 
-def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T"]:
-    """Per-token values of the filled passes; zeros elsewhere."""
+def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T *width"]:
+    """Per-token values of the filled passes, numbers or vectors; zeros elsewhere."""
 
     def body(index: jax.Array, found: jax.Array) -> jax.Array:
         return found.at[index].set(one(passes.at(index)))
 
-    empty = jax.numpy.zeros(passes.rows["tokens"].shape, jax.numpy.float32)
+    each = jax.eval_shape(one, passes.at(0))
+    empty = jax.numpy.zeros((passes.number, *each.shape), each.dtype)
     return jax.lax.fori_loop(0, passes.filled, body, empty)
 
 

@@ -10,7 +10,7 @@ Axes: M passes, R rows of a pass, T time, S sequences, D model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from tunix.models.divergence import Side, compared
 from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Term
+from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Term
 
 Sums = dict[str, "jax.Array | Peak"]
+Index = Int[Array, ""] | int
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +79,7 @@ class Passes:
         """M."""
         return self.rows["tokens"].shape[0]
 
-    def at(self, index: Int[Array, ""] | int) -> Batch:
+    def at(self, index: Index) -> Batch:
         """The rows of one pass `[R T]`, with the whole batch's per-sequence arrays and counts."""
         return Batch(
             **{name: rows[index] for name, rows in self.rows.items()},
@@ -89,13 +91,28 @@ class Passes:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says of a batch, on the student's mesh."""
+
+    states: Float[Array, "M R T E"]
+    """Its hidden states after the final norm."""
+    table: Float[Array, "V E"]
+    """Its head."""
+    softcap: float | None = field(metadata={"static": True})
+    """Of its logits."""
+
+
 class Held(NamedTuple):
-    """Weights that a step reads and does not change."""
+    """What a step reads and does not change."""
 
     frozen: Params
     """The base under an adapter; empty without one."""
     reference: Params | None = None
     """Those that the run started from, where the loss asks for their log-probs."""
+    lesson: Lesson | None = None
+    """What the teacher says of this batch, where the loss asks for a divergence."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +133,12 @@ class Compute:
         """Gradients of the whole batch's loss, and its metrics."""
         key = jax.random.fold_in(key, state.step)
 
-        def one_pass(params: Params, batch: Batch) -> tuple[jax.Array, Sums]:
-            sums = self.sums(params, held, batch, loss, key)
+        def one_pass(params: Params, index: Index) -> tuple[jax.Array, Sums]:
+            sums = self.sums(params, held, passes, index, loss, key)
             return cast(jax.Array, sums["train/loss"]), sums
 
         gradient = jax.grad(one_pass, has_aux=True)
-        gradients, sums = over_passes(lambda batch: gradient(state.params, batch), passes)
+        gradients, sums = over_passes(lambda index: gradient(state.params, index), passes)
         return gradients, told(sums)
 
     def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -137,13 +154,14 @@ class Compute:
     def evaluate(self, params: Params, held: Held, passes: Passes, loss: Loss) -> dict[str, jax.Array]:
         """The loss and its metrics, forward only and without noise."""
         loss = replace(loss, embedding_noise=0.0)
-        return told(over_passes(lambda batch: self.sums(params, held, batch, loss, jax.random.key(0)), passes))
+        return told(over_passes(lambda index: self.sums(params, held, passes, index, loss, jax.random.key(0)), passes))
 
-    def sums(self, params: Params, held: Held, batch: Batch, loss: Loss, key: PRNGKeyArray) -> Sums:
+    def sums(self, params: Params, held: Held, passes: Passes, index: Index, loss: Loss, key: PRNGKeyArray) -> Sums:
         """One pass's share of the loss and its metrics, already divided by the whole batch's counts."""
+        batch = passes.at(index)
         params = {**held.frozen, **params}
         noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
-        hidden = _hidden(self.model, params, batch, noise)
+        hidden = hidden_of(self.model, params, batch, noise)
         logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
         if loss.logprobs:
             logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
@@ -151,16 +169,22 @@ class Compute:
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         if loss.reference:
             inputs = replace(inputs, reference_logprobs=self._reference_logprobs(held, batch, loss))
+        if loss.divergence:
+            assert held.lesson is not None, "the loss reads a divergence: hold a teacher"
+            inputs = replace(inputs, compared=_compared(self.model, params, hidden, held.lesson, batch, index, loss))
         return reduce_outputs(loss.function(inputs), batch)
 
     def _reference_logprobs(self, held: Held, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert held.reference is not None, "the loss reads a reference: hold one"
         model = replace(self.model, adapt=None, critic=False)
-        hidden = _hidden(model, held.reference, batch, None)
+        hidden = hidden_of(model, held.reference, batch)
         return jax.lax.stop_gradient(_logprobs(model, held.reference, hidden, batch, replace(loss, entropy=False))[0])
 
 
-def _hidden(model: Model, params: Params, batch: Batch, noise: Float[Array, "B T D"] | None) -> Float[Array, "B T D"]:
+def hidden_of(
+    model: Model, params: Params, batch: Batch, noise: Float[Array, "B T D"] | None = None
+) -> Float[Array, "B T D"]:
+    """The states that a model makes of a batch's rows."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
     parents = None if batch.parents is None else jnp.asarray(batch.parents)
     return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise)
@@ -172,6 +196,25 @@ def _logprobs(
     """Log-probs of the trained tokens and their entropy, as the loss wants them."""
     read = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
     return model.logprobs_of(params, hidden, *read, entropy=loss.entropy, temperature=loss.temperature)
+
+
+def _compared(
+    model: Model,
+    params: Params,
+    hidden: Float[Array, "B T D"],
+    lesson: Lesson,
+    batch: Batch,
+    index: Index,
+    loss: Loss,
+) -> Compared:
+    """The policy beside the teacher at the trained tokens of a pass."""
+    assert loss.divergence is not None
+    needed = (jnp.asarray(batch.loss_mask) & (jnp.asarray(batch.positions) > 0))[:, 1:]
+    # As log-probs: the state at t - 1 predicts token t.
+    student = Side(hidden[:, :-1], model.table(params), model.config.logit_softcap)
+    teacher = Side(lesson.states[index][:, :-1], lesson.table, lesson.softcap)
+    found = compared(student, teacher, jnp.asarray(batch.tokens)[:, 1:], needed, loss.divergence)
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)
 
 
 def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
@@ -223,13 +266,13 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
 
 
 def over_passes(one: Callable, passes: Passes) -> Any:
-    """Sums `one(batch)` over the filled passes, in float32 at least; peaks keep their largest.
+    """Sums `one(index)` over the filled passes, in float32 at least; peaks keep their largest.
 
     A single pass needs no loop.
     """
     if passes.number == 1:
-        return one(passes.at(0))
-    shapes = jax.eval_shape(one, passes.at(0))
+        return one(0)
+    shapes = jax.eval_shape(one, 0)
     size = passes.rows["tokens"][0].size
 
     def nothing(x: Any) -> Any:
@@ -242,7 +285,7 @@ def over_passes(one: Callable, passes: Passes) -> Any:
         def joined(a: Any, b: Any) -> Any:
             return a.or_larger(replace(b, place=b.place + i * size)) if isinstance(a, Peak) else a + b
 
-        return jax.tree.map(joined, sums, one(passes.at(i)), is_leaf=_is_peak)
+        return jax.tree.map(joined, sums, one(i), is_leaf=_is_peak)
 
     start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
     sums = jax.lax.fori_loop(0, passes.filled, body, start)
