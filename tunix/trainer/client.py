@@ -140,7 +140,7 @@ class Trainer:
         return metrics
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
-        """The loss and its metrics over all batches, as `eval/...`; waits for the result."""
+        """The loss and its metrics over all batches, as `eval/...`, e.g. `eval/loss`; waits for the result."""
         batches = list(batches)
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
         total: dict[str, jax.Array] = {}
@@ -149,7 +149,7 @@ class Trainer:
             with jax.set_mesh(self.machinery.mesh):
                 sums = self._evaluate(self._state.params, held, passes, loss)
                 total = self._add(total, sums) if total else sums
-        return {name.replace("train/", "eval/"): float(value) for name, value in total.items()}
+        return {f"eval/{name.removeprefix('train/')}": float(value) for name, value in total.items()}
 
     def logprobs(
         self,
