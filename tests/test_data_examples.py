@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 
 from tunix.config import DataConfig
+from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
-from tunix.data.examples import (
-    CUT_AWAY,
-    NOTHING_TRAINED,
-    TOO_LONG,
-    Accounting,
-    Dropped,
-    Kept,
-    Rendering,
-    detect_format,
-    rendering,
-    to_sequence,
-)
+from tunix.data.examples import to_example
+from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 
@@ -27,9 +18,9 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def kept(row, how, tokenizer=TOKENIZER):
-    example = to_sequence(row, tokenizer, how, "row 7")
+    example = to_example(row, tokenizer, how, "row 7")
     assert isinstance(example, Kept), example
-    return example.sequence.tokens.tolist(), example.sequence.loss_mask.astype(int).tolist()
+    return example.sequences[0].tokens.tolist(), example.sequences[0].loss_mask.astype(int).tolist()
 
 
 def test_strings():
@@ -75,33 +66,33 @@ def test_given_tokens_need_no_tokenizer_and_stay_as_they_are():
 
 def test_columns_and_weight():
     how = Rendering("prompt_completion", {"prompt": "question", "completion": "answer", "weight": "w"})
-    example = to_sequence({"question": "a", "answer": "b", "w": 0.25}, TOKENIZER, how)
+    example = to_example({"question": "a", "answer": "b", "w": 0.25}, TOKENIZER, how)
     assert isinstance(example, Kept)
-    assert example.sequence.weight == 0.25
+    assert example.sequences[0].weight == 0.25
     for value in (None, 1, 1.0):
-        example = to_sequence({"text": "a", "weight": value}, TOKENIZER, Rendering("text"))
+        example = to_example({"text": "a", "weight": value}, TOKENIZER, Rendering("text"))
         assert isinstance(example, Kept)
-        assert example.sequence.weight == 1.0
+        assert example.sequences[0].weight == 1.0
 
 
 def test_overflow_and_nothing_to_train():
     row = {"prompt": "ab", "completion": "ccc"}  # 7 tokens, the last 4 trained
-    cut = to_sequence(row, TOKENIZER, Rendering("prompt_completion", max_length=5))
+    cut = to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=5))
     assert isinstance(cut, Kept)
     assert cut.truncated
-    assert cut.sequence.tokens.tolist() == [BOS, A, B, C, C]
-    whole = to_sequence(row, TOKENIZER, Rendering("prompt_completion", max_length=7, on_overflow="error"))
+    assert cut.sequences[0].tokens.tolist() == [BOS, A, B, C, C]
+    whole = to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=7, on_overflow="error"))
     assert isinstance(whole, Kept)
     assert not whole.truncated
-    assert to_sequence(row, TOKENIZER, Rendering("prompt_completion", max_length=3)) == Dropped(CUT_AWAY)
-    assert to_sequence(row, TOKENIZER, Rendering("prompt_completion", max_length=6, on_overflow="drop")) == Dropped(
+    assert to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=3)) == Dropped(CUT_AWAY)
+    assert to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=6, on_overflow="drop")) == Dropped(
         TOO_LONG
     )
-    assert to_sequence({"messages": CHAT[:1]}, TOKENIZER, Rendering("messages")) == Dropped(NOTHING_TRAINED)
-    assert to_sequence({"input_ids": [3]}, None, Rendering("tokens")) == Dropped(NOTHING_TRAINED)
-    assert to_sequence({"input_ids": []}, None, Rendering("tokens")) == Dropped(NOTHING_TRAINED)
+    assert to_example({"messages": CHAT[:1]}, TOKENIZER, Rendering("messages")) == Dropped(NOTHING_TRAINED)
+    assert to_example({"input_ids": [3]}, None, Rendering("tokens")) == Dropped(NOTHING_TRAINED)
+    assert to_example({"input_ids": []}, None, Rendering("tokens")) == Dropped(NOTHING_TRAINED)
     with pytest.raises(UserError, match=r"row 7 has 7 tokens, more than data\.max_length 6: .*on_overflow"):
-        to_sequence(row, TOKENIZER, Rendering("prompt_completion", max_length=6, on_overflow="error"), "row 7")
+        to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=6, on_overflow="error"), "row 7")
 
 
 def test_format_is_read_off_the_columns():
@@ -155,12 +146,12 @@ def test_format_is_read_off_the_columns():
 )
 def test_bad_rows_are_named(row, shape, message):
     with pytest.raises(UserError, match=f"^row 7: .*{message}"):
-        to_sequence(row, TOKENIZER, Rendering(shape, vocab_size=500), "row 7")
+        to_example(row, TOKENIZER, Rendering(shape, vocab_size=500), "row 7")
 
 
 def test_without_a_tokenizer_only_ids():
     with pytest.raises(UserError, match="row 7: it has prompt and completion, but the model's folder has no tokenizer"):
-        to_sequence({"prompt": "a", "completion": "b"}, None, Rendering("prompt_completion"), "row 7")
+        to_example({"prompt": "a", "completion": "b"}, None, Rendering("prompt_completion"), "row 7")
 
 
 def test_accounting_adds_up():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tunix.config import DataConfig
-from tunix.data.examples import CUT_AWAY, NOTHING_TRAINED, Accounting
+from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.pipeline import Batches, account, eval_batches, total_steps
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import bytes_tokenizer
@@ -47,7 +47,8 @@ def same(a, b):
 
 def flat(batch):
     """The batch as lists, for comparisons and for JSON."""
-    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(batch).items()}
+    given = {name: value for name, value in asdict(batch).items() if value is not None}
+    nested = {name: value if isinstance(value, dict) else {"": value} for name, value in given.items()}
     return {name: {key: array.tolist() for key, array in arrays.items()} for name, arrays in nested.items()}
 
 
@@ -191,8 +192,8 @@ def test_weights_reach_the_batch():
 def test_eval_batches_are_the_first_rows_in_file_order():
     batches = eval_batches(open_rows(ROWS), None, CONFIG, batch_size=4, limit=12)
     # Rows 0, 5 and 10 have nothing to train on: nine are left.
-    assert [first for batch in batches for first in firsts(batch)] == [first for first in GOOD if first < 112]
-    assert [int((batch.weights > 0).sum()) for batch in batches] == [4, 4, 1]
+    assert [first for one in batches for first in firsts(one.batch)] == [first for first in GOOD if first < 112]
+    assert [int((one.batch.weights > 0).sum()) for one in batches] == [4, 4, 1]
     with pytest.raises(UserError, match="none of its first 1 rows can be evaluated: 1 x nothing to train on"):
         eval_batches(open_rows(ROWS), None, CONFIG, batch_size=4, limit=1)
 

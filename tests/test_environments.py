@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from tunix.config import EnvironmentConfig
+from tunix.data.accounting import Kept
 from tunix.data.chat import render_prompt
-from tunix.data.examples import Kept, Rendering, to_sequence
+from tunix.data.examples import to_example
+from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
@@ -347,9 +349,9 @@ def test_demonstrations_replay_as_legal_games():
     assert rows == demonstrations(200, seed=1)
     won = [0, 0]
     for i, row in enumerate(rows):
-        kept = to_sequence(row, TOKENIZER, Rendering("tokens"))
+        kept = to_example(row, TOKENIZER, Rendering("tokens"))
         assert isinstance(kept, Kept)
-        tokens, mask = kept.sequence.tokens, kept.sequence.loss_mask
+        tokens, mask = kept.sequences[0].tokens, kept.sequences[0].loss_mask
         edges = np.flatnonzero(np.diff(mask.astype(int), append=0))
         pieces = np.split(tokens, edges + 1)  # prompt, guess, answer, guess, ...
         texts = [TOKENIZER.decode(piece, skip_special=True) for piece in pieces if len(piece)]

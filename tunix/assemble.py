@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
 from tunix.config import DType
-from tunix.data.examples import TrainOn
-from tunix.data.pipeline import Batches, Prompts, account, eval_batches, eval_prompts, total_steps
+from tunix.data.pipeline import PLAIN, Batches, Layout, Prompts, account, eval_batches, eval_prompts, total_steps
+from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.evaluation import Evaluation
@@ -105,6 +105,11 @@ def _read(recipe: Recipe, algorithm: Algorithm) -> TrainOn:
     return "row" if answered else algorithm.train_on
 
 
+def layout(algorithm: Algorithm) -> Layout:
+    """How the algorithm's sequences lie in rows."""
+    return Layout(algorithm.members, algorithm.spare_tokens, algorithm.prepared)
+
+
 def sampling(recipe: Recipe, found: Inputs, stops: tuple[str, ...] = ()) -> Sampling:
     """How the policy's completions are drawn, as the loss is told too.
 
@@ -144,7 +149,7 @@ def build_trainer(
     frozen = recipe.model.param_dtype or recipe.model.dtype
     params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
     packing = recipe.data.packing
-    length = recipe.data.max_length + (0 if algorithm is None else algorithm.spare_tokens)
+    length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data.max_length)
     updates = total * recipe.algorithm.updates_per_step
     rows = rows_per_pass(mesh, recipe.sequences_per_update, recipe.micro_batch_size, length, packing)
     machinery = Machinery(
@@ -200,7 +205,7 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
     read = {"rows": found.train, "tokenizer": found.tokenizer, "config": data, "vocab_size": vocab_size}
     read |= {"seed": recipe.seed, "epochs": recipe.epochs}
     if algorithm.train_on != "prompt":
-        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, **read)
+        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=layout(algorithm), **read)
     tolerance = recipe.rollout.mismatch_tolerance or MISMATCH[recipe.model.dtype]
     return RolloutStream(
         Rollouts(
@@ -223,15 +228,15 @@ def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: 
     if found.held_out is None:
         return Evaluation(algorithm)
     size, limit = found.source.decoder.vocab_size, recipe.eval.rows
-    batches, prompts = [], []
+    held_out, prompts = [], []
     if algorithm.train_on != "prompt":
         read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.train_on, "vocab_size": size}
-        batches = eval_batches(found.held_out, found.tokenizer, recipe.data, **read)
+        held_out = eval_batches(found.held_out, found.tokenizer, recipe.data, layout=layout(algorithm), **read)
     if collector.weights:
         how: TrainOn = "prompt" if recipe.rollout.environment is None else "row"
         prompts = eval_prompts(found.held_out, found.tokenizer, recipe.data, limit, size, how)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
-    return Evaluation(algorithm, batches, prompts, greedy, recipe.eval.until)
+    return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
 
 
 def _samples(
@@ -247,7 +252,9 @@ def _samples(
             prompts = [episode.prompt for episode in play([prompt.row for prompt in asked], seed=0).episodes]
         expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in asked]
     else:
-        prompts, rest = prompts_of(evaluation.batches, number)
+        members = evaluation.algorithm.members
+        chosen = (one for packed in evaluation.held_out for one in packed.sequences[::members])
+        prompts, rest = prompts_of(chosen, number)
         expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
     greedy = Sampling(
         max_tokens=recipe.eval.sample_tokens,

@@ -140,12 +140,12 @@ class DataConfig(Config):
     """Split of `train` where it has splits."""
     eval_split: str | None = None
     """Split of `eval`; with `eval` left out, that split of `train`."""
-    format: Literal["auto", "messages", "prompt_completion", "text", "tokens"] = "auto"
+    format: Literal["auto", "messages", "prompt_completion", "text", "tokens", "pairs"] = "auto"
     """Shape of a row; `auto` reads it off the first row's columns."""
     columns: dict[str, str] = {}
     """Our column -> theirs, for instance {prompt: question, completion: answer}."""
     max_length: Positive = 1024
-    """Tokens of a sequence, and of a packed row."""
+    """Tokens of a sequence, and of a packed row. Of pairs: of each side, and a packed row has room for two."""
     prompt_length: Positive | None = None
     """Tokens of a prompt, where a policy writes the completions; null leaves max_length less completion_length."""
     completion_length: Positive | None = None
@@ -154,7 +154,8 @@ class DataConfig(Config):
     on_overflow: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a longer one; it is counted either way. A prompt that is read alone loses its beginning."""
     chat: bool = False
-    """Prompts (and completions) that are strings become a chat of user (and assistant), in the model's template."""
+    """Prompts (and completions) that are strings become a chat of user (and assistant), in the model's template; so do
+    pairs of transcripts, `Human: ... Assistant: ...`."""
     system: str | None = None
     """System message of such chats."""
     shuffle: bool = True

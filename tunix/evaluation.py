@@ -12,7 +12,7 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.policy import rewards_of
 from tunix.client import Client
-from tunix.data.pipeline import Prompt
+from tunix.data.pipeline import Packed, Prompt
 from tunix.rollout.collect import Collector, require_scores
 from tunix.types import Batch
 
@@ -22,7 +22,7 @@ class Evaluation:
     """The held-out rows of a run and how they are looked at."""
 
     algorithm: Algorithm
-    batches: list[Batch] = field(default_factory=list)
+    held_out: list[Packed] = field(default_factory=list)
     """Given completions, for `eval/loss`; empty where there are none."""
     prompts: list[Prompt] = field(default_factory=list)
     """Answered greedily and scored, for `eval/reward`; empty without rewards."""
@@ -31,11 +31,16 @@ class Evaluation:
     """Metric -> value at which the run has reached what it is for."""
 
     def __bool__(self) -> bool:
-        return bool(self.batches or self.prompts)
+        return bool(self.held_out or self.prompts)
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The given completions, packed."""
+        return [packed.batch for packed in self.held_out]
 
     def values(self, client: Client) -> dict[str, float]:
         """`eval/loss` and the loss's metrics, `eval/reward` and each reward's own."""
-        found = client.evaluate(self.batches, self.algorithm.objective) if self.batches else {}
+        found = client.evaluate(self.batches, self.algorithm.objective) if self.held_out else {}
         return found | (self._rewards(client) if self.prompts else {})
 
     def reached(self, values: Mapping[str, float]) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tunix.algorithms.base import Update
 from tunix.config import LoggingConfig
-from tunix.data.examples import Accounting
+from tunix.data.accounting import Accounting
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.trainer.metrics import Sink

@@ -3,6 +3,7 @@
 Axes: B rows, T time, S sequences.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from tunix.client import Client
 from tunix.data.tokenizer import Tokenizer
 from tunix.trainer.metrics import append_rows
 from tunix.trainer.progress import Display
-from tunix.trainer.scoring import unpack
-from tunix.types import Batch, Sampling
+from tunix.types import Batch, Sampling, Sequence
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,21 @@ def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:
     return tokenizer.decode(tokens, skip_special=True) if tokenizer else tokens.tolist()
 
 
-def prompts_of(batches: List[Batch], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The first sequences of packed batches, each split before its first trained token.
+def prompts_of(sequences: Iterable[Sequence], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The first sequences that answer a prompt as the data wants it, each split before its first trained token.
+
+    Args:
+        sequences: of pairs the chosen ones.
+        number: how many at most.
 
     Returns:
-        Prompts and what follows them; sequences trained from their first token on have no prompt and are left out.
+        Prompts and what follows them; sequences trained from their first token on have no prompt and are left out, and
+        so are those with a label that says no.
     """
-    prompts: list[np.ndarray] = []
-    rest: list[np.ndarray] = []
-    for batch in batches:
-        size = len(batch.weights)
-        tokens = unpack(np.asarray(batch.tokens), batch, size)
-        masks = unpack(np.asarray(batch.loss_mask), batch, size)
-        for sequence, mask in zip(tokens, masks, strict=True):
-            start = int(np.argmax(mask)) if mask.any() else 0
-            if start > 1 and len(prompts) < number:
-                prompts.append(sequence[:start])
-                rest.append(sequence[start:])
-    return prompts, rest
+    wanted = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
+    starts = ((sequence.tokens, int(np.argmax(sequence.loss_mask))) for sequence in wanted)
+    found = list(itertools.islice(((tokens, start) for tokens, start in starts if start > 1), number))
+    return [tokens[:start] for tokens, start in found], [tokens[start:] for tokens, start in found]
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from tunix.config import DType, MeshConfig
-from tunix.data.examples import Kept, Rendering, detect_format, to_sequence
+from tunix.data.accounting import Kept
+from tunix.data.examples import to_example
+from tunix.data.shapes import Rendering, detect_format
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
@@ -80,13 +82,14 @@ def score(
 
 def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, how: Rendering, max_length: int) -> Sequence:
     where = f"row {index + 1} of {rows.name}"
-    example = to_sequence(rows[index], tokenizer, how, where)
+    example = to_example(rows[index], tokenizer, how, where)
     if not isinstance(example, Kept):
         raise UserError(f"{where}: nothing to score in a row of fewer than two tokens; leave it out")
-    size = len(example.sequence.tokens)
+    (sequence,) = example.sequences
+    size = len(sequence.tokens)
     if size > max_length:
         raise UserError(f"{where} has {size} tokens, more than --max-length {max_length}: raise it")
-    return example.sequence
+    return sequence
 
 
 def _groups(sequences: list[Sequence], size: int) -> Iterator[list[Sequence]]:

@@ -14,9 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tunix.assemble import inputs
-from tunix.data.examples import Accounting, Dropped, Kept, Rendering, rendering, to_sequence
-from tunix.data.packing import pack, waste
+from tunix.algorithms.base import Algorithm
+from tunix.assemble import inputs, layout
+from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.examples import to_example
+from tunix.data.packing import waste
+from tunix.data.pipeline import Layout
+from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.recipe import Recipe, algorithm_class
@@ -49,41 +53,50 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
     """Examples and accounting of a single run."""
     with tempfile.TemporaryDirectory() as folder:
         found = inputs(recipe, Path(folder))
-        how = _how(recipe, found.train)
+        algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
+        how = _how(recipe, algorithm, found.train)
         examples = _examples(found.train, found.tokenizer, how)
         shown = list(itertools.islice(examples, rows))
         for number, example in enumerate(shown, start=1):
             _show_example(number, example, found.tokenizer, how, console)
         seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
-        _show_totals(_total(seen, recipe), found.train, recipe, console)
+        _show_totals(_total(seen, recipe, layout(algorithm)), found.train, recipe, console)
 
 
-def _how(recipe: Recipe, rows: Rows) -> Rendering:
+def _how(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
     """The settings that the run renders with."""
-    algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
     return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", algorithm.train_on)
 
 
 def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterator[Kept | Dropped]:
     """What becomes of each row, in file order."""
     for index in range(len(rows)):
-        yield to_sequence(rows[index], tokenizer, how, f"row {index + 1} of {rows.name}")
+        yield to_example(rows[index], tokenizer, how, f"row {index + 1} of {rows.name}")
 
 
 def _show_example(
     number: int, example: Kept | Dropped, tokenizer: Tokenizer | None, how: Rendering, console: Console
 ) -> None:
-    """One example: its counts, then its text."""
+    """One example: the counts of its sequences, and their texts."""
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
         return
-    sequence = example.sequence
-    notes = [f"{len(sequence.tokens)} tokens", f"{int(sequence.loss_mask.sum())} trained"]
-    notes += [f"cut at {how.max_length}"] if example.truncated else []
-    notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
-    console.print(f"row {number}: {', '.join(notes)}", style="bold", markup=False)
-    console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
+    sides = ("chosen: ", "rejected: ") if how.train_on == "pairs" else ("",)
+    for side, sequence in zip(sides, example.sequences, strict=True):
+        notes = _notes(sequence, how, example.truncated)
+        console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
+        console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
     console.print()
+
+
+def _notes(sequence: Sequence, how: Rendering, truncated: bool) -> list[str]:
+    """What is told of a sequence beside its text."""
+    size = len(sequence.tokens)
+    notes = [f"{size} tokens", f"{int(sequence.loss_mask.sum())} trained"]
+    limit = how.prompt_length if how.train_on == "prompt" else how.max_length
+    notes += [f"cut at {limit}"] if truncated and size == limit else []
+    notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
+    return [*notes, *(f"{name} {value:g}" for name, value in sequence.per_sequence.items())]
 
 
 def _coloured(console: Console) -> bool:
@@ -116,31 +129,33 @@ class _Totals:
     packed_rows: int = 0
     empty: float = 0.0
     """Places without a token, in packed rows."""
-    group: list[Sequence] = field(default_factory=list)
-    """Sequences that wait for their batch to be full."""
+    row_length: int = 0
+    """Places of a packed row."""
+    group: list[Kept] = field(default_factory=list)
+    """Rows that wait for their batch to be full."""
 
 
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe) -> _Totals:
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout) -> _Totals:
     """Counts the examples, packed by the batch as a run packs them."""
-    totals = _Totals()
+    totals = _Totals(row_length=how.length(recipe.data.max_length))
     for example in examples:
         totals.accounting += Accounting.of(example)
         if isinstance(example, Kept):
-            totals.tokens += len(example.sequence.tokens)
-            totals.trained += int(np.count_nonzero(example.sequence.loss_mask))
-            totals.group.append(example.sequence)
+            totals.tokens += sum(len(sequence.tokens) for sequence in example.sequences)
+            totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in example.sequences)
+            totals.group.append(example)
         if len(totals.group) == recipe.batch_size:
-            _pack(totals, recipe)
+            _pack(totals, recipe, how)
     if totals.group:
-        _pack(totals, recipe)
+        _pack(totals, recipe, how)
     return totals
 
 
-def _pack(totals: _Totals, recipe: Recipe) -> None:
-    """Packs the waiting sequences and adds the batch's size and waste."""
-    batch = pack(totals.group, recipe.batch_size, recipe.data.max_length, recipe.data.packing)
+def _pack(totals: _Totals, recipe: Recipe, how: Layout) -> None:
+    """Packs the waiting rows and adds the batch's size and waste."""
+    batch = how.packed(totals.group, recipe.batch_size, recipe.data, totals.accounting).batch
     totals.packed_rows += len(batch.tokens)
-    totals.empty += waste(batch) * len(batch.tokens) * recipe.data.max_length
+    totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
     totals.group = []
 
 
@@ -162,8 +177,8 @@ def _show_totals(totals: _Totals, rows: Rows, recipe: Recipe, console: Console) 
         ("  trained", totals.trained, f"{totals.trained / max(totals.tokens, 1):.1%} of them"),
     ]
     if totals.packed_rows:
-        places = totals.packed_rows * recipe.data.max_length
-        note = f"of {recipe.data.max_length} tokens, {totals.empty / places:.1%} empty"
+        places = totals.packed_rows * totals.row_length
+        note = f"of {totals.row_length} tokens, {totals.empty / places:.1%} empty"
         lines.append(("packed rows", totals.packed_rows, note))
     for name, count, note in lines:
         console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)

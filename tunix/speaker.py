@@ -18,7 +18,9 @@ import jax
 import numpy as np
 
 from tunix.config import DataConfig, DType, MeshConfig
-from tunix.data.examples import Dropped, Format, Rendering, to_sequence
+from tunix.data.accounting import Dropped
+from tunix.data.examples import to_example
+from tunix.data.shapes import Format, Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
@@ -165,10 +167,10 @@ class Speaker:
             template_kwargs=self.template_kwargs,
             vocab_size=self.source.decoder.vocab_size,
         )
-        example = to_sequence(row, self.tokenizer, how, where)
+        example = to_example(row, self.tokenizer, how, where)
         if isinstance(example, Dropped):
             raise UserError(f"{where}: {name} is empty; give it at least one token")
-        tokens = example.sequence.tokens
+        tokens = example.sequences[0].tokens
         if tokens.min() < 0:
             raise UserError(f"{where}: input_ids holds {tokens.min()}, which is no token id")
         if len(tokens) >= self.limit:

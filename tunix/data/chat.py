@@ -93,7 +93,7 @@ def render_continuation(
     check_messages([*messages, *answers])
     spoken = [[*messages, {"role": "assistant", "content": "x" + end}, *answers] for end in ("", _PROBE)]
     text, probed = (_render(turns, tokenizer, template_kwargs, add_generation_prompt=True) for turns in spoken)
-    ids = tokenizer.encode(text[_common_prefix(text, probed) :])
+    ids = tokenizer.encode(text[common_prefix(text, probed) :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
     if stopped and first is not None and ids[first] in tokenizer.stop_ids:
         ids = ids[first + 1 :]
@@ -183,7 +183,7 @@ def _turn_start(
     if prompt is not None and text.startswith(prompt):
         return len(prompt)
     probed = _replaced(messages, k, _with_content(messages[k], before=_PROBE))
-    return _common_prefix(text, _render(probed, tokenizer, template_kwargs))
+    return common_prefix(text, _render(probed, tokenizer, template_kwargs))
 
 
 def _turn_end(
@@ -193,7 +193,7 @@ def _turn_end(
     message = messages[k]
     if not message.get("tool_calls"):
         probed = _replaced(messages, k, _with_content(message, after=_PROBE))
-        return _common_prefix(text, _render(probed, tokenizer, template_kwargs))
+        return common_prefix(text, _render(probed, tokenizer, template_kwargs))
     # Tool calls come after the content: the turn's own rendering bounds them, if it is how `text` begins.
     until = _render(messages[: k + 1], tokenizer, template_kwargs)
     if text.startswith(until):
@@ -201,7 +201,7 @@ def _turn_end(
         added = [i for i in range(len(ids)) if tokenizer.is_added(ids[i])]
         return int(offsets[added[-1], 0]) if added else len(until)
     longer = {**message, "tool_calls": [*message["tool_calls"], message["tool_calls"][-1]]}
-    return _common_prefix(text, _render(_replaced(messages, k, longer), tokenizer, template_kwargs))
+    return common_prefix(text, _render(_replaced(messages, k, longer), tokenizer, template_kwargs))
 
 
 def _stop(text: str, ids: list[int], offsets: np.ndarray, end: int, tokenizer: Tokenizer) -> slice:
@@ -235,8 +235,8 @@ def _replaced(messages: Sequence[Message], k: int, message: Message) -> list[Mes
     return [*messages[:k], message, *messages[k + 1 :]]
 
 
-def _common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix, by bisection: comparing slices runs in C."""
+def common_prefix(a: str, b: str) -> int:
+    """Length of the longest common beginning, by bisection: comparing slices runs in C."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

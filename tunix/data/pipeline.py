@@ -9,6 +9,7 @@ where a policy writes the completions: prompts by any number, none of them packe
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -16,12 +17,15 @@ import grain
 import numpy as np
 
 from tunix.config import DataConfig
-from tunix.data.examples import Accounting, Dropped, Kept, Rendering, TrainOn, prompt_text, rendering, to_sequence
+from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.examples import to_example
 from tunix.data.packing import pack
+from tunix.data.rendered import prompt_text
+from tunix.data.shapes import Rendering, TrainOn, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import Batch
+from tunix.types import Batch, Sequence
 
 T = TypeVar("T")
 
@@ -36,7 +40,46 @@ class Packed:
     batch: Batch
     """Numpy arrays; what an update of given sequences is made from."""
     accounting: Accounting
-    """Of all rows read up to and including this batch, in all epochs."""
+    """Of all rows read up to and including this batch, in all epochs; of all held-out rows."""
+    sequences: tuple[Sequence, ...]
+    """What was packed, for algorithms that make something else of it too."""
+
+
+def _as_it_is(sequence: Sequence) -> Sequence:
+    return sequence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an algorithm wants its sequences laid in rows; see the members of `Algorithm` of the same names."""
+
+    members: int = 1
+    """Sequences of a kept row, which share a row of the batch: 2 for pairs."""
+    spare_tokens: int = 0
+    """Tokens by which `prepared` makes a sequence longer than `data.max_length`."""
+    prepared: Callable[[Sequence], Sequence] = _as_it_is
+    """The last word on a sequence before it is packed."""
+
+    def length(self, max_length: int) -> int:
+        """T: tokens of a row, in which the longest sequences of an example have room."""
+        return self.members * (max_length + self.spare_tokens)
+
+    def packed(self, group: List[Kept], size: int, config: DataConfig, accounting: Accounting) -> Packed:
+        """A batch of kept rows.
+
+        Args:
+            group: at least one of positive weight.
+            size: kept rows that the batch has room for.
+            config: the recipe's `data` section.
+            accounting: up to here.
+        """
+        sequences = tuple(self.prepared(sequence) for kept in group for sequence in kept.sequences)
+        length = self.length(config.max_length)
+        return Packed(pack(sequences, self.members * size, length, config.packing, self.members), accounting, sequences)
+
+
+PLAIN = Layout()
+"""Each sequence for itself."""
 
 
 class Stream(Generic[T]):
@@ -105,6 +148,7 @@ class Batches(Stream[Packed]):
         epochs: int | None = None,
         train_on: TrainOn = "completion",
         vocab_size: int | None = None,
+        layout: Layout = PLAIN,
     ) -> None:
         """Sets up the stream; nothing is read but the first row.
 
@@ -112,18 +156,18 @@ class Batches(Stream[Packed]):
             rows: from `open_rows`.
             tokenizer: None serves rows of token ids only.
             config: the recipe's `data` section.
-            batch_size: kept sequences of a batch; the last one of counted epochs may have fewer.
+            batch_size: kept rows of a batch, sequences or pairs; the last one of counted epochs may have fewer.
             seed: of the order; every epoch has its own.
             epochs: None goes on forever.
             train_on: see `Rendering`.
             vocab_size: see `Rendering`.
+            layout: how the algorithm wants them.
         """
 
         def packed(group: list[Kept], accounting: Accounting) -> Packed:
-            if not any(kept.sequence.weight > 0 for kept in group):
+            if not any(_counts(kept) for kept in group):
                 raise UserError(f"{rows.name}: a whole batch of {len(group)} rows has weight 0; leave such rows out")
-            sequences = [kept.sequence for kept in group]
-            return Packed(pack(sequences, batch_size, config.max_length, config.packing), accounting)
+            return layout.packed(group, batch_size, config, accounting)
 
         made = (packed, _READ_AHEAD)
         super().__init__(rows, tokenizer, config, batch_size, seed, epochs, train_on, vocab_size, *made)
@@ -177,7 +221,13 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
 
 def prompt_of(kept: Kept) -> Prompt:
     """The prompt that a row became."""
-    return Prompt(kept.sequence.tokens, prompt_text(kept.row), kept.row)
+    (prompt,) = kept.sequences
+    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row)
+
+
+def _counts(kept: Kept) -> bool:
+    """Whether the row has any weight."""
+    return any(sequence.weight > 0 for sequence in kept.sequences)
 
 
 def _release(held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]") -> None:
@@ -193,20 +243,21 @@ def eval_batches(
     limit: int,
     train_on: TrainOn = "completion",
     vocab_size: int | None = None,
-) -> list[Batch]:
-    """The first `limit` rows in file order, packed; the last batch may have fewer sequences.
+    layout: Layout = PLAIN,
+) -> list[Packed]:
+    """The first `limit` rows in file order, packed; the last batch may have fewer. Rows of weight 0 are left out.
 
     Raises:
         UserError: none of these rows can be evaluated.
     """
     renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
     examples = [renderer(i) for i in range(min(limit, len(rows)))]
-    kept = [example.sequence for example in examples if isinstance(example, Kept) and example.sequence.weight > 0]
+    kept = [example for example in examples if isinstance(example, Kept) and _counts(example)]
+    total = sum(map(Accounting.of, examples), Accounting())
     if not kept:
-        total = sum(map(Accounting.of, examples), Accounting())
         raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be evaluated: {_reasons(total)}")
     groups = [kept[i : i + batch_size] for i in range(0, len(kept), batch_size)]
-    return [pack(group, batch_size, config.max_length, config.packing) for group in groups]
+    return [layout.packed(group, batch_size, config, total) for group in groups]
 
 
 def eval_prompts(
@@ -265,7 +316,7 @@ class _Renderer:
     how: Rendering
 
     def __call__(self, i: int) -> Kept | Dropped:
-        return to_sequence(self.rows[i], self.tokenizer, self.how, f"row {i + 1} of {self.rows.name}")
+        return to_example(self.rows[i], self.tokenizer, self.how, f"row {i + 1} of {self.rows.name}")
 
 
 class _Groups(Generic[T]):

@@ -20,7 +20,7 @@ import numpy as np
 
 from tunix.client import Client
 from tunix.config import EnvironmentConfig
-from tunix.data.examples import Accounting
+from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompt, Prompts
 from tunix.data.tokenizer import Tokenizer

@@ -1,0 +1,79 @@
+"""What became of a row: kept as one sequence or a pair, or dropped for a reason; and the sums over many rows.
+
+Kept plus dropped is the number of rows, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tunix.data.columns import Row
+from tunix.types import Sequence
+
+TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
+NO_PROMPT = "no prompt"
+NOTHING_TRAINED = "nothing to train on"
+CUT_AWAY = "nothing to train on within max_length"
+EMPTY = "an empty completion"
+EQUAL, CUT_EQUAL = "chosen and rejected are equal", "chosen and rejected are equal within max_length"
+NO_COMMON_PROMPT = "chosen and rejected have no prompt in common"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A row that became a sequence, or two that are compared with each other."""
+
+    sequences: tuple[Sequence, ...]
+    """What is trained; of a pair the chosen one, then the rejected one."""
+    truncated: bool = False
+    """Whether tokens beyond the limit were cut off."""
+    row: Row = field(default_factory=dict)
+    """Its columns under our names, where only its prompt was read: what rewards and environments are given."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that is left out."""
+
+    reason: str
+    """One of a few fixed phrases, so that they can be counted."""
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """What became of the rows read so far: `kept + sum(dropped) == rows`, and the truncated are among the kept."""
+
+    rows: int = 0
+    """Rows read."""
+    kept: int = 0
+    """Rows that became sequences, whole or truncated; a pair counts once."""
+    truncated: int = 0
+    """Kept rows that lost tokens at their end."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> rows left out for it."""
+
+    def __post_init__(self) -> None:
+        assert self.kept + sum(self.dropped.values()) == self.rows, self
+
+    def __add__(self, other: Accounting) -> Accounting:
+        reasons = {**self.dropped, **other.dropped}
+        dropped = {reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons}
+        return Accounting(self.rows + other.rows, self.kept + other.kept, self.truncated + other.truncated, dropped)
+
+    @staticmethod
+    def of(example: Kept | Dropped) -> Accounting:
+        """The account of one row."""
+        if isinstance(example, Dropped):
+            return Accounting(rows=1, dropped={example.reason: 1})
+        return Accounting(rows=1, kept=1, truncated=int(example.truncated))
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any]) -> Accounting:
+        """Back from `to_dict`."""
+        return Accounting(**saved)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)

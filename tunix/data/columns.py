@@ -1,0 +1,112 @@
+"""The columns of a row as typed values; whatever else stands there is refused with the column's name and its value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tunix.data.chat import check_messages
+from tunix.errors import UserError
+
+Row = Mapping[str, Any]
+
+
+def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> Any:
+    """The value of our column `name`; where it is absent or null the default, if there is one.
+
+    Args:
+        row: the columns of one example.
+        name: as we call it.
+        columns: our column -> theirs.
+        default: None, usually.
+
+    Raises:
+        UserError: it is absent or null, and there is no default.
+    """
+    theirs = columns.get(name, name)
+    if (value := row.get(theirs)) is not None:
+        return value
+    if default:
+        return default[0]
+    if theirs in row:
+        raise UserError(f"the column {theirs!r} is null")
+    hint = "".join(f" Did you mean {other!r}?" for other in near(theirs, row))
+    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{hint}")
+
+
+def as_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a column. Keys that Arrow filled with null, since another row has them, are left out."""
+    check_messages(value)
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+
+
+def as_tools(value: Any) -> dict[str, Any]:
+    """Template arguments for a `tools` column: a list, or JSON of one; nothing where there is none."""
+    if value is None:
+        return {}
+    try:
+        return {"tools": json.loads(value) if isinstance(value, str) else list(value)}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"tools is {value!r:.80}, not a list of tools: {error}") from error
+
+
+def as_weight(value: Any) -> float:
+    """A finite, non-negative weight; 1 where the row has none."""
+    if value is None:
+        return 1.0
+    if not _finite(value) or value < 0:
+        raise UserError(f"weight is {value!r}, not a finite number of at least 0")
+    return float(value)
+
+
+def as_margin(value: Any, name: str) -> float:
+    """By how much a pair's chosen side is better: any finite number."""
+    if not _finite(value):
+        raise UserError(f"{name} is {value!r:.80}, not a finite number")
+    return float(value)
+
+
+def as_label(value: Any, name: str) -> float:
+    """1 for a completion that is wanted, 0 for one that is not; booleans, or the whole numbers 0 and 1."""
+    if not isinstance(value, bool | np.bool_) and not (isinstance(value, int | np.integer) and value in (0, 1)):
+        raise UserError(f"{name} is {value!r:.80}, not true or false (the numbers 1 and 0 will do)")
+    return float(value)
+
+
+def as_string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {value!r:.80}, not a string")
+    return value
+
+
+def as_integers(value: Any, name: str) -> np.ndarray:
+    """`[T]` int32 of a list of whole numbers (or booleans, for a mask)."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a ragged list
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        raise UserError(f"{name} is {value!r:.80}, not a list of whole numbers")
+    if array.size and max(abs(int(array.max())), abs(int(array.min()))) >= 2**31:
+        raise UserError(f"{name} holds {array.max()}, beyond any vocabulary")
+    return array.astype(np.int32)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def near(name: str, row: Iterable[str]) -> list[str]:
+    """The row's column that looks most like `name`, if any does."""
+    import difflib
+
+    return difflib.get_close_matches(name, [str(column) for column in row], n=1)
+
+
+def listed(row: Iterable[str]) -> str:
+    """The columns' names for a message."""
+    return ", ".join(repr(column) for column in row) or "no columns"
