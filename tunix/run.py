@@ -45,7 +45,7 @@ class RunResult:
     samples: list[dict[str, Any]]
     """The rows of samples.jsonl."""
     unigram_entropy: float | None
-    """Nats: the held-out loss of knowing nothing but how common each token is; None without held-out rows."""
+    """Nats: the held-out loss of knowing nothing but how common each token is; None where that is not measured."""
 
     @property
     def export(self) -> Path:
@@ -247,7 +247,9 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not (folder / "export").exists():
             job.trainer.export(folder / "export", adapter=job.exports_adapter)
-    result = _result(folder, unigram_entropy(job.evaluation.batches) if job.evaluation.batches else None)
+    speaks = job.algorithm.train_on in ("completion", "all")  # else the loss is no likelihood of what was said
+    held_out = job.evaluation.batches if speaks else []
+    result = _result(folder, unigram_entropy(held_out) if held_out else None)
     picture = write_curves(folder, [(folder.name, result.metrics)])
     display.say(_summary(result, recipe, picture))
     return result
@@ -295,8 +297,11 @@ def _summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
     rewards = [row["eval/reward"] for row in result.metrics if "eval/reward" in row]
     if rewards:
         lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[-1]:.3f} (greedy answers)")
+    told = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
+    if told:
+        lines.append(f"held-out pairs in the right order {told[0]:.3f} -> {told[-1]:.3f}")
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
-    if losses:
+    if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]
         lines.append(f"held-out loss {first:.3f} -> {last:.3f} nats per token (perplexity {perplexity(last):.3g})")
         lines.append(f"knowing only how common each token is would give {result.unigram_entropy:.3f}")
