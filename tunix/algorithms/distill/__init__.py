@@ -1,0 +1,1 @@
+"""Distillation: a student learns the distribution of a teacher."""
