@@ -44,6 +44,11 @@ class Config(BaseModel):
         return value
 
 
+Reads = Literal["completions", "prompts", "pairs", "labels"]
+"""What an algorithm wants of a row: a completion, a prompt alone, two completions that are compared, or one with a
+verdict."""
+
+
 class AlgorithmConfig(Config):
     """What the section of every algorithm has; each adds its own keys in `algorithms/*/config.py`."""
 
@@ -54,6 +59,11 @@ class AlgorithmConfig(Config):
     def updates_per_step(self) -> int:
         """Optimizer updates of one step of the run."""
         return 1
+
+    @property
+    def reads(self) -> Reads:
+        """What rows have to bring."""
+        return "completions"
 
     def sequences_per_update(self, batch_size: int) -> int:
         """Sequences that one update sees, where a step takes `batch_size` rows."""
@@ -324,10 +334,18 @@ class RewardFunction(Config):
 
 
 class RewardConfig(Config):
-    """What a completion is worth: functions that run in worker processes, and the time they are given."""
+    """What a completion is worth: functions that run in worker processes and the time they are given, a reward model."""
 
     functions: tuple[RewardFunction, ...] = ()
     """One or several; a plain name stands for a function with weight 1 and no options."""
+    model: str | None = None
+    """Hub id, folder, or run of a reward model (a sequence classifier with one label). It scores beside the functions,
+    under the name `model`, on the devices of the run."""
+    model_weight: float = 1.0
+    """Multiplies its scores in the sum."""
+    model_length: Positive | None = None
+    """Tokens of prompt and completion that it reads; a longer one fails. Null: data.max_length, twice that where it has
+    another tokenizer than the policy, and never more than it was made for."""
     deadline: Annotated[float, Field(gt=0)] = 10.0
     """Seconds of a call, after which the sample counts as failed and the worker is replaced."""
     workers: Positive | None = None
@@ -343,9 +361,11 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _distinct(self) -> "RewardConfig":
-        titles = [function.title for function in self.functions]
+        titles = [function.title for function in self.functions] + ["model"] * bool(self.model)
         if twice := sorted({title for title in titles if titles.count(title) > 1}):
             raise ValueError(f"{', '.join(twice)} stands there twice: give one of them another label")
+        if self.model is None and (self.model_weight != 1.0 or self.model_length):
+            raise ValueError("model_weight and model_length change nothing without a reward model: set model")
         return self
 
 

@@ -180,8 +180,9 @@ class Recipe(Config):
         try:
             model = tiny_model(self.model)
             if not self.stages:
-                return Recipe.build({**shrunk(sections), "model": model, "output": output}, where)
-            first, *later = (shrunk(stage) for stage in sections["stages"])
+                return Recipe.build({**shrunk(sections, self.algorithm), "model": model, "output": output}, where)
+            staged = zip(sections["stages"], self.stages, strict=True)
+            first, *later = (shrunk(stage, recipe.algorithm) for stage, recipe in staged)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         return Recipe.build({"output": output, "stages": [{**first, "model": model}, *later]}, where)

@@ -6,13 +6,12 @@ kept: they need no download either. Everything else stays the recipe's own.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix.config import FAMILIES, DataConfig, Family, MeshConfig, ModelConfig, family_of_name
+from tunix.config import FAMILIES, AlgorithmConfig, DataConfig, Family, MeshConfig, ModelConfig, Reads, family_of_name
 from tunix.errors import UserError
 from tunix.models.families import MODEL_TYPES, preset, read_json
 
@@ -36,37 +35,52 @@ CAPPED = re.compile(
 """How overrides begin that win over the caps: what the user says for this very run is kept."""
 
 # The columns that tell the shape of a row, as `data.format` names it.
-_SHAPES = (("messages", "messages"), ("prompt", "prompt_completion"), ("text", "text"), ("input_ids", "tokens"))
+_COLUMNS = (
+    ("messages", "messages"),
+    ("chosen", "pairs"),
+    ("prompt", "prompt_completion"),
+    ("text", "text"),
+    ("input_ids", "tokens"),
+    ("prompt_ids", "tokens"),
+)
+# The usual shape of what is on the hub.
+_USUAL: dict[Reads, str] = {
+    "completions": "messages",
+    "prompts": "prompt_completion",
+    "pairs": "pairs",
+    "labels": "prompt_completion",
+}
 # Keys of an algorithm on rollouts; others have none of them.
 _ROLLOUT_KEYS = {"group_size": GROUP, "updates": BATCH, "critic_warmup": 2}
 
 
-def shrunk(sections: Mapping[str, Any]) -> dict[str, Any]:
+def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig) -> dict[str, Any]:
     """The sections of one run with its numbers capped and its data replaced; the model and the output are not touched.
 
     Args:
         sections: plain values of every key, as `Recipe.sections` gives them.
+        config: of which `sections["algorithm"]` holds the values.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], BATCH)
     micro, optimizer, rollout = sections["micro_batch_size"], sections["optimizer"], sections["rollout"]
     # A warm-up in steps has to end before the run does; below 1 it is a share and fits by itself.
     warmup = min(optimizer["warmup"], steps // 2) if optimizer["warmup"] >= 1 else optimizer["warmup"]
     algorithm = _tiny_algorithm(sections["algorithm"], batch_size)
-    policy, made = "group_size" in algorithm, _made_here(sections["data"])
-    sequences = math.ceil(batch_size / algorithm["updates"]) * algorithm["group_size"] if policy else batch_size
+    reads, made = config.reads, _made_here(sections["data"])
+    drawn = reads == "prompts" or sections["reward"] is not None
     rows = sections["eval"]["rows"]
     held_out = sections["data"]["eval"] or sections["data"]["eval_split"]
     return {
         **sections,
-        "data": _tiny_data(sections["data"], policy, policy or sections["reward"] is not None, made),
+        "data": _tiny_data(sections["data"], reads, drawn, made),
         "algorithm": algorithm,
-        "reward": sections["reward"] if made else _own_names(sections["reward"]),
+        "reward": _without_model(sections["reward"]) if made else _own_names(sections["reward"]),
         "rollout": {**rollout, "slots": _capped(rollout["slots"], BATCH * GROUP)},
         "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": MeshConfig().model_dump(),  # a laptop has not the recipe's devices
         "batch_size": batch_size,
-        "micro_batch_size": _capped(micro, sequences),
+        "micro_batch_size": _capped(micro, type(config).model_validate(algorithm).sequences_per_update(batch_size)),
         "steps": steps,
         "epochs": None,
     }
@@ -94,12 +108,12 @@ def _tiny_algorithm(algorithm: Mapping[str, Any], batch_size: int) -> dict[str, 
     return tiny
 
 
-def _tiny_data(data: Mapping[str, Any], policy: bool, drawn: bool, made: bool) -> dict[str, Any]:
+def _tiny_data(data: Mapping[str, Any], reads: Reads, drawn: bool, made: bool) -> dict[str, Any]:
     """The `data` section with made rows of the same shape instead of the recipe's.
 
     Args:
         data: the section.
-        policy: whether only prompts are read, which are mostly strings in a column of that name.
+        reads: what the algorithm wants of a row.
         drawn: whether completions are drawn, to train on or to evaluate: prompt and completion have their own lengths.
         made: whether its rows are made on the spot and stay.
     """
@@ -111,8 +125,8 @@ def _tiny_data(data: Mapping[str, Any], policy: bool, drawn: bool, made: bool) -
         tiny |= {"max_length": total, "prompt_length": prompt, "completion_length": completion}
     if made:
         return tiny
-    shape = _shape(told, "prompt_completion" if policy else "messages")
-    rows = f"tunix.data.tiny:{shape}"
+    shape, function = _shape(told, reads)
+    rows = f"tunix.data.tiny:{function}"
     held_out = rows if data["eval"] or data["eval_split"] else None
     replaced = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}
     return {**tiny, **replaced}
@@ -127,26 +141,57 @@ def _own_names(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The `reward` section reading made rows, whose columns are called as the functions' own arguments are."""
     if reward is None:
         return None
+    reward = _without_model(reward)
     return {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}
+
+
+def _without_model(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The `reward` section with the shipped `length` in the place of a reward model, which would be a download."""
+    if reward is None or reward["model"] is None:
+        return reward and dict(reward)
+    options = {"target": COMPLETION // 2, "width": COMPLETION}
+    stand_in = {"name": "length", "label": "model", "weight": reward["model_weight"], "options": options, "columns": {}}
+    rest = {"model": None, "model_weight": 1.0, "model_length": None}
+    return {**reward, **rest, "functions": [*reward["functions"], stand_in]}
 
 
 def _capped(number: int | None, cap: int) -> int | None:
     return min(number, cap) if number else None
 
 
-def _shape(data: DataConfig, usual: str) -> str:
-    """The shape of the recipe's rows: as it says, as the first row of a local .jsonl shows, else the usual one."""
-    if data.format != "auto":
-        return data.format
+def _shape(data: DataConfig, reads: Reads) -> tuple[str, str]:
+    """The shape of the recipe's rows, and the function that makes such rows: as the recipe says, as the first row of a
+    local .jsonl shows, else the usual one."""
+    row = _first(data)
+    shown = next((shape for column, shape in _COLUMNS if data.columns.get(column, column) in row), _USUAL[reads])
+    shape = shown if data.format == "auto" else data.format
+    given = {name: row.get(data.columns.get(name, name)) for name in ("prompt", "completion", "chosen")}
+    if shape == "pairs":
+        return shape, _pairs(given["prompt"], given["chosen"], data.chat)
+    if shape == "prompt_completion" and reads == "labels":
+        return shape, "labels" if data.chat or isinstance(given["completion"], str) else "chat_labels"
+    return shape, shape
+
+
+def _pairs(prompt: Any, chosen: Any, chat: bool) -> str:
+    """The function that makes pairs in the manner of one of which two columns are given; None where it is not known."""
+    if isinstance(chosen, str):
+        return "transcripts" if prompt is None else "pairs"
+    if chosen is None and chat:
+        return "pairs"
+    return "chat_pairs" if isinstance(prompt, list) else "conversations"
+
+
+def _first(data: DataConfig) -> Mapping[str, Any]:
+    """The first row of a local .jsonl; of anything else nothing is known yet."""
     path = Path(data.train)
     if path.suffix != ".jsonl" or not path.is_file():
-        return usual
+        return {}
     with path.open(encoding="utf-8") as lines:
         try:
-            row = json.loads(next(lines, "{}"))
+            return json.loads(next(lines, "{}"))
         except ValueError as error:
             raise UserError(f"{path}:1: not a line of JSON: {error}") from error
-    return next((shape for column, shape in _SHAPES if data.columns.get(column, column) in row), usual)
 
 
 def _family(model: ModelConfig) -> Family:

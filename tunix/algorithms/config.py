@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from tunix.config import AlgorithmConfig, Positive
+from tunix.config import AlgorithmConfig, Positive, Reads
 from tunix.errors import UserError
 
 Settings = Mapping[str, Any]
@@ -172,6 +172,11 @@ class PolicyConfig(RuledConfig):
     def updates_per_step(self) -> int:
         """Parts of a batch of rollouts, times the passes over it."""
         return self.updates * self.epochs
+
+    @property
+    def reads(self) -> Reads:
+        """The policy writes the completions."""
+        return "prompts"
 
     def sequences_per_update(self, batch_size: int) -> int:
         """Those of the largest part."""
