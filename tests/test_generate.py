@@ -20,7 +20,7 @@ from tiny_runs import files, lines, model_folder, write_rows
 from transformers import AutoModelForCausalLM
 
 import tunix.chat
-import tunix.generate
+import tunix.drawing
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.speaker import Asked, Speaker, TextStream
@@ -233,7 +233,7 @@ def test_what_takes_long_is_seen_to_go_on(
     rows = [{"input_ids": ids} for ids in IDS]
     generated(base, rows, *GREEDY)
     assert "step" not in capsys.readouterr().err
-    monkeypatch.setattr(tunix.generate, "PATIENCE", 0.0)
+    monkeypatch.setattr(tunix.drawing, "PATIENCE", 0.0)
     generated(base, rows, *GREEDY)
     out, err = capsys.readouterr()
     assert "tokens/s" in err

@@ -19,6 +19,7 @@ from tunix import __version__
 from tunix.errors import Interrupted, UserError, nearest
 
 if TYPE_CHECKING:
+    from tunix.generate import Judged
     from tunix.speaker import Asked
     from tunix.types import Sampling
 
@@ -176,7 +177,22 @@ def _generate_arguments(parser: _Parser) -> None:
     parser.add_argument("--n", type=_count, default=1, metavar="N", help="completions of each prompt (1)")
     slots = "completions drawn at a time: more memory, more speed, the same result"
     parser.add_argument("--slots", type=_count, metavar="N", help=slots)
+    _reward_arguments(parser)
+    best = "write rows to train on instead: the K best completions of each prompt (1), of equals the first"
+    parser.add_argument("--best", type=_count, nargs="?", const=1, metavar="K", help=best)
+    least = "write rows to train on instead: the completions that are worth at least X; also with --best"
+    parser.add_argument("--threshold", type=float, metavar="X", help=least)
     _sampling_arguments(parser, max_tokens=256)
+
+
+def _reward_arguments(parser: _Parser) -> None:
+    judges = (
+        "scores each completion: a shipped reward, file.py:function or module:function, options behind it "
+        "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}'); "
+        "may be given several times"
+    )
+    parser.add_argument("--reward", action="append", default=[], metavar="REWARD", help=judges)
+    parser.add_argument("--deadline", type=float, default=10.0, metavar="S", help="seconds of a reward's call (10)")
 
 
 def _chat_arguments(parser: _Parser) -> None:
@@ -271,7 +287,21 @@ def _generate(parsed: Parsed) -> None:
         sampling=_sampling(parsed),
         n=parsed.n,
         seed=parsed.seed,
+        judged=_judged(parsed),
     )
+
+
+def _judged(parsed: Parsed) -> "Judged | None":
+    """How completions are scored and chosen."""
+    from tunix.generate import Judged
+    from tunix.judging import reward_config
+
+    if parsed.reward:
+        return Judged(reward_config(parsed.reward, parsed.deadline), parsed.best, parsed.threshold)
+    for name in ("best", "threshold"):
+        if vars(parsed)[name] is not None:
+            raise UserError(f"--{name} chooses by what completions are worth: say --reward, for instance exact_match")
+    return None
 
 
 def _chat(parsed: Parsed) -> None:

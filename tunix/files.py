@@ -1,13 +1,13 @@
 """Writing so that a reader sees all of it or nothing: a temporary sibling first, then one rename.
 
-`atomic_folder` serves exports, `write_text_atomic` single files. What stood at the target before is never deleted by a
+`atomic_folder` serves exports, `write_text_atomic` and `write_lines_atomic` single files. What stood at the target before is never deleted by a
 folder; on a failure the temporary goes and the target is as it was.
 """
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,10 +47,19 @@ def write_text_atomic(path: Path, text: str) -> None:
     Raises:
         UserError: the disk refuses; the old file is still there.
     """
+    write_lines_atomic(path, [text])
+
+
+def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
+    """Replaces the file at `path` by one that holds the lines (which bring their own ends), one after the other.
+
+    Raises:
+        UserError: the disk refuses; the old file is still there.
+    """
     temporary = _sibling(path)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -58,6 +67,9 @@ def write_text_atomic(path: Path, text: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"could not write {path}: {error.strerror or error}.") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _sibling(path: Path) -> Path:

@@ -2,30 +2,62 @@
 
 Rows -> prompts (`speaker.py`) -> the engine -> one JSON object per completion, in the order of the rows: `row` (from
 0), `sample` (0 to n - 1), what the row asked with under its own name, `tokens` (their ids, a stop token included),
-`text` (without special tokens, and without a stop string; absent without a tokenizer), `logprobs` and `finish`.
-Completion j of row i draws by (seed, i n + j, token index) alone, so the same command writes the same file.
+`text` (without special tokens, and without a stop string; absent without a tokenizer), `logprobs`, `finish`, and where
+rewards were asked for `reward` (their weighted sum, null where one failed), `rewards` and `failures` by name.
+Completion j of row i draws by (seed, i n + j, token index) alone, so the same command writes the same file. Rows go to
+the engine in chunks, which `partial.py` keeps: a call that was interrupted goes on. `best.py` makes rows to train on.
 """
 
 import json
+import math
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tunix.algorithms.advantages import weighted_sum
+from tunix.algorithms.policy import rewards_of
+from tunix.best import Chosen, Question, choose
+from tunix.config import RewardConfig
+from tunix.data.pipeline import Prompt
+from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows, open_rows
-from tunix.errors import UserError
-from tunix.files import refuse_out, write_text_atomic
+from tunix.drawing import Drawing
+from tunix.errors import Interrupted, UserError
+from tunix.files import refuse_out
+from tunix.judging import checked_scorer, fingerprint
+from tunix.partial import Partial, digest_of_folder, digest_of_rows, partial
+from tunix.rollout.collect import Collector, Scored
 from tunix.rollout.episode import Request
+from tunix.rollout.rewards.scorer import Scorer
 from tunix.speaker import Asked, Speaker, TextStream, asked_with
-from tunix.trainer.progress import Display, readable
+from tunix.trainer.progress import readable
 from tunix.types import Completion, Sampling
 
-PATIENCE = 2.0
-"""Seconds before progress is shown."""
+WAVES = 8
+"""Completions of a chunk for each slot: the slots run empty at its end only, and no more is lost by a kill."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How completions are scored, and which are taken."""
+
+    rewards: RewardConfig
+    """What each is worth."""
+    best: int | None = None
+    """Rows to train on are written: the best so many completions of each prompt. None with a threshold for all."""
+    threshold: float | None = None
+    """Likewise, of those that are worth at least so much."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether rows to train on are written, instead of all completions."""
+        return self.best is not None or self.threshold is not None
 
 
 def generate(
@@ -37,6 +69,7 @@ def generate(
     sampling: Sampling,
     n: int = 1,
     seed: int = 0,
+    judged: Judged | None = None,
 ) -> None:
     """Answers a prompt on the screen, or writes `out`.
 
@@ -48,39 +81,49 @@ def generate(
         sampling: how tokens are drawn; the model's own stop ids are added.
         n: completions of each prompt.
         seed: of the draws.
+        judged: scores the completions; only into a file.
 
     Raises:
         UserError: the model, the rows or the output are not to be had, or a setting means nothing.
+        Interrupted: by Ctrl-C while a file was written; the same call goes on.
     """
     if (prompt is None) == (rows is None):
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
     if rows is not None and out is None:
         raise UserError(f"--input {rows}: say with --out FILE where the completions go")
+    if judged is not None and out is None:
+        raise UserError("--reward: say with --out FILE where the scores go")
     if out is not None:
         refuse_out(out)
     table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
     speaker = Speaker(asked)
     sampling = speaker.stopping(sampling)
-    questions = [table[index] for index in range(len(table))]
-    wheres = ["the prompt"] if rows is None else [f"row {i + 1} of {table.name}" for i in range(len(table))]
-    prompts = [speaker.prompt(row, where) for row, where in zip(questions, wheres, strict=True)]
-    requests = [Request(prompts[i // n], sampling, seed, i) for i in range(n * len(prompts))]
+    questions = [_question(speaker, table, i, rows is not None) for i in range(len(table))]
     if out is None:
-        _show(speaker, requests)
+        _show(speaker, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
         return
-    names = [asked_with(row, where) for row, where in zip(questions, wheres, strict=True)]
-    shown = [{name: row[name]} for name, row in zip(names, questions, strict=True)]
-    found = _drawn(speaker, requests)
-    lines = [_line(speaker, i // n, i % n, shown[i // n], completion) for i, completion in enumerate(found)]
-    write_text_atomic(out, "".join(lines))
-    tokens = sum(len(completion.tokens) for completion in found)
-    print(f"{len(prompts)} rows, {len(found)} completions, {readable(tokens)} tokens, written to {out}")
+    scorer = None if judged is None else checked_scorer(judged.rewards, list(questions[0].row))
+    writing = _Writing(speaker, questions, sampling, n, seed, judged, scorer)
+    try:
+        writing.write(out)
+    finally:
+        if scorer is not None:
+            scorer.close()
 
 
-def _show(speaker: Speaker, requests: Sequence[Request]) -> None:
+def _question(speaker: Speaker, table: Rows, index: int, listed: bool) -> Question:
+    row = table[index]
+    return Question(row, speaker.prompt(row, f"row {index + 1} of {table.name}" if listed else table.name))
+
+
+def _show(speaker: Speaker, requests: List[Request]) -> None:
     """Texts on stdout: one as it comes, several one after the other under their numbers."""
     if len(requests) > 1:
-        for number, completion in enumerate(_drawn(speaker, requests), start=1):
+        drawing = Drawing(speaker.engine, len(requests))
+        first = requests[0]
+        (found,) = drawing.sample([first.prompt], len(requests), first.sampling, first.seed)
+        drawing.close()
+        for number, completion in enumerate(found, start=1):
             print(f"--- {number} of {len(requests)} ({completion.finish})\n{speaker.text(completion)}")
         return
     assert speaker.tokenizer is not None  # a string was encoded
@@ -95,51 +138,147 @@ def _show(speaker: Speaker, requests: Sequence[Request]) -> None:
         print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
 
 
-def _drawn(speaker: Speaker, requests: Sequence[Request]) -> list[Completion]:
-    """All completions; what takes long is seen to go on."""
-    engine = speaker.engine
-    progress = _Progress(len(requests), engine.slots)
-    found = engine.run(requests, on_tokens=progress.hear)
-    progress.close()
-    return found
+@dataclass(frozen=True)
+class _Writing:
+    """One call that writes a file."""
+
+    speaker: Speaker
+    questions: List[Question]
+    sampling: Sampling
+    n: int
+    seed: int
+    judged: Judged | None
+    scorer: Scorer | None
+
+    def write(self, out: Path) -> None:
+        """All chunks that are not there yet, and then the file."""
+        engine, total = self.speaker.engine, self.n * len(self.questions)
+        rows = max(1, WAVES * engine.slots // self.n)
+        with partial(out, self._follows_from(engine.slots), rows * self.n, total) as kept:
+            if kept.held:
+                print(f"going on after {kept.held // self.n} of {len(self.questions)} rows", file=sys.stderr)
+            drawing = Drawing(engine, total, drawn=kept.held)
+            try:
+                for first in range(kept.held // self.n, len(self.questions), rows):
+                    kept.append(self._chunk(drawing, first, self.questions[first : first + rows]))
+            except KeyboardInterrupt as stopped:
+                raise Interrupted(_told(out, kept, self.n, len(self.questions))) from stopped
+            finally:
+                drawing.close()
+            told = self._finish(kept)
+        print(f"{told}, written to {out}")
+
+    def _follows_from(self, slots: int) -> dict[str, Any]:
+        """What the lines follow from; the slots too, since they are the chunks' size."""
+        source, asked = self.speaker.source, self.speaker.asked
+        folders = [folder for folder in (source.folder, source.merged) if folder is not None]
+        settings = {name: value for name, value in vars(self.sampling).items()}
+        return {
+            "model": digest_of_rows(digest_of_folder(folder) for folder in folders),
+            "rows": digest_of_rows([one.row, one.tokens.tolist()] for one in self.questions),
+            "rewards": None if self.scorer is None or self.judged is None else fingerprint(self.judged.rewards),
+            "n": self.n,
+            "seed": self.seed,
+            "dtype": asked.dtype,
+            "slots": slots,
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
+        }
+
+    def _chunk(self, drawing: Drawing, first: int, questions: List[Question]) -> list[str]:
+        """The lines of some rows, the first of which has the number `first`."""
+        if self.scorer is None:
+            prompts = [question.tokens for question in questions]
+            groups = drawing.sample(prompts, self.n, self.sampling, self.seed)
+            said = [[(completion, {}) for completion in group] for group in groups]
+        else:
+            prompts = [Prompt(one.tokens, prompt_text(one.row), one.row) for one in questions]
+            collector = Collector(self.speaker.tokenizer, self.sampling, self.scorer)
+            scored = collector.collect(drawing, prompts, self.n, self.seed)
+            totals = weighted_sum(rewards_of(scored), collector.weights).tolist()
+            said = [
+                [(one.completion, _worth(one, total)) for one, total in zip(group, sums, strict=True)]
+                for group, sums in zip(scored, totals, strict=True)
+            ]
+        return [
+            self._line(first + i, sample, questions[i].row, completion, worth)
+            for i, group in enumerate(said)
+            for sample, (completion, worth) in enumerate(group)
+        ]
+
+    def _line(
+        self, row: int, sample: int, asked: Mapping[str, Any], completion: Completion, worth: Mapping[str, Any]
+    ) -> str:
+        name, text = asked_with(asked, "the row"), self.speaker.text(completion)
+        said = {
+            "row": row,
+            "sample": sample,
+            name: asked[name],
+            "tokens": completion.tokens.tolist(),
+            **({} if text is None else {"text": text}),
+            "logprobs": [round(float(x), 7) for x in completion.logprobs],
+            "finish": completion.finish,
+            **worth,
+        }
+        return json.dumps(said) + "\n"
+
+    def _finish(self, kept: Partial) -> str:
+        """Writes the file of all that was kept; what there is to say about it."""
+        lines = map(json.loads, kept.lines())
+        if self.judged is None or not self.judged.selects:
+            tokens = scores = failed = 0
+            for line in lines:
+                tokens += len(line["tokens"])
+                failed += "reward" in line and line["reward"] is None
+                scores += line.get("reward") or 0.0
+            kept.finish(kept.lines())
+            told = f"{len(self.questions)} rows, {kept.held} completions, {readable(tokens)} tokens"
+            if self.judged is None:
+                return told
+            mean = scores / (kept.held - failed) if kept.held > failed else math.nan
+            return f"{told}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")
+        chosen = choose(
+            self.speaker, self.questions, _groups(lines, self.n), self.judged.best, self.judged.threshold
+        )
+        if not chosen.rows:
+            raise UserError(
+                f"no completion of {len(self.questions)} rows was taken{_left_out(chosen, len(self.questions))}. They "
+                "are kept: the same call with a lower --threshold chooses anew and draws nothing"
+            )
+        kept.finish(json.dumps(row) + "\n" for row in chosen.rows)
+        return _summary(chosen, len(self.questions))
 
 
-@dataclass
-class _Progress:
-    """A bar on stderr, once it has taken long enough to wonder."""
-
-    total: int
-    slots: int
-    began: float = field(default_factory=time.monotonic)
-    display: Display | None = None
-    tokens: int = 0
-    done: int = 0
-
-    def hear(self, request: int, tokens: np.ndarray) -> None:
-        """Requests begin in their order, so all but the latest `slots` of those that were heard of have ended."""
-        self.tokens += len(tokens)
-        self.done = max(self.done, request + 1 - self.slots)
-        seconds = time.monotonic() - self.began
-        if self.display is None and seconds > PATIENCE:
-            self.display = Display("generate", self.total, 0)
-        if self.display is not None:
-            self.display.update(self.done, {"perf/tokens_per_second": self.tokens / seconds})
-
-    def close(self) -> None:
-        if self.display is not None:
-            self.display.update(self.total, {})
-            self.display.close()
+def _groups(lines: Iterator[dict[str, Any]], n: int) -> Iterator[list[dict[str, Any]]]:
+    """The completions of each row."""
+    while group := list(islice(lines, n)):
+        yield group
 
 
-def _line(speaker: Speaker, row: int, sample: int, shown: Mapping[str, Any], completion: Completion) -> str:
-    text = speaker.text(completion)
-    said = {
-        "row": row,
-        "sample": sample,
-        **shown,
-        "tokens": completion.tokens.tolist(),
-        **({} if text is None else {"text": text}),
-        "logprobs": [round(float(x), 7) for x in completion.logprobs],
-        "finish": completion.finish,
-    }
-    return json.dumps(said) + "\n"
+def _worth(scored: Scored, total: float) -> dict[str, Any]:
+    """What a completion's line says of its rewards; null where there is no score."""
+    values = {"reward": total, **scored.rewards}
+    reward, *each = [None if math.isnan(value) else value for value in values.values()]
+    failures = {"failures": dict(scored.failures)} if scored.failures else {}
+    return {"reward": reward, "rewards": dict(zip(scored.rewards, each, strict=True)), **failures}
+
+
+def _summary(chosen: Chosen, prompts: int) -> str:
+    told = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {prompts} prompts"
+    told += f"{_left_out(chosen, prompts)}; the longest has {chosen.longest} tokens"
+    if chosen.respelled:
+        told += f"; as ids, since the text of {chosen.respelled} would not be trained as it was drawn"
+    return told
+
+
+def _left_out(chosen: Chosen, prompts: int) -> str:
+    """Prompts without a row, and why."""
+    below = prompts - chosen.prompts - chosen.failed
+    parts = [f"{below} had nothing above the threshold"] if below else []
+    parts += [f"{chosen.failed} had no score"] if chosen.failed else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _told(out: Path, kept: Partial, n: int, rows: int) -> str:
+    if not kept.held:
+        return "interrupted before anything was kept"
+    return f"interrupted: {kept.held // n} of {rows} rows are kept beside {out}; the same call goes on after them"

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from tunix.config import DataConfig, DType, MeshConfig
 from tunix.data.accounting import Dropped
@@ -25,6 +26,7 @@ from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
 from tunix.mesh import build_mesh
+from tunix.models.model import Model, Params
 from tunix.reading import read_mapping
 from tunix.rollout.engine import Engine
 from tunix.rollout.sampling import check
@@ -53,6 +55,8 @@ class Asked:
     """System message before prompts that are strings."""
     raw: bool = False
     """Strings are sent as they stand, also where the tokenizer has a chat template."""
+    length: int | None = None
+    """Tokens of prompt and answer at most; None for as many as the model reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +80,7 @@ class Speaker:
     @property
     def limit(self) -> int:
         """Tokens of prompt and answer at most."""
-        return self.source.decoder.max_positions
+        return min(self.asked.length or sys.maxsize, self.source.decoder.max_positions)
 
     @cached_property
     def has_template(self) -> bool:
@@ -121,12 +125,16 @@ class Speaker:
         """Variables of the chat template: those of the run."""
         return self.trained_on.template_kwargs if self.trained_on else {}
 
+    def weights(self) -> tuple[Model, Params, Mesh]:
+        """The model with its weights on all devices, read anew: whoever asks holds them."""
+        keep_compilations()
+        mesh = build_mesh(MeshConfig())
+        return *loaded(self.source, self.asked.dtype, mesh), mesh
+
     @cached_property
     def engine(self) -> Engine:
         """With the weights in place."""
-        keep_compilations()
-        mesh = build_mesh(MeshConfig())
-        model, params = loaded(self.source, self.asked.dtype, mesh)
+        model, params, mesh = self.weights()
         slots = self.asked.slots or SLOTS.get(jax.devices()[0].platform, SLOTS_ELSEWHERE)
         decode = self.tokenizer.decode if self.tokenizer else None
         engine = Engine(model, mesh, slots=slots, length=self.limit, decode=decode)
@@ -176,6 +184,19 @@ class Speaker:
         if len(tokens) >= self.limit:
             raise UserError(f"{where} has {len(tokens)} tokens, but the model ends at {self.limit}: shorten it")
         return tokens
+
+    def said(self, row: Mapping[str, Any]) -> str | list[Any] | None:
+        """What a row asks with, as rows to train on say it: a string, or messages; None where it gave ids."""
+        value = row[name := asked_with(row, "the row")]
+        if name == "input_ids" or (isinstance(value, str) and self.plain is not None):
+            return None if name == "input_ids" else value
+        if isinstance(value, str):
+            system = [] if self.system is None else [{"role": "system", "content": self.system}]
+            return [*system, {"role": "user", "content": value}]
+        asked = list(value)
+        while asked[-1]["role"] == "assistant":  # it is asked for another answer
+            asked.pop()
+        return asked
 
     def text(self, completion: Completion) -> str | None:
         """What it says, without special tokens and up to a stop string; None without a tokenizer."""

@@ -10,7 +10,7 @@ Axes: P prompts, G group, T time.
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.client import Client
+from tunix.client import Client, Sampler
 from tunix.config import EnvironmentConfig
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
@@ -27,7 +27,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.shipped import read_environment
-from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.types import Batch, Completion, Sampling, Sequence
 
@@ -106,27 +106,42 @@ class Player:
 
 
 @dataclass(frozen=True)
+class Judge:
+    """A reward in this process that is given tokens, such as a reward model."""
+
+    name: str
+    """In metrics and messages."""
+    weight: float
+    """Multiplies its scores in the sum."""
+    scores: Callable[[List[Prompt], List[Completion], List[str]], list[Score]]
+    """Of prompts, completions and their texts: a score of each, or why it has none."""
+
+
+@dataclass(frozen=True)
 class Collector:
     """How prompts become episodes; the same for all steps of a run."""
 
     tokenizer: Tokenizer | None
     sampling: Sampling
     scorer: Scorer | None
-    """None where the environment alone says what an episode is worth."""
+    """None where no function says what an episode is worth."""
     play: Player | None = None
     """Makes an environment's episodes, where one answers the model."""
     length: int | None = None
     """Tokens of an environment's prompt and all that follows, which it has to leave room in; other prompts are cut when
     they are read."""
+    judge: Judge | None = None
+    """A reward model, where there is one."""
 
     @property
     def weights(self) -> dict[str, float]:
         """Of each reward in the sum."""
         own = {ENVIRONMENT: 1.0} if self.play and self.play.scores else {}
-        return {**own, **(self.scorer.weights if self.scorer else {})}
+        judged = {self.judge.name: self.judge.weight} if self.judge else {}
+        return {**own, **(self.scorer.weights if self.scorer else {}), **judged}
 
     def collect(
-        self, client: Client, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
+        self, sampler: Sampler, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
     ) -> list[list[Scored]]:
         """`n` episodes of each prompt.
 
@@ -139,15 +154,17 @@ class Collector:
         with clock.part("rollout"):
             played = self.play([owner.row for owner in owners], seed) if self.play else None
             if played is None:
-                groups = client.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
+                groups = sampler.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
             else:
                 starts = [episode.prompt for episode in played.episodes]
                 owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
-                groups = client.sample(starts, 1, self.sampling, seed, played.reply)
+                groups = sampler.sample(starts, 1, self.sampling, seed, played.reply)
         completions = list(itertools.chain.from_iterable(groups))
         with clock.part("reward"):
             texts = [self._text(completion) for completion in completions]
             scores = self._scores(owners, completions, texts)
+            if self.judge is not None:
+                scores[self.judge.name] = self.judge.scores(owners, completions, texts)
         turns: list[tuple[float, ...]] = [()] * len(owners)
         if played is not None:
             played.finish(completions)
