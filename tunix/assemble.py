@@ -20,10 +20,11 @@ from tunix.loop import Job, Stream
 from tunix.mesh import build_mesh
 from tunix.models.model import Params
 from tunix.recipe import Recipe, algorithm_class
+from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.samples import Samples, prompts_of, readable_tokens
-from tunix.source import TOKENIZER, Source, adapted, of_recipe, weights, with_stops
+from tunix.source import TOKENIZER, Source, adapted, gives_scores, of_recipe, weights, with_stops
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut, rows_per_pass
@@ -78,12 +79,15 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
     account(first, found.tokenizer, recipe.data, _read(recipe, algorithm), size)
     scorer = _scorer(recipe, found)
-    collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length)
+    rewards = recipe.reward and judge(recipe.reward, found.tokenizer, recipe.data, recipe.model.dtype, mesh)
+    collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = _stream(recipe, found, algorithm, collector)
     evaluation = _evaluation(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
     trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer)
     display.say(_described(trainer, found, mesh, total))
+    if algorithm.critic == "alone" and not gives_scores(found.source):
+        display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
     return Job(
         folder=folder,
         trainer=trainer,
@@ -191,8 +195,8 @@ def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, upd
 
 
 def _scorer(recipe: Recipe, found: Inputs) -> Scorer | None:
-    """The rewards of a recipe, checked against the columns that the rows have."""
-    if recipe.reward is None:
+    """The reward functions of a recipe, checked against the columns that the rows have."""
+    if recipe.reward is None or not recipe.reward.functions:
         return None
     scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
     scorer.check([*found.train[0], *recipe.data.columns, *ADDED])
@@ -232,7 +236,7 @@ def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: 
     if algorithm.train_on != "prompt":
         read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.train_on, "vocab_size": size}
         held_out = eval_batches(found.held_out, found.tokenizer, recipe.data, layout=layout(algorithm), **read)
-    if collector.weights:
+    if collector.weights and recipe.algorithm.speaks:
         how: TrainOn = "prompt" if recipe.rollout.environment is None else "row"
         prompts = eval_prompts(found.held_out, found.tokenizer, recipe.data, limit, size, how)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
@@ -243,7 +247,7 @@ def _samples(
     recipe: Recipe, evaluation: Evaluation, trainer: Trainer, found: Inputs, folder: Path, display: Display
 ) -> Samples:
     """Held-out prompts whose greedy answers are shown before and after; to an environment, the first turn."""
-    number, tokenizer = recipe.eval.samples, found.tokenizer
+    number, tokenizer = recipe.eval.samples if recipe.algorithm.speaks else 0, found.tokenizer
     play = evaluation.collector.play if evaluation.collector else None
     if evaluation.prompts:
         asked = evaluation.prompts[:number]

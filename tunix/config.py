@@ -5,7 +5,7 @@ sections make a recipe is in `recipe.py`. Rules that concern one section are che
 """
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -54,6 +54,8 @@ class AlgorithmConfig(Config):
 
     name: str
     """A name that `recipe.py` knows, or `file.py:Class` for an algorithm of one's own."""
+    speaks: ClassVar[bool] = True
+    """Whether the model that it trains says something, which can be sampled; a reward model does not."""
 
     @property
     def updates_per_step(self) -> int:
@@ -334,7 +336,7 @@ class RewardFunction(Config):
 
 
 class RewardConfig(Config):
-    """What a completion is worth: functions that run in worker processes and the time they are given, a reward model."""
+    """What a completion is worth: functions in worker processes with the time they are given, and a reward model."""
 
     functions: tuple[RewardFunction, ...] = ()
     """One or several; a plain name stands for a function with weight 1 and no options."""

@@ -326,6 +326,9 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
     Args:
         staged: what is set may be meant for another stage than this one.
     """
+    if not recipe.algorithm.speaks and not staged:
+        yield from _unsaid(recipe)
+        return
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
     if isinstance(recipe.algorithm, PolicyConfig):
@@ -348,6 +351,19 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not rewarded and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
+
+
+def _unsaid(recipe: Recipe) -> Iterator[str]:
+    """What is asked of completions where the model writes none."""
+    why = f"{recipe.algorithm.name} trains a model that gives scores and writes nothing"
+    for key in ("reward", "rollout"):
+        if getattr(recipe, key) != Recipe.model_fields[key].get_default():
+            yield f"{key}: changes nothing, since {why}; leave the section out"
+    for key in ("prompt_length", "completion_length"):
+        if getattr(recipe.data, key):
+            yield f"data.{key}: changes nothing, since {why}; max_length is the limit"
+    if recipe.eval.samples:
+        yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
 
 
 def _stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

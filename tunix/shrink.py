@@ -139,16 +139,15 @@ def _made_here(data: Mapping[str, Any]) -> bool:
 
 def _own_names(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The `reward` section reading made rows, whose columns are called as the functions' own arguments are."""
-    if reward is None:
+    if (kept := _without_model(reward)) is None:
         return None
-    reward = _without_model(reward)
-    return {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}
+    return {**kept, "functions": [{**function, "columns": {}} for function in kept["functions"]]}
 
 
 def _without_model(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The `reward` section with the shipped `length` in the place of a reward model, which would be a download."""
     if reward is None or reward["model"] is None:
-        return reward and dict(reward)
+        return None if reward is None else dict(reward)
     options = {"target": COMPLETION // 2, "width": COMPLETION}
     stand_in = {"name": "length", "label": "model", "weight": reward["model_weight"], "options": options, "columns": {}}
     rest = {"model": None, "model_weight": 1.0, "model_length": None}

@@ -41,8 +41,7 @@ def prompt_text(row: Row) -> str:
     prompt = row.get("prompt", row.get("messages", ""))
     if isinstance(prompt, str):
         return prompt
-    asked = _asked(as_messages(prompt))
-    return str(asked[-1]["content"])
+    return str(asked(as_messages(prompt))[-1]["content"])
 
 
 def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, how: Rendering) -> Rendered:
@@ -134,13 +133,17 @@ def _prompt(row: Row, tokenizer: Tokenizer | None, how: Rendering) -> np.ndarray
     prompt = column(row, "messages" if how.format == "messages" else "prompt", how.columns)
     if isinstance(prompt, str) and not how.chat:
         return np.asarray(tokenizer.encode(prompt, bos=tokenizer.adds_bos), np.int32)
-    messages = spoken("user", prompt, how) if isinstance(prompt, str) else _asked(as_messages(prompt))
+    messages = spoken("user", prompt, how) if isinstance(prompt, str) else asked(as_messages(prompt))
     tools = as_tools(column(row, "tools", how.columns, None))
     return render_prompt(messages, tokenizer, **tools, **how.template_kwargs)
 
 
-def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation without the assistant's turns at its end."""
+def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation without the assistant's turns at its end.
+
+    Raises:
+        UserError: nothing is left.
+    """
     last = next((i for i, message in enumerate(reversed(messages)) if message["role"] != "assistant"), len(messages))
     if last == len(messages):
         raise UserError("messages holds nothing but the assistant's: there is no prompt")

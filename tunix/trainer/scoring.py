@@ -41,9 +41,15 @@ class Scorer:
         """
         return self._scored(partial(self._logprobs, temperature=temperature), params, sequences, size)
 
-    def values(self, params: Params, sequences: List[Sequence]) -> list[np.ndarray]:
-        """`[T]` values: at t of the state before token t, 0 for the first. The model must have a value head."""
-        return self._scored(self._values, params, sequences, None)
+    def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
+        """`[T]` values: at t of the state before token t, 0 for the first. The model must have a value head.
+
+        Args:
+            params: all weights.
+            sequences: at least one.
+            size: as in `logprobs`.
+        """
+        return self._scored(self._values, params, sequences, size)
 
     def _scored(
         self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None

@@ -1,6 +1,6 @@
 """The `algorithm` section of a recipe for a reward model. Loads without jax."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ class RewardModelConfig(AlgorithmConfig):
     """How scores of pairs become a loss."""
 
     name: str = "reward"
+    speaks: ClassVar[bool] = False
     centring: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the squared sum of a pair's scores, which keeps them around 0 (Eisenstein et al. 2023,
     https://arxiv.org/abs/2312.09244); 0.01 is usual, 0 for none."""
