@@ -12,6 +12,7 @@ from tunix.errors import UserError
 from tunix.models.model import Model
 from tunix.rollout import engine as engine_file
 from tunix.rollout.episode import Request
+from tunix.rollout.warm import Workload
 from tunix.trainer.perf import Compilations
 from tunix.types import Completion, Sampling
 
@@ -85,9 +86,9 @@ def test_a_groups_prompt_is_computed_once(engine, monkeypatch):
     computed = []
     real = engine_file.compute
 
-    def spy(model, weights, prompts, settings, sizes):
+    def spy(model, weights, prompts, *rest):
         computed.extend(len(prompt) for prompt in prompts)
-        return real(model, weights, prompts, settings, sizes)
+        return real(model, weights, prompts, *rest)
 
     monkeypatch.setattr(engine_file, "compute", spy)
     engine.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
@@ -118,16 +119,16 @@ def test_nothing_compiles_after_warm_up(params):
         settings = [
             Sampling(max_tokens=m, temperature=t, top_k=k) for m, t, k in ((30, 1.0, 0), (5, 0.0, 0), (11, 0.5, 4))
         ]
-        given = prompts(VOCAB, (5, 20, 30, 9, 3, 40), seed)
+        given = prompts(VOCAB, (5, 20, 30, 130 - seed, 3, 40), seed)[: 6 - seed % 3]
         requests = [Request(p, settings[(i + seed) % 3], seed, i) for i, p in enumerate(given)]
         engine.run(requests, reply=lambda i, so_far: np.array([3, 4, 5], np.int32) if len(so_far.turns) < 2 else None)
 
-    engine = small_engine(MODEL, params, slots=4, length=200)
-    for seed in range(2):
-        load(seed)
+    # The cache of 40 + 30 + 3 + 30 tokens is 128 long, that of 200 the longest there is.
+    engine = small_engine(MODEL, params, slots=5, length=200)
+    engine.warm(Workload(requests=6, prompts=6, prompt_length=130, length=200, replies=True))
     moved = {name: x * 1.5 for name, x in params.items()}
     compilations = Compilations()
-    for seed in range(2, 6):
+    for seed in range(4):
         load(seed)
     engine.load(moved, 2)
     load(6)

@@ -23,8 +23,10 @@ from tunix.recipe import Recipe, algorithm_class
 from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.warm import Workload
 from tunix.samples import Samples, prompts_of, readable_tokens
 from tunix.source import TOKENIZER, Source, adapted, gives_scores, of_recipe, weights, with_stops
+from tunix.teaching import build_teacher, divided, teacher_source
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut, rows_per_pass
@@ -69,8 +71,9 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     Raises:
         UserError: something that the recipe names is missing or does not fit.
     """
-    mesh = build_mesh(recipe.mesh)
+    mesh = build_mesh(recipe.mesh, divided(recipe.teacher)[0])
     found = inputs(recipe, folder)
+    teacher = teacher_source(recipe, found.source)
     environment, kwargs = recipe.rollout.environment, recipe.data.template_kwargs
     play = Player(environment, found.tokenizer, kwargs) if environment else None
     drawn = sampling(recipe, found, play.stop_strings if play else ())
@@ -84,7 +87,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     stream = _stream(recipe, found, algorithm, collector)
     evaluation = _evaluation(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
-    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer)
+    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher)
     display.say(_described(trainer, found, mesh, total))
     if algorithm.critic == "alone" and not gives_scores(found.source):
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
@@ -100,6 +103,24 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         samples=_samples(recipe, evaluation, trainer, found, folder, display),
         exports_adapter=recipe.adapter is not None and found.source.stands_alone,
         scorer=scorer,
+        workload=_workload(recipe, algorithm, evaluation),
+    )
+
+
+def _workload(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
+    """What the sampler is asked at each step and at each evaluation, at most; None where that is nothing."""
+    asked = len(evaluation.prompts)
+    drawn = recipe.batch_size if algorithm.train_on == "prompt" else 0
+    if not asked + drawn:
+        return None
+    group, replies = recipe.algorithm.model_dump().get("group_size") or 1, recipe.rollout.environment is not None
+    return Workload(
+        requests=max(asked, drawn * group),
+        # An environment begins each episode in its own way.
+        prompts=max(asked, drawn * (group if replies else 1)),
+        prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,
+        length=recipe.data.max_length,
+        replies=replies,
     )
 
 
@@ -136,6 +157,7 @@ def build_trainer(
     total: int,
     algorithm: Algorithm | None = None,
     tokenizer: Tokenizer | None = None,
+    teacher: Source | None = None,
 ) -> Trainer:
     """The model with its weights on the mesh, and the optimizer.
 
@@ -143,6 +165,7 @@ def build_trainer(
         total: steps of the run, for the schedule.
         algorithm: what will be asked of it; None where it is only exported.
         tokenizer: what stop strings are looked for with.
+        teacher: of whom it learns.
     """
     decoder = with_stops(source)
     critic = None if algorithm is None else algorithm.critic
@@ -155,7 +178,8 @@ def build_trainer(
     packing = recipe.data.packing
     length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data.max_length)
     updates = total * recipe.algorithm.updates_per_step
-    rows = rows_per_pass(mesh, recipe.sequences_per_update, recipe.micro_batch_size, length, packing)
+    units = recipe.sequences_per_update // (1 if algorithm is None else algorithm.members)
+    rows = rows_per_pass(mesh, units, recipe.micro_batch_size, length, packing)
     machinery = Machinery(
         model=model,
         mesh=mesh,
@@ -172,7 +196,8 @@ def build_trainer(
         decode=None if tokenizer is None else tokenizer.decode,
     )
     own = _critic(recipe, machinery, params, base, updates) if critic == "own" else None
-    return Trainer(machinery, params, base, own)
+    taught = None if teacher is None else build_teacher(recipe, teacher, mesh, length)
+    return Trainer(machinery, params, base, own, taught)
 
 
 def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:
@@ -233,8 +258,8 @@ def _evaluation(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: 
         return Evaluation(algorithm)
     size, limit = found.source.decoder.vocab_size, recipe.eval.rows
     held_out, prompts = [], []
-    if algorithm.train_on != "prompt":
-        read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.train_on, "vocab_size": size}
+    if algorithm.held_out_on is not None and not (algorithm.train_on == "prompt" and collector.weights):
+        read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.held_out_on, "vocab_size": size}
         held_out = eval_batches(found.held_out, found.tokenizer, recipe.data, layout=layout(algorithm), **read)
     if collector.weights and recipe.algorithm.speaks:
         how: TrainOn = "prompt" if recipe.rollout.environment is None else "row"

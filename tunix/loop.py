@@ -17,6 +17,7 @@ from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.evaluation import Evaluation
 from tunix.recorder import Recorder
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.warm import Workload
 from tunix.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.client import Trainer
@@ -61,6 +62,8 @@ class Job:
     """An adapter is exported alone where its base can be found again; else it is merged."""
     scorer: Scorer | None = None
     """The rewards' workers."""
+    workload: Workload | None = None
+    """What the sampler will be asked, where it is asked something at every step or evaluation."""
 
     def close(self) -> None:
         """Ends the threads and processes that work for the run."""
@@ -102,6 +105,10 @@ class Loop:
             UserError: a row or the disk is bad, or the loss is no number.
         """
         with stop_signals() as stop:
+            if self.job.workload is not None:
+                self.recorder.say("compiling the sampler")
+                with self.recorder.aside():
+                    self.job.trainer.warm(self.job.workload)
             if self.step == 0:
                 self._evaluate()
                 self.job.samples.take(0)

@@ -20,10 +20,12 @@ from tunix.config import DType
 from tunix.errors import UserError
 from tunix.models.cached import TOP, Weights, unstack
 from tunix.models.model import Model, Params, is_adapter
-from tunix.rollout.episode import Decode, Episode, Request
-from tunix.rollout.programs import Flow, State, blank, decode, put, resize, take
-from tunix.rollout.prompts import Piece, Prefix, Sizes, append, batches, compute
-from tunix.rollout.sampling import MOST_STOPS, Transform, check
+from tunix.rollout.episode import Decode, Episode, Request, flow
+from tunix.rollout.programs import State, blank, decode, put, resize, take
+from tunix.rollout.prompts import Piece, Prefix, Rows, append, compute
+from tunix.rollout.sampling import check
+from tunix.rollout.shapes import Sizes, batches, narrowed
+from tunix.rollout.warm import Warmth, Workload
 from tunix.types import Completion, Reply, Sampling
 
 OnTokens = Callable[[int, np.ndarray], None]
@@ -32,8 +34,6 @@ SHORT = 8
 """Steps of a dispatch where the host looks at the text: streaming, and stop strings."""
 REFILL = 8
 """A dispatch ends early when one slot in so many has ended and something is there to go on with."""
-NARROW = 4
-"""Factor between the numbers of slots that are compiled."""
 
 
 class Engine:
@@ -65,12 +65,17 @@ class Engine:
         if min(slots, length, chunk, steps) < 1 or chunk & (chunk - 1):
             given = f"slots={slots} length={length} chunk={chunk} steps={steps}"
             raise ValueError(f"sizes must be positive and the chunk a power of two, not {given}")
-        self.model, self.mesh, self.slots, self.steps, self.decode = model, mesh, slots, steps, decode
-        self.sizes = Sizes(length, chunk, max(chunk, steps), cache_dtype or model.dtype)
+        self.model, self.mesh, self.steps, self.decode = model, mesh, steps, decode
+        self.sizes = Sizes(slots, length, chunk, max(chunk, steps), cache_dtype or model.dtype)
         self.weights: Weights | None = None
         self.version = 0
         self._base: Weights | None = None
         self._base_of: list[weakref.ref] = []
+
+    @property
+    def slots(self) -> int:
+        """Requests that are answered at a time."""
+        return self.sizes.slots
 
     @property
     def length(self) -> int:
@@ -98,6 +103,15 @@ class Engine:
         layers = zip(own.layers, views.layers, strict=True)
         self.weights = Weights(own.top, tuple({**mine, **adapted} for mine, adapted in layers))
         self.version = version
+
+    def warm(self, work: Workload) -> None:
+        """Compiles what this workload can meet: nothing compiles while it is sampled.
+
+        Raises:
+            ValueError: no weights were loaded.
+        """
+        with jax.set_mesh(self.mesh):
+            Warmth(self.model, self._loaded, self.sizes, self.steps, work)()
 
     def sample(
         self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
@@ -128,12 +142,16 @@ class Engine:
             UserError: settings or a prompt that mean nothing.
             ValueError: no weights were loaded.
         """
-        if self.weights is None:
-            raise ValueError("the engine has no weights: load() them before sampling")
         for number, request in enumerate(requests):
             self._check(number, request)
         with jax.set_mesh(self.mesh):
-            return _Run(self, self.weights, requests, reply, on_tokens).finish()
+            return _Run(self, self._loaded, requests, reply, on_tokens).finish()
+
+    @property
+    def _loaded(self) -> Weights:
+        if self.weights is None:
+            raise ValueError("the engine has no weights: load() them before sampling")
+        return self.weights
 
     def _copy(self, base: Params, *, frozen: bool) -> Weights:
         """Views of the base; tables that no step takes over and that have the right dtype are shared, not copied."""
@@ -193,13 +211,13 @@ class _Run:
     def _admit(self) -> None:
         """Fills free slots from the queue, and fits their number and length to what is there."""
         running = [episode for episode in self.slots if episode is not None]
-        free = self.engine.slots - len(running)
+        free = self.sizes.slots - len(running)
         new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         self._fit(len(running) + len(new), max(episode.held for episode in running + new))
         if not new:
             return
         self._compute([episode.request for episode in new])
-        sources: dict[int, tuple[State, np.ndarray]] = {}
+        sources: dict[int, tuple[Rows, np.ndarray]] = {}
         for episode in new:
             slot, key = self.slots.index(None), _prompt_key(episode.request)
             self.slots[slot], prefix = episode, self.prefixes[key]
@@ -210,30 +228,41 @@ class _Run:
             if not self.expected[key]:
                 del self.prefixes[key]
         for rows, source in sources.values():
-            self.state = put(self.state, rows, source)
+            rows.lengthen(self.model, self.sizes, self.length)
+            self.state = put(self.state, rows.state, source)
 
     def _compute(self, requests: Sequence[Request]) -> None:
         """The prefixes of prompts that are met for the first time."""
         fresh = {_prompt_key(x): x for x in requests if _prompt_key(x) not in self.prefixes}
         prompts = [np.asarray(x.prompt, np.int32) for x in fresh.values()]
-        found = compute(self.model, self.weights, prompts, [x.sampling for x in fresh.values()], self.sizes)
+        found = compute(
+            self.model, self.weights, prompts, [x.sampling for x in fresh.values()], self.sizes, self.length
+        )
         self.prefixes |= zip(fresh, found, strict=True)
 
     def _fit(self, number: int, held: int) -> None:
         """Makes the slots as many and as long as they need to be for one more token each; running ones move up."""
-        width = self.engine.slots
-        while number <= -(-width // NARROW) < width:
-            width = -(-width // NARROW)
-        length = max(self.length, self.sizes.bucket(held + 1))
-        if (width, length) == (len(self.slots), self.length):
+        width, length = self.sizes.width(number), max(self.length, self.sizes.bucket(held + 1))
+        if self.state is None or not any(self.slots):
+            if (width, length) != (len(self.slots), self.length):
+                self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
+                self.slots, self.length = [None] * width, length
             return
-        kept = [slot for slot, episode in enumerate(self.slots) if episode is not None]
-        if self.state is None or not kept:
-            self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
-        else:
-            source = np.array(kept + [0] * (width - len(kept)), np.int32)
-            self.state = resize(self.model, self.state, source, length, self.sizes.piece)
-        self.slots = [self.slots[slot] for slot in kept] + [None] * (width - len(kept))
+        # Step by step, so that few ways from shape to shape are compiled.
+        while len(self.slots) > width:
+            kept = [slot for slot, episode in enumerate(self.slots) if episode is not None]
+            fewer = narrowed(len(self.slots))
+            self._resize(kept + [0] * (fewer - len(kept)), self.length)
+            self.slots = [self.slots[slot] for slot in kept] + [None] * (fewer - len(kept))
+        self._lengthen(length)
+
+    def _lengthen(self, length: int) -> None:
+        while self.length < length:
+            self._resize(range(len(self.slots)), self.sizes.bucket(self.length + 1))
+
+    def _resize(self, source: Sequence[int], length: int) -> None:
+        assert self.state is not None
+        self.state = resize(self.model, self.state, np.array(source, np.int32), length, self.sizes.piece)
         self.length = length
 
     def _draw(self) -> None:
@@ -245,7 +274,7 @@ class _Run:
         enough = np.int32(self._enough(len(running)))
         assert self.state is not None
         self.state, found = decode(
-            self.model, self.engine.steps, self.weights, self.state, _flow(self.slots), most, enough
+            self.model, self.engine.steps, self.weights, self.state, flow(self.slots), most, enough
         )
         draws, counts = jax.device_get(found)
         answered = []
@@ -267,7 +296,7 @@ class _Run:
         """Down to how many running slots a dispatch goes on."""
         if self.waiting or self.reply is not None:
             return running - max(1, running // REFILL)
-        narrower = -(-len(self.slots) // NARROW)
+        narrower = narrowed(len(self.slots))
         return narrower if narrower < running else 0
 
     def _answer(self, episode: Episode) -> Piece | None:
@@ -282,7 +311,7 @@ class _Run:
         """Appends observations to their slots."""
         # Slots must not move before their pieces are in, so only the length is fitted.
         episodes = [episode for episode in self.slots if episode is not None]
-        self._fit_length(max(episode.held for episode in episodes))
+        self._lengthen(self.sizes.bucket(max(episode.held for episode in episodes) + 1))
         assert self.state is not None
         for batch in batches(range(len(answered)), lambda item: self.sizes.cut(len(answered[item][1].tokens))):
             slots = np.array([answered[item][0] for item in batch], np.int32)
@@ -291,30 +320,6 @@ class _Run:
             source = np.full(len(self.slots), -1, np.int32)
             source[slots] = np.arange(len(slots))
             self.state = put(self.state, rows, source)
-
-    def _fit_length(self, held: int) -> None:
-        length = self.sizes.bucket(held + 1)
-        if length > self.length:
-            source = np.arange(len(self.slots), dtype=np.int32)
-            assert self.state is not None
-            self.state = resize(self.model, self.state, source, length, self.sizes.piece)
-            self.length = length
-
-
-def _flow(slots: Sequence[Episode | None]) -> Flow:
-    """What the device is told of the slots; those without an episode rest."""
-    running = [(slot, episode) for slot, episode in enumerate(slots) if episode is not None]
-    held, left, drawn, index = np.zeros((4, len(slots)), np.int32)
-    seeds = np.zeros((len(slots), 2), np.uint32)
-    stops = np.full((len(slots), MOST_STOPS), -1, np.int32)
-    settings = [Sampling()] * len(slots)
-    for slot, episode in running:
-        request = episode.request
-        held[slot], left[slot], drawn[slot], index[slot] = episode.held, episode.left, episode.drawn, request.index
-        seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-        settings[slot] = request.sampling
-        stops[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
-    return Flow(held, left, drawn, seeds, index, stops, Transform.of(settings))
 
 
 def _prompt_key(request: Request) -> tuple:

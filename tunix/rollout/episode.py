@@ -10,7 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from tunix.rollout.sampling import Draw
+from tunix.rollout.programs import Flow
+from tunix.rollout.sampling import MOST_STOPS, Draw, Transform
 from tunix.types import Completion, Sampling
 
 Decode = Callable[[Sequence[int]], str]
@@ -134,3 +135,19 @@ class Episode:
             return False
         text = self.decode(self.tokens[self.turns[-1][0] :])
         return any(stop in text for stop in stops)
+
+
+def flow(slots: Sequence[Episode | None]) -> Flow:
+    """What the device is told of the slots; those without an episode rest."""
+    running = [(slot, episode) for slot, episode in enumerate(slots) if episode is not None]
+    held, left, drawn, index = np.zeros((4, len(slots)), np.int32)
+    seeds = np.zeros((len(slots), 2), np.uint32)
+    stops = np.full((len(slots), MOST_STOPS), -1, np.int32)
+    settings = [Sampling()] * len(slots)
+    for slot, episode in running:
+        request = episode.request
+        held[slot], left[slot], drawn[slot], index[slot] = episode.held, episode.left, episode.drawn, request.index
+        seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
+        settings[slot] = request.sampling
+        stops[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+    return Flow(held, left, drawn, seeds, index, stops, Transform.of(settings))

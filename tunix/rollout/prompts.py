@@ -1,29 +1,23 @@
 """Prompts into rows of their own cache, from which slots are filled: a group's prompt is computed once.
 
-A prompt is cut into whole chunks and a rest, the rest padded to a power of two. Prompts that are cut alike share a
-dispatch, 16, 4 or 1 at a time, so that no row is computed in vain and few shapes are compiled.
+Prompts that are cut alike (`shapes.py`) share a dispatch. Their rows are as long as the slots that they go to, and grow
+with them.
 
 Axes: R rows, C tokens of a chunk, D model.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from tunix.config import DType
 from tunix.models.cached import Weights
 from tunix.models.model import Model
-from tunix.rollout.programs import State, blank, prefill, score
+from tunix.rollout.programs import State, blank, prefill, resize, score
 from tunix.rollout.sampling import Transform
+from tunix.rollout.shapes import Sizes, batches
 from tunix.types import Sampling
-
-ROWS = (16, 4, 1)
-"""Rows of a prefill."""
-SMALLEST = 16
-"""Of the padded rests, and of the powers of two that they are padded to."""
 
 
 class Piece(NamedTuple):
@@ -33,49 +27,30 @@ class Piece(NamedTuple):
     start: int
 
 
+@dataclass
+class Rows:
+    """Prompts that were computed together."""
+
+    state: State
+    length: int
+    """Of their caches."""
+
+    def lengthen(self, model: Model, sizes: Sizes, length: int) -> None:
+        """Grows to the length of the slots."""
+        own = np.arange(self.state.hidden.shape[0], dtype=np.int32)
+        while self.length < length:
+            self.length = sizes.bucket(self.length + 1)
+            self.state = resize(model, self.state, own, self.length, sizes.piece)
+
+
 @dataclass(frozen=True)
 class Prefix:
     """A prompt that is computed: row `row` of `rows`."""
 
-    rows: State
+    rows: Rows
     row: int
     logprobs: np.ndarray | None
     """`[T]` of its tokens, where asked for."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The shapes that an engine keeps to."""
-
-    length: int
-    """Tokens of prompt and completion at most."""
-    chunk: int
-    """Tokens of a prefill at most; a power of two."""
-    piece: int
-    """Tokens that are new to a cache at most, before it is asked again: of a chunk, or of a dispatch's steps."""
-    dtype: DType
-    """Of the cache."""
-
-    def bucket(self, tokens: int) -> int:
-        """The length of a cache that holds `tokens`: 128, 256, 512, ... up to `length`."""
-        return min(max(128, 1 << (tokens - 1).bit_length()), self.length)
-
-    def cut(self, tokens: int) -> tuple[int, int]:
-        """(whole chunks, padded size of what is left) of `tokens` >= 1 tokens; the rest is never empty."""
-        whole = (tokens - 1) // self.chunk
-        return whole, max(min(SMALLEST, self.chunk), 1 << (tokens - whole * self.chunk - 1).bit_length())
-
-
-def batches(items: Sequence[int], key: Callable[[int], tuple]) -> Iterator[list[int]]:
-    """Items of equal keys together, in batches of ROWS."""
-    alike: dict[tuple, list[int]] = defaultdict(list)
-    for item in items:
-        alike[key(item)].append(item)
-    for group in alike.values():
-        while group:
-            size = next(size for size in ROWS if size <= len(group))
-            yield group[:size]
-            group = group[size:]
 
 
 def append(
@@ -106,23 +81,29 @@ def append(
 
 
 def compute(
-    model: Model, weights: Weights, prompts: Sequence[np.ndarray], settings: Sequence[Sampling], sizes: Sizes
+    model: Model,
+    weights: Weights,
+    prompts: Sequence[np.ndarray],
+    settings: Sequence[Sampling],
+    sizes: Sizes,
+    length: int,
 ) -> list[Prefix]:
     """The prefix of each prompt.
 
     Args:
         settings: of each; prompt log-probs are computed where they ask for them.
+        length: of the caches, with room for the longest prompt.
     """
     made: dict[int, Prefix] = {}
 
     def key(item: int) -> tuple:
-        tokens = len(prompts[item])
-        return (sizes.bucket(tokens), *sizes.cut(tokens), settings[item].prompt_logprobs)
+        return (*sizes.cut(len(prompts[item])), settings[item].prompt_logprobs)
 
     for batch in batches(range(len(prompts)), key):
-        rows = blank(model, len(batch), sizes.bucket(len(prompts[batch[0]])), sizes.piece, sizes.dtype)
+        state = blank(model, len(batch), length, sizes.piece, sizes.dtype)
         scored = [settings[item] for item in batch if settings[item].prompt_logprobs]
-        rows, found = append(model, weights, rows, [Piece(prompts[item], 0) for item in batch], sizes, scored)
+        state, found = append(model, weights, state, [Piece(prompts[item], 0) for item in batch], sizes, scored)
+        rows = Rows(state, length)
         for row, item in enumerate(batch):
             own = None if found is None else np.pad(found[row], (1, 0))[: len(prompts[item])]
             made[item] = Prefix(rows, row, own)

@@ -23,6 +23,7 @@ from tunix.models.hf import save_folder
 from tunix.models.model import Model, Params, is_own
 from tunix.rollout.engine import Engine
 from tunix.rollout.episode import Decode
+from tunix.rollout.warm import Workload
 from tunix.trainer.checkpoint import load_state, save_state
 from tunix.trainer.passes import Cut
 from tunix.trainer.scoring import Scorer
@@ -200,6 +201,11 @@ class Trainer:
             self._version, self._stale = self._version + 1, False
             self._engine.load(self.params, self._version)
         return self._version
+
+    def warm(self, work: Workload) -> None:
+        """Compiles whatever this workload of the sampler can meet, so that nothing compiles afterwards."""
+        self.publish()
+        self._engine.warm(work)
 
     def save(self, path: Path) -> None:
         """Writes the whole train state as one folder."""
