@@ -67,6 +67,11 @@ class AlgorithmConfig(Config):
         """What rows have to bring."""
         return "completions"
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether completions that the model writes are trained on by what they are worth."""
+        return False
+
     def sequences_per_update(self, batch_size: int) -> int:
         """Sequences that one update sees, where a step takes `batch_size` rows."""
         return batch_size

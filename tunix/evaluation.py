@@ -40,7 +40,7 @@ class Evaluation:
 
     def values(self, client: Client) -> dict[str, float]:
         """`eval/loss` and the loss's metrics, `eval/reward` and each reward's own."""
-        found = client.evaluate(self.batches, self.algorithm.objective) if self.held_out else {}
+        found = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
         return found | (self._rewards(client) if self.prompts else {})
 
     def reached(self, values: Mapping[str, float]) -> str | None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
@@ -331,16 +333,19 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
         return
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
-    if isinstance(recipe.algorithm, PolicyConfig):
+    if isinstance(recipe.algorithm, KTOConfig) and recipe.algorithm.loss == "kto" and recipe.batch_size < 2:
+        yield "batch_size: 1 row has no other row's prompt, from which kto measures the KL; take 2 or more"
+    if recipe.algorithm.learns_from_rewards:
         if not rewarded:
             yield (
                 f"reward: {recipe.algorithm.name} learns from rewards: name some, as in "
                 "`reward: {functions: [exact_match]}`, or a rollout.environment that gives them"
             )
-        if recipe.algorithm.updates > recipe.batch_size:
+        if isinstance(recipe.algorithm, PolicyConfig) and recipe.algorithm.updates > recipe.batch_size:
             yield f"algorithm.updates: {recipe.algorithm.updates} parts of {recipe.batch_size} prompts (batch_size)"
         return
-    if any(name.startswith("eval/reward") for name in recipe.eval.until) and not (rewarded and held_out):
+    judged = any(name == "eval/reward" or name.startswith("eval/reward/") for name in recipe.eval.until)
+    if judged and not (rewarded and held_out):
         yield "eval.until: eval/reward is not measured without a reward section and held-out rows"
     if staged:
         return
@@ -428,6 +433,8 @@ ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
     "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
     "ppo": (PPOConfig, "tunix.algorithms.ppo.algorithm:PPO"),
     "grpo": (GRPOConfig, "tunix.algorithms.grpo.algorithm:GRPO"),
+    "dpo": (DPOConfig, "tunix.algorithms.dpo.algorithm:DPO"),
+    "kto": (KTOConfig, "tunix.algorithms.kto.algorithm:KTO"),
     "reward": (RewardModelConfig, "tunix.algorithms.reward.algorithm:RewardModel"),
 }
 """`algorithm.name` -> the model of its section, and the class that runs it (imported only then)."""

@@ -6,11 +6,13 @@ per step, with what the data stream hands out: a packed batch of given sequences
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tunix.client import Client
 from tunix.config import Config
+from tunix.data.pipeline import Packed
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
@@ -77,6 +79,20 @@ class Algorithm(ABC):
     def objective(self) -> Loss:
         """The loss and what it needs of the model."""
         return Loss(self.loss)
+
+    @property
+    def held_out_objective(self) -> Loss:
+        """What held-out rows are measured by."""
+        return self.objective
+
+    @property
+    def held_out_on(self) -> Literal["completion", "all", "pairs", "labels"] | None:
+        """What is read of a held-out row for that; None where only rewards tell."""
+        return None if self.train_on == "prompt" else self.train_on
+
+    def evaluate(self, client: Client, held_out: List[Packed]) -> dict[str, float]:
+        """The loss and its metrics over held-out rows, as `eval/...`."""
+        return client.evaluate([packed.batch for packed in held_out], self.held_out_objective)
 
     def update(self, client: Client, data: Any) -> Update:
         """One step. Of given sequences (`data.batch`): one update."""

@@ -178,6 +178,11 @@ class PolicyConfig(RuledConfig):
         """The policy writes the completions."""
         return "prompts"
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Always."""
+        return True
+
     def sequences_per_update(self, batch_size: int) -> int:
         """Those of the largest part."""
         return math.ceil(batch_size / self.updates) * self.group_size

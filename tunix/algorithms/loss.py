@@ -1,7 +1,7 @@
-"""What the losses of GRPO and PPO share: the surrogate's companions (KL, entropy, correction) and what is reported.
+"""What losses share: of GRPO and PPO the surrogate's companions (KL, entropy, correction), and what is reported.
 
-`trained_only` first; then a loss computes its surrogate from `old_log_ratio`, and `policy_outputs` makes the terms and
-the metrics of it.
+`trained_only` first; then a policy's loss computes its surrogate from `old_log_ratio`, and `policy_outputs` makes the
+terms and the metrics of it.
 
 Axes: B rows, T time.
 """
@@ -25,7 +25,7 @@ from tunix.algorithms.ops import (
     sequence_sum,
     token_ratio,
 )
-from tunix.types import LossInputs, LossOutputs, Over, Term
+from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
 
 def trained_only(inputs: LossInputs) -> LossInputs:
@@ -45,6 +45,7 @@ def trained_only(inputs: LossInputs) -> LossInputs:
         logprobs=kept(inputs.logprobs),
         entropy=None if inputs.entropy is None else kept(inputs.entropy),
         values=None if inputs.values is None else kept(inputs.values),
+        reference_logprobs=None if inputs.reference_logprobs is None else kept(inputs.reference_logprobs),
     )
 
 
@@ -119,16 +120,26 @@ def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
 
 
 def with_mismatch(outputs: LossOutputs, inputs: LossInputs, config: PolicyConfig) -> LossOutputs:
+    """The same with the mismatch of the policy before the updates, see `compared_with_sampler`.
+
+    Where the sampler's log-probs are the old ones, later updates add what the policy moved: read the first one's.
+    """
+    per_token = inputs.batch.per_token
+    if config.old_logprobs == "recompute":
+        return compared_with_sampler(
+            outputs, inputs.batch, jnp.asarray(old_logprobs(inputs)), per_token["sampler_logprobs"]
+        )
+    return compared_with_sampler(outputs, inputs.batch, inputs.logprobs, per_token["old_logprobs"])
+
+
+def compared_with_sampler(
+    outputs: LossOutputs, batch: Batch, trainer: Float[Array, "B T"], sampler: Float[Array | np.ndarray, "B T"]
+) -> LossOutputs:
     """The same with metrics and the peak of `trainer log-prob - sampler log-prob`, on the tokens that were drawn.
 
     mean: of the absolute difference. k3: estimate of KL(sampler || trainer). max: the largest absolute difference.
-    Where the sampler's log-probs are the old ones, later updates add what the policy moved: read the first one's.
     """
-    batch, current = inputs.batch, jax.lax.stop_gradient(inputs.logprobs)
-    if config.old_logprobs == "recompute":
-        trainer, sampler = jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"]
-    else:
-        trainer, sampler = current, batch.per_token["old_logprobs"]
+    trainer = jax.lax.stop_gradient(trainer)
     distance = jnp.abs(trainer - sampler)
     k3 = _estimate(log_ratio(jnp.asarray(sampler), trainer, batch), "k3")
     metrics = {**outputs.metrics, "mismatch/mean": distance, "mismatch/k3": k3}

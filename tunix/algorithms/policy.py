@@ -215,14 +215,22 @@ def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> 
     """
     named = rewards_of(groups)
     total = weighted_sum(named, weights)
-    episodes = flat(groups)
     valid = total[~np.isnan(total)]
-    drawn = np.concatenate([episode.completion.logprobs[episode.completion.drawn] for episode in episodes])
     numbers = {
         "reward/mean": float(valid.mean()),
         "reward/std": float(valid.std()),
         "reward/failed": 1 - valid.size / total.size,
         "reward/signal": float(signal.mean()),
+        **drawn_report(groups),
+    }
+    return numbers | {f"reward/{name}": float(np.nanmean(values)) for name, values in named.items()}
+
+
+def drawn_report(groups: Groups) -> dict[str, float]:
+    """What is measured of completions whatever they are worth."""
+    episodes = flat(groups)
+    drawn = np.concatenate([episode.completion.logprobs[episode.completion.drawn] for episode in episodes])
+    numbers = {
         "rollout/length": float(lengths_of(groups).mean()),
         "rollout/truncated": float(np.mean([episode.truncated for episode in episodes])),
         # What the sampler drew with is an unbiased estimate of the entropy; a loss that computes it goes before.
@@ -230,7 +238,7 @@ def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> 
     }
     if any(len(episode.completion.turns) > 1 for episode in episodes):
         numbers["rollout/turns"] = float(np.mean([len(episode.completion.turns) for episode in episodes]))
-    return numbers | {f"reward/{name}": float(np.nanmean(values)) for name, values in named.items()}
+    return numbers
 
 
 def merged(metrics: List[Metrics]) -> dict[str, float]:
@@ -275,18 +283,22 @@ def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, An
         for episode, sequence in zip(group, own, strict=True)
     ]
     return tuple(
-        {
-            "group": place,
-            "prompt": episode.prompt.text or episode.prompt.tokens.tolist(),
-            "completion": episode.text or episode.completion.tokens.tolist(),
-            "rewards": {name: None if math.isnan(x) else x for name, x in episode.rewards.items()},
-            "failures": dict(episode.failures),
-            "advantage": float(sequence.per_token["advantages"][sequence.loss_mask].mean()),
-            "tokens": len(episode.completion.tokens),
-            "finish": episode.completion.finish,
-        }
+        {**row(place, episode), "advantage": float(sequence.per_token["advantages"][sequence.loss_mask].mean())}
         for place, episode, sequence in shown
     )
+
+
+def row(place: int, episode: Scored) -> dict[str, Any]:
+    """An episode of the group at a place, for `samples.jsonl`."""
+    return {
+        "group": place,
+        "prompt": episode.prompt.text or episode.prompt.tokens.tolist(),
+        "completion": episode.text or episode.completion.tokens.tolist(),
+        "rewards": {name: None if math.isnan(x) else x for name, x in episode.rewards.items()},
+        "failures": dict(episode.failures),
+        "tokens": len(episode.completion.tokens),
+        "finish": episode.completion.finish,
+    }
 
 
 def notes(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> tuple[str, ...]:

@@ -20,6 +20,9 @@ import numpy as np
 
 from tunix.types import Batch, Sequence
 
+LABEL = "label"
+"""The per-sequence value that is 1 for a desirable completion and 0 for another."""
+
 
 def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = True, members: int = 1) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
@@ -34,7 +37,8 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = 
 
     Returns:
         A batch of numpy arrays; `sequence_ids` are places in `sequences`, of a shared beginning the unit's first. The
-        first token of a sequence is never trained, whatever its mask says. Of two members, `counts` has the pairs.
+        first token of a sequence is never trained, whatever its mask says. Of two members, `counts` has the pairs; of
+        labelled sequences, those that are desirable.
 
     Raises:
         ValueError: too many, an empty or too long sequence, values that differ in name, or nothing that is trained.
@@ -67,6 +71,8 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = 
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
     if members == 2:
         counts["pairs"] = weights[::2].sum()
+    if LABEL in sequences[0].per_sequence:
+        counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
     if not mask.any():
         raise ValueError("no token of the batch is trained")
     first = sequences[0]

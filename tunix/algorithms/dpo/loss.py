@@ -1,0 +1,189 @@
+"""The loss of the DPO family: log-probs -> a reward for each completion -> a comparison of each pair's two.
+
+`rewards` says what the policy, or its distance from the reference, makes of a completion; the forms below compare.
+Sums over a completion's trained tokens stand for the log-probability of the whole of it. Arrays in, terms out.
+
+Axes: B rows, T time, S sequences (2i is chosen, 2i + 1 rejected), P pairs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tunix.algorithms.dpo.config import DPOConfig
+from tunix.algorithms.loss import trained_only
+from tunix.algorithms.ops import per_sequence
+from tunix.types import LossInputs, LossOutputs, Term
+
+REFERENCE = "reference_logprobs"
+"""The per-token value of a batch whose reference was asked beforehand."""
+EXPONENT_LIMIT = 80.0
+"""exp(89) overflows float32, and an infinity that is subtracted from another has no gradient."""
+SURE = -1e-6
+"""The largest mean log-prob whose odds are taken: those of a certainty are infinite."""
+
+Pairs = Float[Array, "P"]
+
+
+def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
+    """`E_pairs[form(r_chosen, r_rejected)] + sft_weight E_pairs[-log p(chosen) / |chosen|]`.
+
+    DPO, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7; `compared` names the relatives, `rewards` says
+    what r is. The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733).
+
+    Args:
+        inputs: log-probs `[B T]` of pairs, and where the form has a reference its own, of the same step or as the
+            per-token `reference_logprobs`; with an offset the per-sequence `margin`.
+        config: the section of the recipe.
+    """
+    inputs = trained_only(inputs)
+    batch = inputs.batch
+    sums = per_sequence(inputs.logprobs, batch)
+    scores = rewards(inputs, config)
+    chosen, rejected = scores[::2], scores[1::2]
+    margin = jnp.asarray(batch.per_sequence["margin"])[::2] * config.offset if config.offset else 0.0
+    terms = {"preference": Term(compared(chosen, rejected, config, margin), "pairs")}
+    if config.sft_weight:
+        terms["sft"] = Term(-config.sft_weight * (sums / batch.lengths)[::2], "pairs")
+    told = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margin": chosen - rejected,
+        "rewards/accuracy": jnp.heaviside(chosen - rejected, 0.5),
+        "logprobs/chosen": sums[::2],
+        "logprobs/rejected": sums[1::2],
+    }
+    metrics: dict[str, Float[Array, "B T"] | Term] = {name: Term(values, "pairs") for name, values in told.items()}
+    if config.has_reference:
+        metrics["kl/reference"] = 0.5 * log_ratios(inputs) ** 2
+    return LossOutputs(terms, metrics)
+
+
+def log_ratios(inputs: LossInputs) -> Float[Array, "B T"]:
+    """`log p - log p_ref` of each token."""
+    asked = inputs.reference_logprobs
+    return inputs.logprobs - (inputs.batch.per_token[REFERENCE] if asked is None else asked)
+
+
+def rewards(inputs: LossInputs, config: DPOConfig) -> Float[Array, "S"]:
+    """What each completion y is worth to the loss, in units in which the forms compare.
+
+    With a reference: `beta f'(u)`, u = p(y) / p_ref(y), f that of the divergence (see `slope`).
+    `length_normalized`: `beta log(u) / |y|`.
+    simpo: `beta log p(y) / |y|` (https://arxiv.org/abs/2405.14734).
+    cpo: `beta log p(y)` (https://arxiv.org/abs/2401.08417).
+    orpo: `log(P / (1 - P))` with `log P = log p(y) / |y|` (https://arxiv.org/abs/2403.07691, eq. 4).
+    """
+    batch, beta = inputs.batch, config.beta
+    assert beta is not None
+    if config.loss == "orpo":
+        # -1 for sequences of other passes: the odds of a sum of nothing are infinite.
+        mean = jnp.minimum(per_sequence(inputs.logprobs, batch, absent=-1.0) / batch.lengths, SURE)
+        return mean - jnp.log(-jnp.expm1(mean))
+    if not config.has_reference:
+        sums = per_sequence(inputs.logprobs, batch)
+        return beta * (sums / batch.lengths if config.loss == "simpo" else sums)
+    sums = per_sequence(log_ratios(inputs), batch)
+    return beta * (sums / batch.lengths if config.length_normalized else slope(sums, config))
+
+
+def slope(log_u: Float[Array, "S"], config: DPOConfig) -> Float[Array, "S"]:
+    """`f'(u) - f'(1)` of the f-divergence, for u = p / p_ref given as its logarithm; the constant cancels in a pair.
+
+    f-DPO, Wang et al. 2023, https://arxiv.org/abs/2309.16240.
+
+        reverse_kl  f'(u) = log u + 1          -> log u
+        forward_kl  f'(u) = -1 / u             -> 1 - 1 / u
+        js          f'(u) = log(2u / (1 + u))  -> the same
+        alpha       f'(u) = (1 - u^-a) / a     -> the same; a -> 0 is reverse_kl, a = 1 forward_kl
+    """
+    if config.divergence == "reverse_kl":
+        return log_u
+    if config.divergence == "js":
+        return jnp.log(2.0) + jax.nn.log_sigmoid(log_u)
+    alpha = 1.0 if config.divergence == "forward_kl" else config.alpha
+    assert alpha is not None
+    return -jnp.expm1(jnp.clip(-alpha * log_u, -EXPONENT_LIMIT, EXPONENT_LIMIT)) / alpha
+
+
+def compared(chosen: Pairs, rejected: Pairs, config: DPOConfig, margin: Pairs | float = 0.0) -> Pairs:
+    """The loss of each pair by the form's name.
+
+    Args:
+        chosen: rewards.
+        rejected: likewise.
+        config: the section of the recipe.
+        margin: what the logistic forms subtract from the difference.
+    """
+    gap, beta, smoothing = chosen - rejected - margin, config.beta, config.label_smoothing
+    assert beta is not None
+    match config.loss:
+        case "ipo":
+            return ipo(gap / beta, beta)
+        case "hinge":
+            return hinge(gap)
+        case "apo_zero":
+            return apo_zero(chosen, rejected)
+        case "apo_down":
+            return apo_down(chosen, rejected)
+        case "orpo":
+            return beta * logistic(gap, 0.0)
+    assert smoothing is not None
+    if config.loss == "robust":
+        return robust(gap, smoothing)
+    return logistic(gap - (config.gamma or 0.0), smoothing)
+
+
+def logistic(gap: Pairs, smoothing: float) -> Pairs:
+    """`-(1 - e) log sigmoid(d) - e log sigmoid(-d)`, d the difference of the rewards, e the label smoothing.
+
+    e = 0: DPO's (https://arxiv.org/abs/2305.18290, eq. 7), CPO's (Xu et al. 2024, https://arxiv.org/abs/2401.08417);
+    with d less gamma SimPO's (Meng et al. 2024, https://arxiv.org/abs/2405.14734); on log odds and times lambda ORPO's
+    (Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. 7). e > 0: conservative DPO (Mitchell 2023,
+    https://ericmitchell.ai/cdpo.pdf, eq. 3), whose optimum is a finite d, log((1 - e) / e).
+    """
+    return -(1 - smoothing) * jax.nn.log_sigmoid(gap) - smoothing * jax.nn.log_sigmoid(-gap)
+
+
+def robust(gap: Pairs, smoothing: float) -> Pairs:
+    """`(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2e)`: its mean over labels of which a share e is flipped
+    is the mean of DPO's over the right ones.
+
+    Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409. It has no lower bound.
+    """
+    right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
+    return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
+
+
+def ipo(gap: Pairs, tau: float) -> Pairs:
+    """`(h - 1 / (2 tau))^2`, h the difference of the log-ratios, unscaled.
+
+    Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. The paper's h is of whole completions, a difference of
+    sums, and so is ours. Its authors later recommended means over tokens (https://huggingface.co/blog/pref-tuning),
+    which other libraries take silently: that is `length_normalized: true`.
+    """
+    return (gap - 1 / (2 * tau)) ** 2
+
+
+def hinge(gap: Pairs) -> Pairs:
+    """`max(0, 1 - d)`: SLiC's (Zhao et al. 2023, https://arxiv.org/abs/2305.10425) on rewards that are measured
+    from a reference, as in RSO (Liu et al. 2023, https://arxiv.org/abs/2309.06657)."""
+    return jax.nn.relu(1 - gap)
+
+
+def apo_zero(chosen: Pairs, rejected: Pairs) -> Pairs:
+    """`1 - sigmoid(r_c) + sigmoid(r_r)`: raises the chosen one and lowers the rejected one, each for itself; for chosen
+    completions that are better than the policy's own.
+
+    D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266; the constant 1 is ours.
+    """
+    return 1 - jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected)
+
+
+def apo_down(chosen: Pairs, rejected: Pairs) -> Pairs:
+    """`sigmoid(r_c) + 1 - sigmoid(r_c - r_r)`: lowers the chosen one too, and the rejected one further; for a policy
+    that is better than the chosen completions.
+
+    D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266; the constant 1 is ours.
+    """
+    return jax.nn.sigmoid(chosen) + 1 - jax.nn.sigmoid(chosen - rejected)

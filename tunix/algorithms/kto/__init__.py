@@ -1,0 +1,1 @@
+"""KTO: completions that are labelled good or bad one by one."""
