@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tunix.config import RewardConfig, RewardFunction
 from tunix.errors import UserError
-from tunix.reading import overridden, parse_yaml, problems
+from tunix.reading import parse_yaml, problems
 from tunix.rollout.collect import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -31,7 +31,7 @@ def reward_config(specs: List[str], deadline: float) -> RewardConfig:
     Raises:
         UserError: one of them cannot be read.
     """
-    keys = {"": list(RewardConfig.model_fields), "functions": list(RewardFunction.model_fields)}
+    keys = {f"functions.{i}": list(RewardFunction.model_fields) for i in range(len(specs))}
     try:
         return RewardConfig.model_validate({"functions": [_entry(spec) for spec in specs], "deadline": deadline})
     except ValidationError as error:
@@ -67,7 +67,12 @@ def _entry(spec: str) -> Any:
         raise UserError(f"{where}: {error}") from error
     if not name:
         raise UserError(f"{where}: it names no reward; say for instance --reward exact_match")
-    try:
-        return {"name": name, "options": overridden({}, options)}
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
+    return {"name": name, "options": dict(_option(option, where) for option in options)}
+
+
+def _option(text: str, where: str) -> tuple[str, Any]:
+    """`target=40`; the value is read as in a recipe."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise UserError(f"{where}: {text!r} is no option; write key=value, as in target=40")
+    return key, parse_yaml(value, f"{where}, option {key}")

@@ -19,6 +19,8 @@ from tunix.errors import UserError
 from tunix.files import write_lines_atomic
 from tunix.reading import shown
 
+DIGEST = "sha256:"
+"""Begins every digest."""
 WHOLE = 1 << 26
 """Bytes of a file up to which its digest is that of its content; above, of its size and time: weights are large."""
 
@@ -132,8 +134,9 @@ def _same(path: Path, first: bytes, follows_from: Mapping[str, Any]) -> None:
 
 
 def _told(key: str, before: Any, now: Any) -> str:
-    small = all(isinstance(value, str | int | float | bool | None) for value in (before, now))
-    return f"{key} was {shown(before)}, and is {shown(now)}" if small else f"{key} was another one"
+    """One difference; a digest tells a person nothing."""
+    digests = any(isinstance(value, dict) or str(value).startswith(DIGEST) for value in (before, now))
+    return f"other {key}" if digests else f"{key} was {shown(before)}, and is {shown(now)}"
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
@@ -141,7 +144,7 @@ def digest_of_rows(rows: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return digest.hexdigest()
+    return DIGEST + digest.hexdigest()
 
 
 def digest_of_folder(folder: Path) -> str:
@@ -153,4 +156,4 @@ def digest_of_folder(folder: Path) -> str:
             large = stat.st_size > WHOLE
             held = f"{stat.st_size} {stat.st_mtime_ns}".encode() if large else file.read_bytes()
             digest.update(file.name.encode() + b"\0" + hashlib.sha256(held).digest())
-    return digest.hexdigest()
+    return DIGEST + digest.hexdigest()
