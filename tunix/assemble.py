@@ -244,8 +244,9 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
             size=recipe.batch_size,
             seed=recipe.seed,
             first=True,
-            length=data.max_length,
+            length=algorithm.members * data.max_length,
             packing=data.packing,
+            members=algorithm.members,
             tolerance=tolerance,
             shown=recipe.rollout.samples,
         )
@@ -299,6 +300,9 @@ def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
     trained = sum(x.size for x in trainer.state.params.values())
     frozen = sum(x.size for x in trainer.frozen.values())
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
+    if trainer.teacher is not None:
+        size = readable(sum(x.size for x in trainer.teacher.params.values()))
+        weights += f"; a teacher of {size} ({trainer.teacher.model.config.family})"
     devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (

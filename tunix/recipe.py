@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.distill.config import DistillConfig, TeacherConfig
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.kto.config import KTOConfig
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 _SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
 # Keys in which a resumed run may differ: none of them changes a weight up to the step that was reached.
 _FREE = re.compile(
-    r"(stages\.\d+\.)?(output|logging|checkpoint|mesh|micro_batch_size|steps|epochs|eval|data\.eval|data\.eval_split)(\.|$)"
+    r"(stages\.\d+\.)?(output|logging|checkpoint|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
+    r"|data\.eval|data\.eval_split)(\.|$)"
 )
 
 
@@ -61,6 +63,8 @@ class Recipe(Config):
     adapter: AdapterConfig | None = None
     data: DataConfig
     algorithm: SerializeAsAny[AlgorithmConfig] = SFTConfig()
+    teacher: TeacherConfig | None = None
+    """Of whom a student learns; for `algorithm: {name: distill}`."""
     reward: RewardConfig | None = None
     """What completions that the model writes are worth: to train on, and on the rows of `data.eval`."""
     rollout: RolloutConfig = RolloutConfig()
@@ -104,7 +108,7 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _agree(self, info: Any) -> "Recipe":
         staged = bool(info.context and info.context.get("staged"))
-        if complaints := [*_disagreements(self), *_unread(self, staged)]:
+        if complaints := [*_disagreements(self), *_unread(self, staged), *_untaught(self, staged)]:
             raise ValueError("\n".join(complaints))
         return self
 
@@ -182,9 +186,11 @@ class Recipe(Config):
         try:
             model = tiny_model(self.model)
             if not self.stages:
-                return Recipe.build({**shrunk(sections, self.algorithm), "model": model, "output": output}, where)
+                return Recipe.build(
+                    {**shrunk(sections, self.algorithm, model["family"]), "model": model, "output": output}, where
+                )
             staged = zip(sections["stages"], self.stages, strict=True)
-            first, *later = (shrunk(stage, recipe.algorithm) for stage, recipe in staged)
+            first, *later = (shrunk(stage, recipe.algorithm, model["family"]) for stage, recipe in staged)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         return Recipe.build({"output": output, "stages": [{**first, "model": model}, *later]}, where)
@@ -333,6 +339,7 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
         return
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
+    writes = recipe.algorithm.reads == "prompts"
     if isinstance(recipe.algorithm, KTOConfig) and recipe.algorithm.loss == "kto" and recipe.batch_size < 2:
         yield "batch_size: 1 row has no other row's prompt, from which kto measures the KL; take 2 or more"
     if recipe.algorithm.learns_from_rewards:
@@ -349,12 +356,12 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
         yield "eval.until: eval/reward is not measured without a reward section and held-out rows"
     if staged:
         return
-    if rewarded and not held_out:
+    if rewarded and not held_out and not (writes and recipe.reward is None):
         yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
     for key in ("prompt_length", "completion_length"):
-        if getattr(recipe.data, key) and not rewarded:
+        if getattr(recipe.data, key) and not (rewarded or writes):
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
-    if not rewarded and recipe.rollout != RolloutConfig():
+    if not (rewarded or writes) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
 
 
@@ -369,6 +376,20 @@ def _unsaid(recipe: Recipe) -> Iterator[str]:
             yield f"data.{key}: changes nothing, since {why}; max_length is the limit"
     if recipe.eval.samples:
         yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
+
+
+def _untaught(recipe: Recipe, staged: bool) -> Iterator[str]:
+    """A student without a teacher, and a teacher without a student.
+
+    Args:
+        staged: the teacher may be meant for another stage than this one.
+    """
+    name = recipe.algorithm.name
+    if isinstance(recipe.algorithm, DistillConfig):
+        if recipe.teacher is None:
+            yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
+    elif recipe.teacher is not None and name in ALGORITHMS and not staged:
+        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
 
 
 def _stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -432,6 +453,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
     "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
     "ppo": (PPOConfig, "tunix.algorithms.ppo.algorithm:PPO"),
+    "distill": (DistillConfig, "tunix.algorithms.distill.algorithm:Distill"),
     "grpo": (GRPOConfig, "tunix.algorithms.grpo.algorithm:GRPO"),
     "dpo": (DPOConfig, "tunix.algorithms.dpo.algorithm:DPO"),
     "kto": (KTOConfig, "tunix.algorithms.kto.algorithm:KTO"),

@@ -24,6 +24,7 @@ SIZES = {
     "head_dim": 16,
     "ffn": 128,
 }
+TEACHER = {**SIZES, "d_model": 96, "ffn": 192}
 STEPS, BATCH, LENGTH = 20, 8, 128
 GROUP, PROMPT, COMPLETION = 4, 352, 32
 """Where a policy writes the completions. A system message is long in bytes, so prompts are given more room."""
@@ -54,12 +55,13 @@ _USUAL: dict[Reads, str] = {
 _ROLLOUT_KEYS = {"group_size": GROUP, "updates": BATCH, "critic_warmup": 2}
 
 
-def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig) -> dict[str, Any]:
+def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: Family) -> dict[str, Any]:
     """The sections of one run with its numbers capped and its data replaced; the model and the output are not touched.
 
     Args:
         sections: plain values of every key, as `Recipe.sections` gives them.
         config: of which `sections["algorithm"]` holds the values.
+        family: of the tiny model, and of its teacher where there is one.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], BATCH)
     micro, optimizer, rollout = sections["micro_batch_size"], sections["optimizer"], sections["rollout"]
@@ -74,6 +76,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig) -> dict[str, An
         **sections,
         "data": _tiny_data(sections["data"], reads, drawn, made),
         "algorithm": algorithm,
+        "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], family),
         "reward": _without_model(sections["reward"]) if made else _own_names(sections["reward"]),
         "rollout": {**rollout, "slots": _capped(rollout["slots"], BATCH * GROUP)},
         "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
@@ -96,11 +99,16 @@ def tiny_model(model: ModelConfig) -> dict[str, Any]:
     return {**model.model_dump(mode="json"), "path": None, "preset": None, **source}
 
 
+def _tiny_teacher(teacher: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The `teacher` section of a small random model, wider than the tiny one, on the same devices."""
+    return {**teacher, "path": None, "init": "random", "family": family, "sizes": TEACHER, "mesh": None}
+
+
 def _tiny_algorithm(algorithm: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
     """The `algorithm` section with fewer and shorter rollouts."""
     tiny = dict(algorithm)
     for key, cap in {**_ROLLOUT_KEYS, "updates": batch_size}.items():
-        if key in tiny:
+        if tiny.get(key) is not None:
             tiny[key] = min(tiny[key], cap)
     buffer = tiny.get("overlong_buffer")
     if buffer and buffer >= 1:  # in tokens; below 1 it is a share and fits by itself

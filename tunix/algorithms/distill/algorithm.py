@@ -59,6 +59,11 @@ class Distill(Algorithm):
         divergence = self.divergence or Divergence("reverse_kl", temperature=self.temperature)
         return Loss(self.held_out_loss, logprobs=False, divergence=divergence)
 
+    @property
+    def held_out_on(self) -> Literal["completion", "all"]:
+        """Given completions, whatever is trained on."""
+        return self.config.train_on
+
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `sampled_loss` and `distill_loss`."""
         if self.config.divergence == "sampled":

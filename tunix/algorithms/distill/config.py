@@ -1,11 +1,11 @@
 """The `algorithm` and `teacher` sections of a recipe for distillation. Loads without jax."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import FAMILIES, Config, DType, Family, MeshConfig, Positive
+from tunix.config import FAMILIES, Config, DType, Family, MeshConfig, Positive, Reads
 
 _GIVEN = "with on_policy: true"
 
@@ -60,6 +60,11 @@ class DistillConfig(RuledConfig):
             ]
         return []
 
+    @property
+    def reads(self) -> Reads:
+        """On-policy the student writes the completions."""
+        return "prompts" if self.on_policy else "completions"
+
     def sequences_per_update(self, batch_size: int) -> int:
         """On-policy, all completions of a step."""
         return batch_size * (self.group_size or 1)
@@ -113,8 +118,3 @@ class TeacherConfig(Config):
             if getattr(self, key):
                 raise ValueError(f"{key} only means something with `init: random`; the folder says it itself")
         return self
-
-
-def tiny_teacher(section: dict[str, Any], family: Family, sizes: dict[str, int]) -> dict[str, Any]:
-    """The `teacher` section with a small random model instead, on the student's devices."""
-    return {**section, "path": None, "init": "random", "family": family, "sizes": sizes, "mesh": None}
