@@ -52,12 +52,17 @@ SYSTEM = {"role": "system", "content": "be"}
 
 
 def made(
-    template: str | None, specials: list[str], eos: str, bos: str | None = None, pad: str | None = None
+    template: str | None,
+    specials: list[str],
+    eos: str,
+    bos: str | None = None,
+    pad: str | None = None,
+    merges: list[tuple[str, str]] = MERGES,
 ) -> Tokenizer:
-    """A byte-level tokenizer with MERGES, in Llama 3's manner: BOS and trimmed offsets come from its post-processor."""
+    """A byte-level tokenizer with merges, in Llama 3's manner: BOS and trimmed offsets come from its post-processor."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*specials, *letters, *(a + b for a, b in MERGES)]
-    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
+    tokens = [*specials, *letters, *(a + b for a, b in merges)]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     steps = [processors.ByteLevel(trim_offsets=True)]

@@ -57,10 +57,9 @@ def to_example(row: Row, tokenizer: Tokenizer | None, how: Rendering, where: str
         raise UserError(f"{where}: {error}") from error
     if isinstance(sides, Dropped):
         return sides
-    for tokens, mask in sides:
+    for tokens, _ in sides:
         if how.vocab_size is not None and len(tokens) and tokens.max() >= how.vocab_size:
             raise UserError(f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {how.vocab_size}")
-        mask[:1] = False
     if how.train_on == "prompt":
         return _prompt(sides[0][0], weight, row, how, where)
     return _fault(sides, tokenizer, how) or _fitted(sides, weight, values, how, where)
@@ -79,9 +78,11 @@ def _prompt(tokens: np.ndarray, weight: float, row: Row, how: Rendering, where: 
 
 
 def _fault(sides: List[Rendered], tokenizer: Tokenizer | None, how: Rendering) -> Dropped | None:
-    """Why a whole row cannot be used, if it cannot."""
+    """Why a whole row cannot be used, if it cannot. The first token of a sequence is predicted by nothing."""
     if how.train_on in ("pairs", "labels") and any(_is_empty(side, tokenizer) for side in sides):
         return Dropped(EMPTY)
+    for _, mask in sides:
+        mask[:1] = False
     if not all(mask.any() for _, mask in sides):
         return Dropped(NOTHING_TRAINED)
     return Dropped(EQUAL) if _equal([tokens for tokens, _ in sides]) else None

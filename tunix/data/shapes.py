@@ -104,7 +104,7 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
         UserError: an unknown name in `data.columns`, or a row of no known shape.
     """
     shapes = SHAPES[train_on]
-    names = sorted({name for each in SHAPES.values() for group in each.values() for name in group} | set(OPTIONAL))
+    names = _names()
     for name in config.columns:
         if name not in names and shapes is not PROMPTS:  # a reward may name its columns as it likes
             known = f"{', '.join(names)}.{nearest(name, names)}"
@@ -149,11 +149,17 @@ def detect_format(
         if all(columns.get(name, name) in row for name in wanted):
             return shape
     wanted = [columns.get(name, name) for group in shapes.values() for name in group]
-    hints = [f"{name!r} for {hint!r}" for name in wanted if name not in row for hint in near(name, row)]
+    strange = [name for name in row if name not in (*wanted, *_names())]
+    hints = [f"{ours!r} for {theirs!r}" for theirs in strange for ours in near(theirs, wanted)]
     raise UserError(
         f"{where} has the columns {listed(row)}; wanted are {', or '.join(_spoken(shapes))}. Name yours in "
         f"data.columns, as in {_example(shapes)}." + (f" Is it {', '.join(hints)}?" if hints else "")
     )
+
+
+def _names() -> list[str]:
+    """All of our columns."""
+    return sorted({name for shapes in SHAPES.values() for group in shapes.values() for name in group} | set(OPTIONAL))
 
 
 def _spoken(shapes: Shapes) -> list[str]:
