@@ -229,9 +229,9 @@ def test_a_killed_call_goes_on_to_the_same_bytes(base: Path, monkeypatch: pytest
     chunks = []
     chunk = tunix.generate._Writing._chunk
 
-    def watched(self: Any, drawing: Any, first: int, questions: Any) -> list[str]:
+    def watched(self: Any, collector: Any, drawing: Any, first: int, questions: Any) -> list[str]:
         chunks.append((first, len(questions)))
-        return chunk(self, drawing, first, questions)
+        return chunk(self, collector, drawing, first, questions)
 
     monkeypatch.setattr(tunix.generate._Writing, "_chunk", watched)
     assert main(words) == 0
@@ -249,10 +249,10 @@ def test_ctrl_c_keeps_what_is_there(base: Path, monkeypatch: pytest.MonkeyPatch,
     words = ["generate", str(base), *CALL, "--slots", "1"]
     chunk = tunix.generate._Writing._chunk
 
-    def stopped(self: Any, drawing: Any, first: int, questions: Any) -> list[str]:
+    def stopped(self: Any, collector: Any, drawing: Any, first: int, questions: Any) -> list[str]:
         if first == 8:
             signal.raise_signal(signal.SIGINT)
-        return chunk(self, drawing, first, questions)
+        return chunk(self, collector, drawing, first, questions)
 
     with monkeypatch.context() as patched:
         patched.setattr(tunix.generate._Writing, "_chunk", stopped)

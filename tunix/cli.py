@@ -192,6 +192,8 @@ def _reward_arguments(parser: _Parser) -> None:
         "may be given several times"
     )
     parser.add_argument("--reward", action="append", default=[], metavar="REWARD", help=judges)
+    model = "hub id, folder or run of a reward model that scores each completion"
+    parser.add_argument("--reward-model", metavar="MODEL", help=model)
     parser.add_argument("--deadline", type=float, default=10.0, metavar="S", help="seconds of a reward's call (10)")
 
 
@@ -287,7 +289,7 @@ def _generate(parsed: Parsed) -> None:
         sampling=_sampling(parsed),
         n=parsed.n,
         seed=parsed.seed,
-        judged=_judged(parsed),
+        judging=_judged(parsed),
     )
 
 
@@ -296,8 +298,9 @@ def _judged(parsed: Parsed) -> "Judged | None":
     from tunix.generate import Judged
     from tunix.judging import reward_config
 
-    if parsed.reward:
-        return Judged(reward_config(parsed.reward, parsed.deadline), parsed.best, parsed.threshold)
+    rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
+    if rewards is not None:
+        return Judged(rewards, parsed.best, parsed.threshold)
     for name in ("best", "threshold"):
         if vars(parsed)[name] is not None:
             raise UserError(f"--{name} chooses by what completions are worth: say --reward, for instance exact_match")

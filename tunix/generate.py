@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,11 +31,10 @@ from tunix.data.sources import Rows, open_rows
 from tunix.drawing import Drawing
 from tunix.errors import Interrupted, UserError
 from tunix.files import refuse_out
-from tunix.judging import checked_scorer, fingerprint
-from tunix.partial import Partial, digest_of_folder, digest_of_rows, partial
+from tunix.judging import digest_of_source, fingerprint, judged
+from tunix.partial import Partial, digest_of_rows, partial
 from tunix.rollout.collect import Collector, Scored
 from tunix.rollout.episode import Request
-from tunix.rollout.rewards.scorer import Scorer
 from tunix.speaker import Asked, Speaker, TextStream, asked_with
 from tunix.trainer.progress import readable
 from tunix.types import Completion, Sampling
@@ -69,7 +69,7 @@ def generate(
     sampling: Sampling,
     n: int = 1,
     seed: int = 0,
-    judged: Judged | None = None,
+    judging: Judged | None = None,
 ) -> None:
     """Answers a prompt on the screen, or writes `out`.
 
@@ -81,7 +81,7 @@ def generate(
         sampling: how tokens are drawn; the model's own stop ids are added.
         n: completions of each prompt.
         seed: of the draws.
-        judged: scores the completions; only into a file.
+        judging: scores the completions; only into a file.
 
     Raises:
         UserError: the model, the rows or the output are not to be had, or a setting means nothing.
@@ -91,7 +91,7 @@ def generate(
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
     if rows is not None and out is None:
         raise UserError(f"--input {rows}: say with --out FILE where the completions go")
-    if judged is not None and out is None:
+    if judging is not None and out is None:
         raise UserError("--reward: say with --out FILE where the scores go")
     if out is not None:
         refuse_out(out)
@@ -102,13 +102,7 @@ def generate(
     if out is None:
         _show(speaker, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
         return
-    scorer = None if judged is None else checked_scorer(judged.rewards, list(questions[0].row))
-    writing = _Writing(speaker, questions, sampling, n, seed, judged, scorer)
-    try:
-        writing.write(out)
-    finally:
-        if scorer is not None:
-            scorer.close()
+    _Writing(speaker, questions, sampling, n, seed, judging).write(out)
 
 
 def _question(speaker: Speaker, table: Rows, index: int, listed: bool) -> Question:
@@ -119,10 +113,9 @@ def _question(speaker: Speaker, table: Rows, index: int, listed: bool) -> Questi
 def _show(speaker: Speaker, requests: List[Request]) -> None:
     """Texts on stdout: one as it comes, several one after the other under their numbers."""
     if len(requests) > 1:
-        drawing = Drawing(speaker.engine, len(requests))
         first = requests[0]
-        (found,) = drawing.sample([first.prompt], len(requests), first.sampling, first.seed)
-        drawing.close()
+        with closing(Drawing(speaker.engine, len(requests))) as drawing:
+            (found,) = drawing.sample([first.prompt], len(requests), first.sampling, first.seed)
         for number, completion in enumerate(found, start=1):
             print(f"--- {number} of {len(requests)} ({completion.finish})\n{speaker.text(completion)}")
         return
@@ -147,62 +140,58 @@ class _Writing:
     sampling: Sampling
     n: int
     seed: int
-    judged: Judged | None
-    scorer: Scorer | None
+    judging: Judged | None
 
     def write(self, out: Path) -> None:
         """All chunks that are not there yet, and then the file."""
-        engine, total = self.speaker.engine, self.n * len(self.questions)
-        rows = max(1, WAVES * engine.slots // self.n)
-        with partial(out, self._follows_from(engine.slots), rows * self.n, total) as kept:
+        rows, prompts = max(1, WAVES * self.speaker.slots // self.n), len(self.questions)
+        with partial(out, self._follows_from(), rows * self.n, self.n * prompts) as kept:
             if kept.held:
-                print(f"going on after {kept.held // self.n} of {len(self.questions)} rows", file=sys.stderr)
-            drawing = Drawing(engine, total, drawn=kept.held)
-            try:
-                for first in range(kept.held // self.n, len(self.questions), rows):
-                    kept.append(self._chunk(drawing, first, self.questions[first : first + rows]))
-            except KeyboardInterrupt as stopped:
-                raise Interrupted(_told(out, kept, self.n, len(self.questions))) from stopped
-            finally:
-                drawing.close()
+                print(f"going on after {kept.held // self.n} of {prompts} rows", file=sys.stderr)
+            if kept.held < self.n * prompts:
+                try:
+                    self._draw(kept, rows)
+                except KeyboardInterrupt as stopped:
+                    raise Interrupted(_told(out, kept, self.n, prompts)) from stopped
             told = self._finish(kept)
         print(f"{told}, written to {out}")
 
-    def _follows_from(self, slots: int) -> dict[str, Any]:
+    def _follows_from(self) -> dict[str, Any]:
         """What the lines follow from; the slots too, since they are the chunks' size."""
-        source, asked = self.speaker.source, self.speaker.asked
-        folders = [folder for folder in (source.folder, source.merged) if folder is not None]
-        settings = {name: value for name, value in vars(self.sampling).items()}
+        sampling = {key: list(x) if isinstance(x, tuple) else x for key, x in vars(self.sampling).items()}
         return {
-            "model": digest_of_rows(digest_of_folder(folder) for folder in folders),
+            "model": digest_of_source(self.speaker.source),
             "rows": digest_of_rows([one.row, one.tokens.tolist()] for one in self.questions),
-            "rewards": None if self.scorer is None or self.judged is None else fingerprint(self.judged.rewards),
+            "rewards": None if self.judging is None else fingerprint(self.judging.rewards),
             "n": self.n,
             "seed": self.seed,
-            "dtype": asked.dtype,
-            "slots": slots,
-            **{name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
+            "dtype": self.speaker.asked.dtype,
+            "slots": self.speaker.slots,
+            **sampling,
         }
 
-    def _chunk(self, drawing: Drawing, first: int, questions: List[Question]) -> list[str]:
+    def _draw(self, kept: Partial, rows: int) -> None:
+        """The chunks that are not there yet, of so many rows each."""
+        longest = max(len(question.tokens) for question in self.questions) + self.sampling.max_tokens
+        data = self.speaker.data(min(longest, self.speaker.limit))
+        rewards = self.judging and self.judging.rewards
+        with judged(self.speaker, self.sampling, rewards, list(self.questions[0].row), data) as collector:
+            total = self.n * len(self.questions)
+            with closing(Drawing(self.speaker.engine, total, drawn=kept.held)) as drawing:
+                for first in range(kept.held // self.n, len(self.questions), rows):
+                    kept.append(self._chunk(collector, drawing, first, self.questions[first : first + rows]))
+
+    def _chunk(self, collector: Collector, drawing: Drawing, first: int, questions: List[Question]) -> list[str]:
         """The lines of some rows, the first of which has the number `first`."""
-        if self.scorer is None:
-            prompts = [question.tokens for question in questions]
-            groups = drawing.sample(prompts, self.n, self.sampling, self.seed)
-            said = [[(completion, {}) for completion in group] for group in groups]
-        else:
-            prompts = [Prompt(one.tokens, prompt_text(one.row), one.row) for one in questions]
-            collector = Collector(self.speaker.tokenizer, self.sampling, self.scorer)
-            scored = collector.collect(drawing, prompts, self.n, self.seed)
-            totals = weighted_sum(rewards_of(scored), collector.weights).tolist()
-            said = [
-                [(one.completion, _worth(one, total)) for one, total in zip(group, sums, strict=True)]
-                for group, sums in zip(scored, totals, strict=True)
-            ]
+        prompts = [Prompt(one.tokens, prompt_text(one.row), one.row) for one in questions]
+        scored = collector.collect(drawing, prompts, self.n, self.seed)
+        totals = weighted_sum(rewards_of(scored), collector.weights).tolist() if collector.weights else None
         return [
-            self._line(first + i, sample, questions[i].row, completion, worth)
-            for i, group in enumerate(said)
-            for sample, (completion, worth) in enumerate(group)
+            self._line(
+                first + i, j, questions[i].row, one.completion, {} if totals is None else _worth(one, totals[i][j])
+            )
+            for i, group in enumerate(scored)
+            for j, one in enumerate(group)
         ]
 
     def _line(
@@ -224,7 +213,7 @@ class _Writing:
     def _finish(self, kept: Partial) -> str:
         """Writes the file of all that was kept; what there is to say about it."""
         lines = map(json.loads, kept.lines())
-        if self.judged is None or not self.judged.selects:
+        if self.judging is None or not self.judging.selects:
             tokens = scores = failed = 0
             for line in lines:
                 tokens += len(line["tokens"])
@@ -232,13 +221,11 @@ class _Writing:
                 scores += line.get("reward") or 0.0
             kept.finish(kept.lines())
             told = f"{len(self.questions)} rows, {kept.held} completions, {readable(tokens)} tokens"
-            if self.judged is None:
+            if self.judging is None:
                 return told
             mean = scores / (kept.held - failed) if kept.held > failed else math.nan
             return f"{told}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")
-        chosen = choose(
-            self.speaker, self.questions, _groups(lines, self.n), self.judged.best, self.judged.threshold
-        )
+        chosen = choose(self.speaker, self.questions, _groups(lines, self.n), self.judging.best, self.judging.threshold)
         if not chosen.rows:
             raise UserError(
                 f"no completion of {len(self.questions)} rows was taken{_left_out(chosen, len(self.questions))}. They "

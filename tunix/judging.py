@@ -8,52 +8,90 @@ They are read like a recipe's, and run in the same worker processes under the sa
 """
 
 import shlex
+from collections.abc import Iterator
 from collections.abc import Sequence as List
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from tunix.config import RewardConfig, RewardFunction
+from tunix.config import DataConfig, MeshConfig, RewardConfig, RewardFunction
 from tunix.errors import UserError
+from tunix.mesh import build_mesh
+from tunix.partial import digest_of_folder, digest_of_rows
 from tunix.reading import parse_yaml, problems
-from tunix.rollout.collect import ADDED
+from tunix.reward_model import judge as reward_judge
+from tunix.rollout.collect import ADDED, Collector, Player
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.source import Source, pretrained
+from tunix.speaker import Speaker
+from tunix.types import Sampling
 
 
-def reward_config(specs: List[str], deadline: float) -> RewardConfig:
-    """The `reward` section that the words of the command line stand for.
+def reward_config(specs: List[str], model: str | None, deadline: float) -> RewardConfig | None:
+    """The `reward` section that the words of the command line stand for; None where there are none.
 
     Args:
         specs: one for each --reward, as above.
+        model: hub id, folder or run of a reward model.
         deadline: seconds of a call.
 
     Raises:
         UserError: one of them cannot be read.
     """
+    if not specs and model is None:
+        return None
     keys = {f"functions.{i}": list(RewardFunction.model_fields) for i in range(len(specs))}
+    section = {"functions": [_entry(spec) for spec in specs], "model": model, "deadline": deadline}
     try:
-        return RewardConfig.model_validate({"functions": [_entry(spec) for spec in specs], "deadline": deadline})
+        return RewardConfig.model_validate(section)
     except ValidationError as error:
         raise UserError("\n".join(f"--reward: {line}" for line in problems(error, keys))) from error
 
 
-def checked_scorer(config: RewardConfig, columns: List[str]) -> Scorer:
-    """The rewards, ready to be called with rows that have these columns.
+@contextmanager
+def judged(
+    speaker: Speaker,
+    sampling: Sampling,
+    config: RewardConfig | None,
+    columns: List[str],
+    data: DataConfig,
+    play: Player | None = None,
+) -> Iterator[Collector]:
+    """What draws the speaker's completions and scores them.
+
+    Args:
+        sampling: how they are drawn.
+        config: what they are worth.
+        columns: of the rows, under our names.
+        data: how long they may be, and how prompts are rendered, for a reward model.
+        play: an environment.
 
     Raises:
         UserError: there is no such reward, its options mean nothing, or a column that it reads is not there.
     """
-    scorer = Scorer(config.functions, config.deadline, config.workers)
-    scorer.check([*columns, *ADDED])
-    return scorer
+    with ExitStack() as stack:
+        scorer = judge = None
+        if config is not None:
+            scorer = stack.enter_context(Scorer(config.functions, config.deadline, config.workers))
+            scorer.check([*columns, *ADDED])
+            judge = reward_judge(config, speaker.tokenizer, data, speaker.asked.dtype, build_mesh(MeshConfig()))
+        yield Collector(speaker.tokenizer, sampling, scorer, play, data.max_length, judge)
 
 
 def fingerprint(config: RewardConfig) -> dict[str, Any]:
-    """What scores follow from besides the completions: the settings, and the text of the user's own files."""
-    places = [function.name.rpartition(":")[0] for function in config.functions]
-    texts = {place: Path(place).read_text(encoding="utf-8") for place in places if place.endswith(".py")}
-    return {"functions": [function.model_dump(mode="json") for function in config.functions], "files": texts}
+    """What scores follow from besides the completions: settings, the user's own files, a reward model's weights."""
+    places = [Path(function.name.rpartition(":")[0]) for function in config.functions]
+    # A file that is not there is told of where it is loaded.
+    texts = {str(place): place.read_text(encoding="utf-8") for place in places if place.suffix and place.is_file()}
+    weights = None if config.model is None else digest_of_source(pretrained(config.model))
+    return {**config.model_dump(mode="json", exclude={"workers"}), "files": texts, "weights": weights}
+
+
+def digest_of_source(source: Source) -> str:
+    """Of a model's files."""
+    return digest_of_rows(digest_of_folder(folder) for folder in (source.folder, source.merged) if folder is not None)
 
 
 def _entry(spec: str) -> Any:

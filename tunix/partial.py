@@ -78,7 +78,8 @@ def partial(out: Path, follows_from: Mapping[str, Any], chunk: int, total: int) 
     """
     path = out.with_name(f"{out.name}.partial")
     try:
-        file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        path.touch()
+        file = path.open("r+b")
     except OSError as error:
         raise UserError(f"could not write {path}: {error.strerror or error}.") from error
     with file:

@@ -82,6 +82,11 @@ class Speaker:
         """Tokens of prompt and answer at most."""
         return min(self.asked.length or sys.maxsize, self.source.decoder.max_positions)
 
+    @property
+    def slots(self) -> int:
+        """Completions that are drawn at a time."""
+        return self.asked.slots or SLOTS.get(jax.devices()[0].platform, SLOTS_ELSEWHERE)
+
     @cached_property
     def has_template(self) -> bool:
         """Whether conversations can be rendered."""
@@ -135,9 +140,8 @@ class Speaker:
     def engine(self) -> Engine:
         """With the weights in place."""
         model, params, mesh = self.weights()
-        slots = self.asked.slots or SLOTS.get(jax.devices()[0].platform, SLOTS_ELSEWHERE)
         decode = self.tokenizer.decode if self.tokenizer else None
-        engine = Engine(model, mesh, slots=slots, length=self.limit, decode=decode)
+        engine = Engine(model, mesh, slots=self.slots, length=self.limit, decode=decode)
         engine.load(params, version=0)
         return engine
 
@@ -197,6 +201,19 @@ class Speaker:
         while asked[-1]["role"] == "assistant":  # it is asked for another answer
             asked.pop()
         return asked
+
+    def data(self, length: int, train: str = "the prompts") -> DataConfig:
+        """How its rows are read, as a recipe says it: a run's own way, else that of `prompt`.
+
+        Args:
+            length: tokens of a sequence at most.
+            train: the name of the rows.
+        """
+        if self.trained_on is not None:
+            return self.trained_on
+        chat = self.plain is None
+        system = {"system": self.system} if chat else {}
+        return DataConfig(train=train, max_length=length, chat=chat, **system)
 
     def text(self, completion: Completion) -> str | None:
         """What it says, without special tokens and up to a stop string; None without a tokenizer."""

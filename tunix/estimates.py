@@ -1,0 +1,67 @@
+"""Numbers with their standard errors, and the arithmetic of pass@k. Everything is numpy.
+
+Axes: P rows (prompts), N samples of a prompt.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, Num
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number, and how far it may be off."""
+
+    value: float
+    error: float | None
+    """Standard error over the rows; None where there is one row, which tells nothing about others."""
+    count: int
+    """Rows that it is over."""
+
+
+def mean_of(values_P: Num[np.ndarray, "P"]) -> Estimate:
+    """`m = sum x / P`, with the error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
+    number = len(values_P)
+    error = float(np.std(values_P, ddof=1) / math.sqrt(number)) if number > 1 else None
+    return Estimate(float(np.mean(values_P)), error, number)
+
+
+def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> Estimate:
+    """A mean over tokens that come in rows: `r = sum s / sum c`.
+
+    The tokens of a row are not independent, so the rows are what is counted (the linearised error of a ratio, Cochran
+    1977, Sampling Techniques, 6.3): `sqrt(P / (P - 1) sum (s - r c)^2) / sum c`.
+    """
+    number, total = len(sums_P), float(counts_P.sum())
+    ratio = float(sums_P.sum()) / total
+    spread = float(((sums_P - ratio * counts_P) ** 2).sum())
+    error = math.sqrt(number / (number - 1) * spread) / total if number > 1 else None
+    return Estimate(ratio, error, number)
+
+
+def means_of(values_PN: Num[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
+    """Of each prompt the mean of its samples that are not NaN; prompts that have none are left out."""
+    valid = ~np.isnan(values_PN)
+    kept = valid.any(axis=1)
+    return np.where(valid, values_PN, 0.0).sum(axis=1)[kept] / valid.sum(axis=1)[kept]
+
+
+def pass_at_k(n_P: Int[np.ndarray, "P"], correct_P: Int[np.ndarray, "P"], k: int) -> Float[np.ndarray, "P"]:
+    """The chance that of k samples of a problem at least one is right, without bias: `1 - C(n - c, k) / C(n, k)`.
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. Computed as a product, since the binomials overflow:
+    `C(n - c, k) / C(n, k)` is the product over i from n - c + 1 to n of `1 - k / i`.
+
+    Args:
+        n_P: samples of each problem, at least k.
+        correct_P: those that are right.
+        k: samples that are allowed.
+    """
+    assert (n_P >= k).all(), "a problem has fewer samples than k"
+    missed = [
+        0.0 if n - c < k else float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+        for n, c in zip(n_P.tolist(), correct_P.tolist(), strict=True)
+    ]
+    return 1.0 - np.array(missed)
