@@ -90,3 +90,53 @@ def test_a_bad_row_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]):
         rows.write('{"prompt": "a"}\n')
     assert main(["inspect", str(recipe)]) == 2
     assert "row 5 of rows.jsonl" in capsys.readouterr().err
+
+
+PAIRS = [
+    {"prompt": "Two?", "chosen": "2.", "rejected": "three", "margin": 1.5},
+    {"prompt": "Three?", "chosen": "3.", "rejected": "3.", "margin": 1},
+    {"prompt": "Four?", "chosen": "4.", "rejected": "", "margin": 1},
+    {"prompt": "Five?", "chosen": "5.", "rejected": "word " * 20, "margin": 0, "weight": 2},
+]
+
+
+def write(recipe: Path, rows: list, algorithm: str) -> list[str]:
+    """The command that shows rows as an algorithm reads them."""
+    (recipe.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["inspect", str(recipe), "--rows", "4", f"algorithm.name={algorithm}"]
+
+
+def test_pairs_stand_side_by_side(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(write(recipe, PAIRS, "dpo")) == 0
+    out = capsys.readouterr().out
+    assert "row 1: chosen: 8 tokens, 3 trained, margin 1.5\n<bos>Two?[[2.<eos>]]\n" in out
+    assert "row 1: rejected: 11 tokens, 6 trained, margin 1.5\n<bos>Two?[[three<eos>]]\n" in out
+    assert "row 2: dropped, chosen and rejected are equal\n" in out
+    assert "row 3: dropped, an empty completion\n" in out
+    assert "row 4: chosen: 9 tokens, 3 trained, weight 2, margin 0\n" in out
+    assert "row 4: rejected: 48 tokens, 42 trained, cut at 48, weight 2, margin 0\n" in out
+    counts = {name: int(count) for name, count in re.findall(r"^ +([a-z ]*[a-z]) +(\d+)", out, re.MULTILINE)}
+    assert (counts["rows"], counts["kept"], counts["truncated"], counts["dropped"]) == (4, 2, 1, 2)
+    assert re.search(r"^ +1  chosen and rejected are equal$", out, re.MULTILINE)
+    assert re.search(r"^ +1  an empty completion$", out, re.MULTILINE)
+    assert (counts["tokens"], counts["trained"]) == (8 + 11 + 9 + 48, 3 + 6 + 3 + 42)
+    # A row has room for two sides of 48. Shared: all of a prompt but its last token. 4 + 4 + 7 and 5 + 4 + 43 places.
+    assert counts["packed rows"] == 1
+    assert "of 96 tokens, 30.2% empty" in out
+
+
+def test_what_a_reward_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    """The texts as they are read; the spare tokens where the scores stand are places of the packed rows."""
+    assert main(write(recipe, PAIRS[:1], "reward")) == 0
+    out = capsys.readouterr().out
+    assert "<bos>Two?[[2.<eos>]]\n" in out
+    # 8 + 1 and 11 + 1 tokens share all of the prompt but its last: 4 + 5 + 8 of 98 places.
+    assert "of 98 tokens, 82.7% empty" in out
+
+
+def test_labels_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"prompt": "Two?", "completion": "2.", "label": True}, {"prompt": "Two?", "completion": "3.", "label": 0}]
+    assert main(write(recipe, rows, "kto")) == 0
+    out = capsys.readouterr().out
+    assert "row 1: 8 tokens, 3 trained, label 1\n<bos>Two?[[2.<eos>]]\n" in out
+    assert "row 2: 8 tokens, 3 trained, label 0\n<bos>Two?[[3.<eos>]]\n" in out
