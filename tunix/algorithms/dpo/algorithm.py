@@ -17,8 +17,6 @@ from tunix.algorithms.dpo.loss import dpo_loss
 from tunix.algorithms.loss import compared_with_sampler
 from tunix.algorithms.policy import Groups, as_sequence, gate, notes, report, rewards_of, row
 from tunix.client import Client
-from tunix.data.pipeline import Packed
-from tunix.errors import UserError
 from tunix.rollout.collect import Rollouts, require_scores
 from tunix.types import Loss, LossInputs, LossOutputs, Metrics
 
@@ -63,17 +61,7 @@ class DPO(Algorithm):
 
     def update(self, client: Client, data: Any) -> Update:
         """One update, of a batch of pairs, or of those that the policy writes first."""
-        return self.update_online(client, data) if self.config.online else self.update_given(client, data)
-
-    def update_given(self, client: Client, data: Packed) -> Update:
-        """An update of given pairs.
-
-        Raises:
-            UserError: an offset is asked for, and rows have no margin.
-        """
-        if self.config.offset and "margin" not in data.batch.per_sequence:
-            raise UserError("algorithm.offset: rows have no column 'margin' to multiply; add it, or leave offset at 0")
-        return super().update(client, data)
+        return self.update_online(client, data) if self.config.online else super().update(client, data)
 
     def update_online(self, client: Client, data: Rollouts) -> Update:
         """Sample from the current policy, score, rank, and update on the pairs; without a pair nothing is updated.

@@ -13,10 +13,13 @@ from jaxtyping import Array, Float
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.loss import trained_only
 from tunix.algorithms.ops import per_sequence
-from tunix.types import LossInputs, LossOutputs, Term
+from tunix.errors import UserError
+from tunix.types import Batch, LossInputs, LossOutputs, Term
 
 REFERENCE = "reference_logprobs"
 """The per-token value of a batch whose reference was asked beforehand."""
+MARGIN = "margin"
+"""The per-sequence value by which, times the offset, a chosen completion should be better."""
 EXPONENT_LIMIT = 80.0
 """exp(89) overflows float32, and an infinity that is subtracted from another has no gradient."""
 SURE = -1e-6
@@ -35,14 +38,16 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
         inputs: log-probs `[B T]` of pairs, and where the form has a reference its own, of the same step or as the
             per-token `reference_logprobs`; with an offset the per-sequence `margin`.
         config: the section of the recipe.
+
+    Raises:
+        UserError: there is an offset, and the rows have no margin.
     """
     inputs = trained_only(inputs)
     batch = inputs.batch
     sums = per_sequence(inputs.logprobs, batch)
     scores = rewards(inputs, config)
     chosen, rejected = scores[::2], scores[1::2]
-    margin = jnp.asarray(batch.per_sequence["margin"])[::2] * config.offset if config.offset else 0.0
-    terms = {"preference": Term(compared(chosen, rejected, config, margin), "pairs")}
+    terms = {"preference": Term(compared(chosen, rejected, config, margins(batch, config)), "pairs")}
     if config.sft_weight:
         terms["sft"] = Term(-config.sft_weight * (sums / batch.lengths)[::2], "pairs")
     told = {
@@ -57,6 +62,15 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     if config.has_reference:
         metrics["kl/reference"] = 0.5 * log_ratios(inputs) ** 2
     return LossOutputs(terms, metrics)
+
+
+def margins(batch: Batch, config: DPOConfig) -> Pairs | float:
+    """By how much the chosen reward of each pair should be larger."""
+    if not config.offset:
+        return 0.0
+    if MARGIN not in batch.per_sequence:
+        raise UserError(f"algorithm.offset: rows have no column {MARGIN!r} to multiply; add it, or leave offset at 0")
+    return config.offset * jnp.asarray(batch.per_sequence[MARGIN])[::2]
 
 
 def log_ratios(inputs: LossInputs) -> Float[Array, "B T"]:

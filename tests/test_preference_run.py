@@ -1,0 +1,190 @@
+"""DPO, KTO and online DPO through the command line: what is learned, measured, held out and refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_rl import REWARDS
+from tiny_runs import lines, metrics, train, write_recipe, write_rows
+
+from tunix.cli import main
+
+LETTERS = "abcdefgh"
+PREFERENCES = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
+
+
+def pairs(number: int, seed: int = 0) -> list[dict[str, str]]:
+    """The chosen side answers with capitals, the rejected one with small letters."""
+    rng = np.random.default_rng(seed)
+
+    def word() -> str:
+        return "".join(rng.choice(list(LETTERS), size=int(rng.integers(3, 8))))
+
+    return [{"prompt": f"{word()}>", "chosen": word().upper(), "rejected": word()} for _ in range(number)]
+
+
+def labelled(number: int, seed: int = 0) -> list[dict[str, object]]:
+    """The same with one side each, and whether it is the better one."""
+    sides = [(row, bool(i % 2)) for i, row in enumerate(pairs(number, seed))]
+    return [
+        {"prompt": x["prompt"], "completion": x["chosen" if good else "rejected"], "label": good} for x, good in sides
+    ]
+
+
+def write_preferences(folder: Path, name: str = "r.yaml", rows=pairs, **changes) -> str:
+    """A recipe of DPO, and rows beside it."""
+    write_rows(folder / "train.jsonl", rows(64))
+    write_rows(folder / "held.jsonl", rows(16, seed=1))
+    usual = {
+        "algorithm.name": "dpo",
+        "data.eval": "held.jsonl",
+        "steps": 12,
+        "optimizer.learning_rate": 3e-3,
+        "eval.samples": 0,
+    }
+    return str(write_recipe(folder / name, {**usual, **{key.replace("__", "."): x for key, x in changes.items()}}))
+
+
+def held_out(run: str = "run") -> tuple[dict, dict]:
+    """The first and the last evaluation."""
+    found = [row for row in metrics(run) if "eval/loss" in row]
+    return found[0], found[-1]
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4, "alpha": 8.0}])
+def test_dpo_learns_from_its_reference(adapter, tmp_path):
+    """From ln 2, where the policy is the reference, to every held-out pair told apart."""
+    changes = {"adapter": adapter, "optimizer.learning_rate": 1e-2} if adapter else {}
+    train(write_preferences(tmp_path, **changes))
+    first, last = held_out()
+    assert first["eval/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert first["eval/kl/reference"] == pytest.approx(0, abs=1e-9)
+    assert last["eval/rewards/accuracy"] > 0.9
+    assert last["eval/loss"] < 0.6
+    assert last["eval/kl/reference"] > 0
+    row = lines(Path("run/metrics.jsonl"))[-1]
+    assert {*PREFERENCES, "logprobs/chosen", "logprobs/rejected", "kl/reference"} <= row.keys()
+    assert row["rewards/margin"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
+    assert row["train/loss"] < 0.6
+
+
+def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
+    from tunix.trainer.client import Trainer
+
+    monkeypatch.setattr(Trainer, "_snapshot", lambda *_: pytest.fail("a reference is held"))
+    train(write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "simpo"}, steps=3))
+    _, last = held_out()
+    assert last["eval/rewards/accuracy"] > 0.5
+    assert "eval/kl/reference" not in last
+
+
+def test_a_run_ends_where_held_out_pairs_are_told_apart(tmp_path, capfd):
+    until = {"eval.until": {"eval/rewards/accuracy": 0.9}, "eval.every": 2}
+    train(write_preferences(tmp_path, **until))
+    assert "the run has reached eval.until" in capfd.readouterr().err
+    assert held_out()[1]["step"] < 12
+
+
+def test_micro_batches_and_padding_change_nothing(tmp_path):
+    first = write_preferences(tmp_path, steps=2)
+    train(first)
+    train(first, "output=small", "micro_batch_size=1")
+    train(first, "output=padded", "data.packing=false")
+    wanted = [
+        (row["train/loss"], row["train/grad_norm"], row["rewards/margin"])
+        for row in metrics("run")
+        if "train/loss" in row
+    ]
+    for run in ("small", "padded"):
+        rows = [(x["train/loss"], x["train/grad_norm"], x["rewards/margin"]) for x in metrics(run) if "train/loss" in x]
+        np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_an_offset_needs_margins(tmp_path, capfd):
+    recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "offset": 0.5}, steps=2)
+    assert main(["run", recipe]) == 2
+    assert "algorithm.offset: rows have no column 'margin'" in capfd.readouterr().err
+    rows = [{**row, "margin": 1.0} for row in pairs(64)]
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "held.jsonl", rows[:16])
+    train(recipe, "--fresh")
+    assert held_out()[0]["eval/loss"] == pytest.approx(np.log(1 + np.exp(0.5)), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero"])
+def test_kto_learns_from_labels(loss, tmp_path):
+    train(write_preferences(tmp_path, rows=labelled, algorithm={"name": "kto", "loss": loss}, steps=16))
+    first, last = held_out()
+    assert first["eval/loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(0)
+    assert last["eval/rewards/chosen"] > last["eval/rewards/rejected"]
+    assert last["eval/rewards/accuracy"] > 0.9
+    row = lines(Path("run/metrics.jsonl"))[-1]
+    assert {*PREFERENCES, "kl/reference"} <= row.keys()
+    assert ("kl/z0" in row) == (loss == "kto")
+    assert row.get("kl/z0", 0.0) >= 0
+
+
+def test_kto_on_one_label_alone_leaves_the_other_ones_metrics_out(tmp_path):
+    def good(number: int, seed: int = 0) -> list[dict[str, object]]:
+        return [row for row in labelled(2 * number, seed) if row["label"]]
+
+    train(write_preferences(tmp_path, rows=good, algorithm={"name": "kto"}, steps=2))
+    row = lines(Path("run/metrics.jsonl"))[-1]
+    assert "rewards/chosen" in row
+    assert not {"rewards/rejected", "logprobs/rejected", "rewards/margin"} & row.keys()
+
+
+def test_kto_needs_another_row(tmp_path, capfd):
+    recipe = write_preferences(tmp_path, rows=labelled, algorithm={"name": "kto"}, batch_size=1)
+    assert main(["check", recipe]) == 2
+    assert "batch_size: 1 row has no other row's prompt" in capfd.readouterr().err
+
+
+def online(folder: Path, **changes) -> str:
+    (folder / "rewards.py").write_text(REWARDS + "\ndef same(completion):\n    return 1.0\n")
+    usual = {
+        "algorithm": {"name": "dpo", "online": True, "group_size": 4},
+        "data.max_length": 32,
+        "data.completion_length": 12,
+        "reward.functions": ["rewards.py:letters"],
+        "rollout.samples": 2,
+        "rollout.temperature": 0.8,
+        "batch_size": 4,
+        "steps": 3,
+        **changes,
+    }
+    return write_preferences(
+        folder, rows=lambda n, seed=0: [{"prompt": row["prompt"]} for row in pairs(n, seed)], **usual
+    )
+
+
+def test_online_pairs_are_drawn_ranked_and_learned_from(tmp_path):
+    train(online(tmp_path))
+    rows = [row for row in metrics("run") if "train/loss" in row]
+    assert rows[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
+    assert all(row["mismatch/max"] < 1e-3 for row in rows)
+    assert all(0 < row["reward/signal"] <= 1 for row in rows)
+    assert rows[-1]["compile/count"] == rows[1]["compile/count"]
+    drawn = [row for row in lines(Path("run/samples.jsonl")) if "group" in row and row["step"] == 1]
+    assert len(drawn) == 8
+    for group in (0, 1):
+        own = [row for row in drawn if row["group"] == group]
+        worth = {row["side"]: row["rewards"]["letters"] for row in own}
+        every = [row["rewards"]["letters"] for row in own]
+        if min(every) < max(every):
+            assert (worth["chosen"], worth["rejected"]) == (max(every), min(every))
+
+
+def test_online_without_a_difference_says_so_and_updates_nothing(tmp_path, capfd):
+    train(online(tmp_path, **{"reward.functions": ["rewards.py:same"], "steps": 1}))
+    (row,) = (row for row in metrics("run") if "reward/signal" in row)
+    assert row["reward/signal"] == 0
+    assert "train/loss" not in row
+    assert "no signal: all rewards are equal" in capfd.readouterr().err
+
+
+def test_online_wants_rewards(tmp_path, capfd):
+    recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "online": True})
+    assert main(["check", recipe]) == 2
+    assert "reward: dpo learns from rewards" in capfd.readouterr().err
