@@ -325,6 +325,37 @@ def test_tiny_keeps_rows_that_are_made_on_the_spot():
     assert (other.data.train, other.data.eval) == ("tunix.data.tiny:prompt_completion",) * 2
 
 
+SAID = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "data", "row", "made"),
+    [
+        ("dpo", {}, None, ("pairs", "conversations")),
+        ("dpo", {"chat": True}, None, ("pairs", "pairs")),
+        ("reward", {"format": "tokens"}, None, ("tokens", "tokens")),
+        ("dpo", {}, {"prompt": "a", "chosen": "b", "rejected": "c"}, ("pairs", "pairs")),
+        ("dpo", {}, {"chosen": "b", "rejected": "c"}, ("pairs", "transcripts")),
+        ("dpo", {}, {"prompt": SAID, "chosen": SAID, "rejected": SAID}, ("pairs", "chat_pairs")),
+        ("dpo", {}, {"prompt": "a", "chosen": SAID, "rejected": SAID}, ("pairs", "conversations")),
+        ("dpo", {"columns": {"chosen": "good"}}, {"prompt": "a", "good": "b", "rejected": "c"}, ("pairs", "pairs")),
+        ("dpo", {}, {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}, ("tokens", "tokens")),
+        ("kto", {}, None, ("prompt_completion", "chat_labels")),
+        ("kto", {"chat": True}, None, ("prompt_completion", "labels")),
+        ("kto", {}, {"prompt": "a", "completion": "b", "label": 1}, ("prompt_completion", "labels")),
+        ("sft", {}, {"prompt": "a", "completion": "b", "label": 1}, ("prompt_completion", "prompt_completion")),
+    ],
+)
+def test_tiny_pairs_and_labels_have_the_recipes_shape(algorithm, data, row, made, tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    if row:
+        file.write_text(json.dumps(row) + "\n")
+    recipe = build(data={"train": str(file) if row else "a/b", **data}, algorithm={"name": algorithm}, batch_size=64)
+    recipe = recipe.tiny()
+    assert (recipe.data.format, recipe.data.train) == (made[0], f"tunix.data.tiny:{made[1]}")
+    assert recipe.sequences_per_update == (16 if algorithm in ("dpo", "reward") else 8)
+
+
 def test_what_the_command_line_says_of_a_stage_is_not_capped_either(tmp_path: Path):
     path = written(tmp_path, Recipe.build(STAGED))
     first, second = Recipe.load(path, ["stages.1.steps=50", "stages.1.epochs=null"], tiny=True).stages
