@@ -28,7 +28,7 @@ from tunix.config import RewardConfig
 from tunix.data.pipeline import Prompt
 from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows, open_rows
-from tunix.drawing import Drawing
+from tunix.drawing import Bar, Drawing
 from tunix.errors import Interrupted, UserError
 from tunix.files import refuse_out
 from tunix.judging import digest_of_source, fingerprint, judged
@@ -114,8 +114,8 @@ def _show(speaker: Speaker, requests: List[Request]) -> None:
     """Texts on stdout: one as it comes, several one after the other under their numbers."""
     if len(requests) > 1:
         first = requests[0]
-        with closing(Drawing(speaker.engine, len(requests))) as drawing:
-            (found,) = drawing.sample([first.prompt], len(requests), first.sampling, first.seed)
+        with closing(Bar("generate", len(requests))) as bar:
+            (found,) = Drawing(speaker.engine, bar).sample([first.prompt], len(requests), first.sampling, first.seed)
         for number, completion in enumerate(found, start=1):
             print(f"--- {number} of {len(requests)} ({completion.finish})\n{speaker.text(completion)}")
         return
@@ -176,8 +176,9 @@ class _Writing:
         data = self.speaker.data(min(longest, self.speaker.limit))
         rewards = self.judging and self.judging.rewards
         with judged(self.speaker, self.sampling, rewards, list(self.questions[0].row), data) as collector:
-            total = self.n * len(self.questions)
-            with closing(Drawing(self.speaker.engine, total, drawn=kept.held)) as drawing:
+            engine = self.speaker.engine
+            with closing(Bar("generate", self.n * len(self.questions))) as bar:
+                drawing = Drawing(engine, bar, drawn=kept.held)
                 for first in range(kept.held // self.n, len(self.questions), rows):
                     kept.append(self._chunk(collector, drawing, first, self.questions[first : first + rows]))
 

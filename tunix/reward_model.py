@@ -21,10 +21,10 @@ from tunix.data.rendered import asked, render_completion
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.models.model import Model, Params
+from tunix.models.model import Params
 from tunix.rollout.collect import Judge
 from tunix.rollout.rewards.base import Failure, Score
-from tunix.source import Source, check_vocabulary, gives_scores, pretrained, weights
+from tunix.source import Source, check_vocabulary, gives_scores, loaded, pretrained
 from tunix.trainer.passes import Cut, rows_per_pass
 from tunix.trainer.scoring import Scorer
 from tunix.types import Completion
@@ -118,8 +118,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
     check_vocabulary(source)
     own = reads_tokens(source.tokenizer, policy, config.model)
     limit = _limit(config, source, data, own)
-    model = Model(source.decoder, dtype=dtype, critic=True, speaks=False)
-    params, _ = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
+    model, params = loaded(source, dtype, mesh)
     length = limit + 1
     cut = Cut(rows_per_pass(mesh, TOGETHER, None, length, packing=True), mesh)
     how = Rendering("prompt_completion", chat=data.chat, system=data.system, template_kwargs=data.template_kwargs)

@@ -20,7 +20,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.files import refuse_out, write_text_atomic
 from tunix.mesh import build_mesh, row_shards
-from tunix.source import check_vocabulary, loaded, pretrained
+from tunix.source import check_vocabulary, loaded, must_speak, pretrained
 from tunix.trainer.metrics import perplexity
 from tunix.trainer.passes import Cut
 from tunix.trainer.progress import Display, readable
@@ -58,6 +58,7 @@ def score(
     rows = open_rows(data)
     source = pretrained(model, adapter)
     check_vocabulary(source)
+    must_speak(source, model)
     mesh = build_mesh(MeshConfig())
     shape = detect_format(rows[0], {}, f"row 1 of {rows.name}")
     how = Rendering(shape, max_length=sys.maxsize, train_on="all", vocab_size=source.decoder.vocab_size)

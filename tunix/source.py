@@ -207,12 +207,13 @@ def weights(
 
 
 def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
-    """The model with all of its weights, to be asked and not trained.
+    """The model with all of its weights, to be asked and not trained; a reward model has its scalar head alone.
 
     Args:
         dtype: of the computation and the weights.
     """
-    model = Model(source.decoder, dtype=dtype)
+    scores = gives_scores(source)
+    model = Model(source.decoder, dtype=dtype, critic=scores, speaks=not scores)
     params, _ = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
     return model, params
 
@@ -222,6 +223,22 @@ def gives_scores(source: Source) -> bool:
     if source.merged is not None and HEAD in load_adapter(source.merged, source.decoder)[1]:
         return True
     return source.folder is not None and has_score(source.folder)
+
+
+def must_speak(source: Source, name: str) -> None:
+    """Refuses a reward model where log-probs are asked for.
+
+    Args:
+        name: of the model, as it was asked for.
+
+    Raises:
+        UserError: it is one.
+    """
+    if gives_scores(source):
+        raise UserError(
+            f"{name} is a reward model: it gives scores and has no log-probs. `tunix eval {name} PAIRS` measures it, "
+            "--reward-model uses it"
+        )
 
 
 def adapted(decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None) -> Model:

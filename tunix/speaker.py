@@ -31,7 +31,7 @@ from tunix.reading import read_mapping
 from tunix.rollout.engine import Engine
 from tunix.rollout.sampling import check
 from tunix.run import keep_compilations
-from tunix.source import Source, check_vocabulary, exported, loaded, pretrained
+from tunix.source import Source, check_vocabulary, exported, loaded, must_speak, pretrained
 from tunix.trainer.client import SLOTS, SLOTS_ELSEWHERE
 from tunix.types import Completion, Sampling
 
@@ -149,8 +149,9 @@ class Speaker:
         """The settings with the model's own stop ids.
 
         Raises:
-            UserError: they mean nothing, or look for text where there is no tokenizer.
+            UserError: they mean nothing, look for text where there is no tokenizer, or nothing is ever drawn.
         """
+        must_speak(self.source, self.asked.model)
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError(f"--stop {sampling.stop_strings[0]!r}: {self.asked.model} has no tokenizer, so no text")
         sampling = replace(sampling, stop_ids=self.source.stop_ids)

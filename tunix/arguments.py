@@ -1,0 +1,169 @@
+"""The words of each command: argparse's declarations, and what is wrong with a word before anything is loaded."""
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from tunix.errors import UserError, nearest
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are `UserError`s that name the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what `main` prints, instead of leaving on the spot."""
+        options = [option for action in self._actions for option in action.option_strings]
+        wrong = [word for word in message.split() if word.startswith("--") and word not in options]
+        hint = nearest(wrong[0], options) if wrong else ""
+        raise UserError(f"{message}.{hint} `{self.prog} --help` shows how it is called")
+
+
+def recipe_arguments(parser: Parser) -> None:
+    """A recipe and what replaces its values."""
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, or the name of one that tunix brings")
+    replaces = "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
+    parser.add_argument("--tiny", action="store_true", help="a two-layer random model and a few made rows: no download")
+
+
+def run_arguments(parser: Parser) -> None:
+    """Of `tunix run`."""
+    recipe_arguments(parser)
+    parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
+
+
+def inspect_arguments(parser: Parser) -> None:
+    """Of `tunix inspect`."""
+    recipe_arguments(parser)
+    parser.add_argument("--rows", type=_count, default=4, metavar="N", help="examples to show (4)")
+
+
+def score_arguments(parser: Parser) -> None:
+    """Of `tunix score`."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    parser.add_argument("data", metavar="DATA", help=".jsonl with rows of text, messages or input_ids")
+    writes = ".jsonl to write: logprobs, tokens and sum of each row"
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=writes)
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
+    parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows per pass (8)")
+    parser.add_argument("--max-length", type=_count, default=1024, metavar="N", help="tokens of a row at most (1024)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
+
+
+def generate_arguments(parser: Parser) -> None:
+    """Of `tunix generate`."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    sent = (
+        "text to answer: sent as a user's message where the tokenizer has a chat template, as it stands where it has "
+        "none, or where the model is a run that was trained on plain strings; so are the strings of --input"
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=sent)
+    reads = ".jsonl with a row for each prompt: `prompt`, `messages` or `input_ids`"
+    parser.add_argument("--input", metavar="FILE", help=reads)
+    writes = (
+        ".jsonl to write, an object for each completion: row (from 0), sample, what the row asked with, tokens, text, "
+        "logprobs, finish"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
+    parser.add_argument("--n", type=_count, default=1, metavar="N", help="completions of each prompt (1)")
+    slots = "completions drawn at a time: more memory, more speed, the same result"
+    parser.add_argument("--slots", type=_count, metavar="N", help=slots)
+    _reward_arguments(parser)
+    best = "write rows to train on instead: the K best completions of each prompt (1), of equals the first"
+    parser.add_argument("--best", type=_count, nargs="?", const=1, metavar="K", help=best)
+    least = "write rows to train on instead: the completions that are worth at least X; also with --best"
+    parser.add_argument("--threshold", type=float, metavar="X", help=least)
+    _sampling_arguments(parser, max_tokens=256)
+
+
+def _reward_arguments(parser: Parser) -> None:
+    judges = (
+        "scores each completion: a shipped reward, file.py:function or module:function, options behind it "
+        "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}'); "
+        "may be given several times"
+    )
+    parser.add_argument("--reward", action="append", default=[], metavar="REWARD", help=judges)
+    model = "hub id, folder or run of a reward model that scores each completion"
+    parser.add_argument("--reward-model", metavar="MODEL", help=model)
+    parser.add_argument("--deadline", type=float, default=10.0, metavar="S", help="seconds of a reward's call (10)")
+
+
+def eval_arguments(parser: Parser) -> None:
+    """Of `tunix eval`."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    reads = ".jsonl, .parquet, folder, hub id or file.py:function; of a run its held-out rows, where nothing is given"
+    parser.add_argument("data", nargs="?", metavar="DATA", help=reads)
+    tasks = (
+        "loss: of the rows' completions, and perplexity; reward: mean of the model's answers; accuracy: share of "
+        "answers worth --threshold; pass: pass@k; pairs: chosen above rejected. Left out: what the run or rows are for"
+    )
+    parser.add_argument("--task", choices=("loss", "reward", "accuracy", "pass", "pairs"), help=tasks)
+    _reward_arguments(parser)
+    parser.add_argument("--threshold", type=float, metavar="X", help="the least reward of a right answer (1)")
+    parser.add_argument("--n", type=_count, metavar="N", help="answers to each row (1; 8 for pass)")
+    parser.add_argument("--k", type=_count, nargs="+", default=[], metavar="K", help="of pass@k (1 and N)")
+    parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
+    parser.add_argument("--split", metavar="NAME", help="of DATA, where it has splits")
+    called = "a column that is called differently, as in prompt=question; may be given several times"
+    parser.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help=called)
+    parser.add_argument("--out", type=Path, metavar="FILE", help=".json for numbers and rows, .jsonl for the rows")
+    parser.add_argument("--max-tokens", type=_count, metavar="N", help="tokens of an answer (256, or the run's)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (0; for pass 1, or the run's)")
+    slots = "completions drawn at a time: more memory, more speed, the same result"
+    parser.add_argument("--slots", type=_count, metavar="N", help=slots)
+    _asking_arguments(parser)
+
+
+def chat_arguments(parser: Parser) -> None:
+    """Of `tunix chat`."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    _sampling_arguments(parser, max_tokens=1024)
+
+
+def _sampling_arguments(parser: Parser, max_tokens: int) -> None:
+    most = f"tokens of an answer at most ({max_tokens})"
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=most)
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="only the K most likely tokens; 0 for all (0)"
+    )
+    mass = "only the most likely tokens that together reach P; 1 for all (1.0)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=mass)
+    share = "only tokens at least P times as likely as the likeliest (0.0)"
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=share)
+    _asking_arguments(parser)
+
+
+def _asking_arguments(parser: Parser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    raw = "send text as it stands, also where there is a chat template"
+    parser.add_argument("--raw", action="store_true", help=raw)
+    stop = "ends an answer, and is left out of its text; may be given several times"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws: the same gives the same (0)")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
+
+
+def export_arguments(parser: Parser) -> None:
+    """Of `tunix export`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as a PEFT folder")
+    parser.add_argument("--step", type=_count, metavar="N", help="of which checkpoint; the last one by default")
+
+
+def _count(text: str) -> int:
+    """A positive whole number, for argparse."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """A seed, for argparse."""
+    if not text.isdigit() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
+    return int(text)
