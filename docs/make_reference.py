@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from tunix.algorithms.distill.config import DistillConfig, TeacherConfig, TeacherMesh
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.sft.config import SFTConfig
@@ -46,6 +47,9 @@ SECTIONS: dict[str, type[Config]] = {
     "algorithm (sft)": SFTConfig,
     "algorithm (grpo)": GRPOConfig,
     "algorithm (ppo)": PPOConfig,
+    "algorithm (distill)": DistillConfig,
+    "teacher": TeacherConfig,
+    "teacher mesh": TeacherMesh,
     "reward": RewardConfig,
     "reward functions": RewardFunction,
     "rollout": RolloutConfig,

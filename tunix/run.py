@@ -247,7 +247,9 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not (folder / "export").exists():
             job.trainer.export(folder / "export", adapter=job.exports_adapter)
-    speaks = job.algorithm.train_on in ("completion", "all")  # else the loss is no likelihood of what was said
+    algorithm = job.algorithm
+    # Else the loss is no likelihood of what was said.
+    speaks = algorithm.train_on in ("completion", "all") and algorithm.held_out_objective.divergence is None
     held_out = job.evaluation.batches if speaks else []
     result = _result(folder, unigram_entropy(held_out) if held_out else None)
     picture = write_curves(folder, [(folder.name, result.metrics)])
@@ -300,6 +302,9 @@ def _summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
     told = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
     if told:
         lines.append(f"held-out pairs in the right order {told[0]:.3f} -> {told[-1]:.3f}")
+    apart = [row["eval/distill/divergence"] for row in result.metrics if "eval/distill/divergence" in row]
+    if apart:
+        lines.append(f"held-out distance to the teacher {apart[0]:.3f} -> {apart[-1]:.3f} nats per token")
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
     if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]
