@@ -140,3 +140,17 @@ def test_labels_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "row 1: 8 tokens, 3 trained, label 1\n<bos>Two?[[2.<eos>]]\n" in out
     assert "row 2: 8 tokens, 3 trained, label 0\n<bos>Two?[[3.<eos>]]\n" in out
+
+
+def test_prompts_are_shown_alone(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    """What a policy goes on from: nothing of it is trained, and nothing is packed."""
+    rows = [{"prompt": "Two?", "answer": 2}, {"prompt": "x" * 60, "answer": 3}]
+    words = [*write(recipe, rows, "grpo"), "data.prompt_length=24", "reward={functions: [exact_match]}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "row 1: 5 tokens, 0 trained\n<bos>Two?\n" in out
+    assert f"row 2: 24 tokens, 0 trained, cut at 24\n{'x' * 24}\n" in out
+    assert "cut at 24 tokens" in out
+    assert "packed" not in out
+    assert main([*words, "reward=null", "rollout={environment: {name: guessing}}"]) == 0
+    assert 'row 1: for the environment\n{"prompt": "Two?", "answer": 2}\n' in capsys.readouterr().out

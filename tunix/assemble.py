@@ -80,7 +80,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, drawn)
     # What is wrong with every row (no tokenizer, no chat template, a mistyped column) is told before weights are read.
     first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
-    account(first, found.tokenizer, recipe.data, _read(recipe, algorithm), size)
+    account(first, found.tokenizer, recipe.data, read_of_rows(recipe, algorithm), size)
     scorer = _scorer(recipe, found)
     rewards = recipe.reward and judge(recipe.reward, found.tokenizer, recipe.data, recipe.model.dtype, mesh)
     collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
@@ -124,7 +124,7 @@ def _workload(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> W
     )
 
 
-def _read(recipe: Recipe, algorithm: Algorithm) -> TrainOn:
+def read_of_rows(recipe: Recipe, algorithm: Algorithm) -> TrainOn:
     """What is read of a row: an environment makes its prompts of the columns itself."""
     answered = algorithm.train_on == "prompt" and recipe.rollout.environment is not None
     return "row" if answered else algorithm.train_on
@@ -240,7 +240,7 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
         Rollouts(
             prompts=[],
             collector=collector,
-            stream=Prompts(**read, train_on=_read(recipe, algorithm)),
+            stream=Prompts(**read, train_on=read_of_rows(recipe, algorithm)),
             size=recipe.batch_size,
             seed=recipe.seed,
             first=True,

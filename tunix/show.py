@@ -5,6 +5,7 @@ what is trained. On a terminal the trained tokens are green and the others dim; 
 """
 
 import itertools
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunix.algorithms.base import Algorithm
-from tunix.assemble import inputs, layout
+from tunix.assemble import inputs, layout, read_of_rows
 from tunix.data.accounting import Accounting, Dropped, Kept
 from tunix.data.examples import to_example
 from tunix.data.packing import waste
@@ -60,12 +61,13 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
         for number, example in enumerate(shown, start=1):
             _show_example(number, example, found.tokenizer, how, console)
         seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
-        _show_totals(_total(seen, recipe, layout(algorithm)), found.train, recipe, console)
+        packed = None if algorithm.train_on == "prompt" else layout(algorithm)
+        _show_totals(_total(seen, recipe, packed), found.train, how, console)
 
 
 def _how(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
     """The settings that the run renders with."""
-    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", algorithm.train_on)
+    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", read_of_rows(recipe, algorithm))
 
 
 def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterator[Kept | Dropped]:
@@ -81,6 +83,11 @@ def _show_example(
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
         return
+    if how.train_on == "row":
+        console.print(
+            f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}\n", markup=False
+        )
+        return
     sides = ("chosen: ", "rejected: ") if how.train_on == "pairs" else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
         notes = _notes(sequence, how, example.truncated)
@@ -93,10 +100,14 @@ def _notes(sequence: Sequence, how: Rendering, truncated: bool) -> list[str]:
     """What is told of a sequence beside its text."""
     size = len(sequence.tokens)
     notes = [f"{size} tokens", f"{int(sequence.loss_mask.sum())} trained"]
-    limit = how.prompt_length if how.train_on == "prompt" else how.max_length
-    notes += [f"cut at {limit}"] if truncated and size == limit else []
+    notes += [f"cut at {_limit(how)}"] if truncated and size == _limit(how) else []
     notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
     return [*notes, *(f"{name} {value:g}" for name, value in sequence.per_sequence.items())]
+
+
+def _limit(how: Rendering) -> int:
+    """Tokens of a sequence, or of a prompt alone, at most."""
+    return how.prompt_length if how.train_on == "prompt" else how.max_length
 
 
 def _coloured(console: Console) -> bool:
@@ -135,18 +146,18 @@ class _Totals:
     """Rows that wait for their batch to be full."""
 
 
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout) -> _Totals:
-    """Counts the examples, packed by the batch as a run packs them."""
-    totals = _Totals(row_length=how.length(recipe.data.max_length))
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout | None) -> _Totals:
+    """Counts the examples, packed by the batch as a run packs them; prompts alone are not packed."""
+    totals = _Totals(row_length=how.length(recipe.data.max_length) if how else 0)
     for example in examples:
         totals.accounting += Accounting.of(example)
         if isinstance(example, Kept):
             totals.tokens += sum(len(sequence.tokens) for sequence in example.sequences)
             totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in example.sequences)
             totals.group.append(example)
-        if len(totals.group) == recipe.batch_size:
+        if how and len(totals.group) == recipe.batch_size:
             _pack(totals, recipe, how)
-    if totals.group:
+    if how and totals.group:
         _pack(totals, recipe, how)
     return totals
 
@@ -159,7 +170,7 @@ def _pack(totals: _Totals, recipe: Recipe, how: Layout) -> None:
     totals.group = []
 
 
-def _show_totals(totals: _Totals, rows: Rows, recipe: Recipe, console: Console) -> None:
+def _show_totals(totals: _Totals, rows: Rows, how: Rendering, console: Console) -> None:
     """The accounting as a table whose counts add up: rows = kept + dropped, and the dropped by their reasons."""
     account = totals.accounting
     if account.rows < len(rows):
@@ -170,13 +181,13 @@ def _show_totals(totals: _Totals, rows: Rows, recipe: Recipe, console: Console) 
     lines = [
         ("rows", account.rows, ""),
         ("  kept", account.kept, ""),
-        ("    truncated", account.truncated, f"cut at {recipe.data.max_length} tokens"),
+        ("    truncated", account.truncated, f"cut at {_limit(how)} tokens"),
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
         ("tokens", totals.tokens, "of the kept rows"),
-        ("  trained", totals.trained, f"{totals.trained / max(totals.tokens, 1):.1%} of them"),
     ]
     if totals.packed_rows:
+        lines.append(("  trained", totals.trained, f"{totals.trained / totals.tokens:.1%} of them"))
         places = totals.packed_rows * totals.row_length
         note = f"of {totals.row_length} tokens, {totals.empty / places:.1%} empty"
         lines.append(("packed rows", totals.packed_rows, note))
