@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix.config import AdapterConfig, MeshConfig, OptimizerConfig
+from tunix.config import MeshConfig, OptimizerConfig
 from tunix.data.packing import pack
 from tunix.lora.adapt import adapt
+from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_adapter

@@ -22,7 +22,6 @@ from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import (
-    AdapterConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -36,6 +35,7 @@ from tunix.config import (
     RewardFunction,
     RolloutConfig,
 )
+from tunix.lora.config import AdapterConfig
 from tunix.models.families import PRESETS, SIZE_NAMES
 from tunix.recipe import Recipe
 

@@ -14,10 +14,11 @@ from trainers import PLAIN, RICH, sequences, trainer
 
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import DistillConfig, TeacherMesh
-from tunix.config import AdapterConfig, DataConfig, DType, MeshConfig
+from tunix.config import DataConfig, DType, MeshConfig
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows
+from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model, Params

@@ -14,8 +14,9 @@ import torch
 from tiny_models import CASES, load, one_device, quick_jit, reference_folder
 from trainers import PLAIN, RICH
 
-from tunix.config import AdapterConfig, MeshConfig
+from tunix.config import MeshConfig
 from tunix.lora.adapt import adapt
+from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, is_adapter
 from tunix.rollout.engine import Engine

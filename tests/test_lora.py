@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CASES, load, one_device, quick_jit, reference_folder, reference_model, rows_of, tokens
 from transformers import AutoModelForCausalLM
 
-from tunix.config import AdapterConfig
 from tunix.errors import UserError
 from tunix.lora.adapt import adapt, merge, scale
+from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import load_adapter, save_adapter
 from tunix.models.families import read_config
 from tunix.models.model import Model, is_adapter

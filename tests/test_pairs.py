@@ -9,8 +9,8 @@ from test_step import assert_close, gradients
 from trainers import PLAIN, RICH, trainer
 
 from tunix.algorithms.ops import per_sequence
-from tunix.config import AdapterConfig
 from tunix.data.packing import pack
+from tunix.lora.config import AdapterConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sequence, Term

@@ -10,8 +10,9 @@ from trainers import PLAIN, RICH, sequences, trainer
 
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import AdapterConfig, MeshConfig, OptimizerConfig
+from tunix.config import MeshConfig, OptimizerConfig
 from tunix.data.packing import pack
+from tunix.lora.config import AdapterConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
 from tunix.types import Batch, Sequence, Term

@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 
-from tunix.config import AdapterConfig, DType, MeshConfig, OptimizerConfig
+from tunix.config import DType, MeshConfig, OptimizerConfig
 from tunix.lora.adapt import adapt
+from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_own

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Family = Literal["llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 DType = Literal["float32", "bfloat16"]
+BaseType = Literal["nf4", "int8", "int4", "fp8"]
+"""What a frozen base is rounded to: 4-bit NormalFloat, integers, or 8-bit floats (e4m3)."""
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -112,38 +114,6 @@ class ModelConfig(Config):
         elif self.family is None and self.preset is None:
             raise ValueError(f"`init: random` wants a family ({', '.join(FAMILIES)}) or a preset")
         return self
-
-
-class AdapterConfig(Config):
-    """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
-
-    kind: Literal["lora"] = "lora"
-    """LoRA is the only one so far."""
-    rank: Positive = 16
-    """Width of the low-rank matrices: more can learn more, and takes more memory."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The update is scaled by alpha / rank."""
-    rslora: bool = False
-    """Scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Module names as Hugging Face spells them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("targets")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        known = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        names = () if value == "all-linear" else value
-        if value != "all-linear" and not names:
-            raise ValueError("targets is empty: nothing would train")
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{name!r} is no module of these models; they have {', '.join(known)}")
-        return value
 
 
 class DataConfig(Config):

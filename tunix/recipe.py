@@ -23,7 +23,6 @@ from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import (
-    AdapterConfig,
     AlgorithmConfig,
     CheckpointConfig,
     Config,
@@ -39,6 +38,7 @@ from tunix.config import (
     RolloutConfig,
 )
 from tunix.errors import UserError, nearest
+from tunix.lora.config import AdapterConfig
 from tunix.models.families import preset, small, with_sizes
 from tunix.reading import outranked, overridden, problems, read_mapping, shown, write_yaml
 from tunix.reference import is_reference, load_object

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix.config import AdapterConfig, DType, Family, ModelConfig
+from tunix.config import DType, Family, ModelConfig
 from tunix.data.chat import with_template
 from tunix.data.sources import Rows
 from tunix.data.templates import TemplateName
@@ -21,6 +21,7 @@ from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.lora.adapt import adapt, merge
+from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import HEAD, load_adapter
 from tunix.models.config import DecoderConfig
 from tunix.models.families import preset, read_config, read_json, small, with_sizes

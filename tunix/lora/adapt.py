@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
-from tunix.config import AdapterConfig
+from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block
 from tunix.models.layers import Segments, rope_tables

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tunix.config import AdapterConfig
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.lora.adapt import PROJECTIONS, targets
+from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES, read_json
 from tunix.models.family import SCORE, Tensor

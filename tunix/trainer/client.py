@@ -16,8 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.config import AdapterConfig
 from tunix.lora.adapt import merge
+from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import save_adapter
 from tunix.models.hf import save_folder
 from tunix.models.model import Model, Params, is_own

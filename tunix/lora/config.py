@@ -1,0 +1,146 @@
+"""The `adapter` section of a recipe, and which module it gives which rank and scale. Loads without jax.
+
+Patterns are PEFT's: a regular expression that a module's whole Hugging Face name matches, or what follows one of its
+dots; `q_proj` is one. Layers are stacked here and adapted alike, so a pattern cannot choose between layers.
+"""
+
+import math
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, field_validator, model_validator
+
+from tunix.config import Config, Fraction, Positive
+from tunix.errors import nearest
+
+MODULES = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+"""Hugging Face's names of a layer's matrices -> ours."""
+PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
+"""The same by their last word."""
+MOST_LAYERS = 128
+"""Layers that a pattern is tried on: more than the deepest of these families has."""
+
+Table = Literal["embed_tokens", "lm_head"]
+
+
+class Low(NamedTuple):
+    """What the adapter of one module is."""
+
+    rank: int
+    scale: float
+    """Multiplies A B: alpha / r, or alpha / sqrt(r) (rsLoRA)."""
+
+
+class AdapterConfig(Config):
+    """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
+
+    kind: Literal["lora"] = "lora"
+    """LoRA is the only one so far."""
+    rank: Positive = 16
+    """Width of the low-rank matrices: more can learn more, and takes more memory."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+    ranks: dict[str, Positive] = Field({})
+    """Other ranks for some modules, such as {q_proj: 8, "mlp.*": 32}; the first pattern that matches counts."""
+    alphas: dict[str, Annotated[float, Field(gt=0)]] = Field({})
+    """Likewise other alphas."""
+    rslora: bool = False
+    """Scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    dora: bool = False
+    """Learn each output's magnitude apart from its direction (DoRA, Liu et al. 2024,
+    https://arxiv.org/abs/2402.09353): nearer to full fine-tuning at low ranks, for a slower step."""
+    start: Literal["zero", "pissa"] = "zero"
+    """`zero`: A is random, B is 0. `pissa`: both are the weight's largest singular vectors, which learn faster
+    (Meng et al. 2024, https://arxiv.org/abs/2404.02948); the first step is the base's either way."""
+    dropout: Fraction = 0.0
+    """Share of the adapter's inputs that is zeroed while training; never in evaluation and sampling."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Modules as Hugging Face spells them (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or regular
+    expressions such as "self_attn.*"."""
+    also: tuple[Table, ...] = ()
+    """Tables that train whole beside the adapters: embed_tokens, lm_head. Where a model ties them they are one."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "all-linear":
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("also", mode="before")
+    @classmethod
+    def _tables(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("targets", "ranks", "alphas")
+    @classmethod
+    def _known(cls, value: Any, info: Any) -> Any:
+        if value == "all-linear":
+            return value
+        if info.field_name == "targets" and not value:
+            raise ValueError("targets is empty: nothing would train")
+        for pattern in value:
+            matched(pattern)
+        return value
+
+    @model_validator(mode="after")
+    def _targeted(self) -> "AdapterConfig":
+        for key, patterns in (("ranks", self.ranks), ("alphas", self.alphas)):
+            for pattern in patterns:
+                if not set(matched(pattern)) & set(self.targeted):
+                    named = ", ".join(self.targeted)
+                    raise ValueError(f"{key} has {pattern!r}, but targets adapts only {named}: add it there")
+        return self
+
+    @property
+    def targeted(self) -> tuple[str, ...]:
+        """The adapted modules by the last word of their Hugging Face names, in our order."""
+        if self.targets == "all-linear":
+            return tuple(PROJECTIONS)
+        found = {name for pattern in self.targets for name in matched(pattern)}
+        return tuple(name for name in PROJECTIONS if name in found)
+
+    @property
+    def modules(self) -> dict[str, Low]:
+        """Our name of each adapted module -> what its adapter is."""
+        return {PROJECTIONS[name]: self._low(name) for name in self.targeted}
+
+    def _low(self, name: str) -> Low:
+        rank = next((rank for pattern, rank in self.ranks.items() if name in matched(pattern)), self.rank)
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if name in matched(pattern)), self.alpha)
+        return Low(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
+
+
+def matched(pattern: str) -> tuple[str, ...]:
+    """The modules that a pattern means, by their last word.
+
+    Raises:
+        ValueError: it is no regular expression, means nothing, or a module of some layers only.
+    """
+    try:
+        whole = re.compile(rf"(.*\.)?({pattern})")
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is neither a module's name nor a regular expression ({error})") from None
+    found = []
+    for name in MODULES:
+        layers = [n for n in range(MOST_LAYERS) if whole.fullmatch(f"model.layers.{n}.{name}")]
+        if layers and len(layers) < MOST_LAYERS:
+            raise ValueError(
+                f"{pattern!r} means {name} of some layers only; layers are stacked and adapted alike, so leave the "
+                r"layer's number open: layers\.\d+\."
+            )
+        found += [name.split(".")[-1]] if layers else []
+    if not found:
+        hint = nearest(pattern, [*PROJECTIONS, *MODULES])
+        if pattern in ("embed_tokens", "lm_head"):
+            hint = f" `also: [{pattern}]` trains it whole."
+        raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")
+    return tuple(found)
