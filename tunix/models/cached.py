@@ -19,6 +19,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
 from tunix.models.layers import HIDDEN, rms_norm, rope_tables
 from tunix.models.model import Model, Params
+from tunix.models.quantized import in_compute
 
 TOP = ("embed/w", "head/w", "norm/w")
 """The parameters outside of the layers that decoding reads."""
@@ -29,7 +30,7 @@ Cache = tuple[jax.Array, jax.Array]
 
 
 class Weights(NamedTuple):
-    """A model's weights for decoding, in the compute dtype."""
+    """A model's weights for decoding, in the compute dtype; quantized ones as they are."""
 
     top: Params
     """The tables and the final norm."""
@@ -41,7 +42,7 @@ def unstack(model: Model, params: Params) -> Weights:
     """Copies of the weights (or of some), layer by layer, in the compute dtype; the final norm keeps its own."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        return constrain(jnp.copy(x) if name == "norm/w" else jnp.copy(x.astype(model.dtype)), *axes)
+        return constrain(jnp.copy(x) if name == "norm/w" else jnp.copy(in_compute(name, x, model.dtype)), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
@@ -50,6 +51,22 @@ def unstack(model: Model, params: Params) -> Weights:
         return {name.removeprefix(LAYERS): view(name, params[name][index], model.axes[name][1:]) for name in stacked}
 
     return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
+
+
+def magnified(model: Model) -> bool:
+    """Whether an adapter has magnitudes (DoRA)."""
+    return any(name.endswith("_lora_m") for name in model.shapes)
+
+
+def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
+    """What DoRA's magnitudes are for weights that do not change; decoding reads these in their place."""
+    x = jnp.zeros((), model.dtype)
+
+    def of_layer(own: Params) -> Params:
+        found = model.layer(own, settled=False).projections().items()
+        return {f"{name}/w_lora_m": one.gain(x) for name, one in found if one.adapter and one.adapter.magnitude}
+
+    return tuple(map(of_layer, weights.layers))
 
 
 def is_local(config: DecoderConfig, layer: int) -> bool:

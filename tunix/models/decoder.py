@@ -18,7 +18,18 @@ from jaxtyping import Array, Float, Int
 from tunix.config import DType
 from tunix.mesh import constrain
 from tunix.models.config import DecoderConfig
-from tunix.models.layers import Norm, Projection, Segments, attention, rope_tables, rotate, weight
+from tunix.models.layers import (
+    Norm,
+    Projection,
+    Segments,
+    TokenKeys,
+    attention,
+    fold_tokens,
+    rope_tables,
+    rotate,
+    weight,
+)
+from tunix.models.quantized import Quantization, in_compute
 
 KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
 """What a layer keeps for its backward pass: the products' results. Norms, rope, softmax and activations are made again;
@@ -55,39 +66,44 @@ class Block(nnx.Module):
         segments: Segments,
         rope: tuple[jax.Array, jax.Array],
         window: Int[Array, ""] | None,
+        drawn: TokenKeys | None = None,
     ) -> Float[Array, "B T D"]:
         c = self.config
-        q, k, v = self.heads(x, rope)
+        q, k, v = self.heads(x, rope, drawn)
         mixed = attention(q, k, v, segments, window=window, scale=c.scale, softcap=c.attention_softcap)
-        return self.rest(x, mixed)
+        return self.rest(x, mixed, drawn)
 
     def projections(self) -> dict[str, Projection]:
         """The matrices of the layer by name."""
         return {name: module for name, module in vars(self).items() if isinstance(module, Projection)}
 
-    def heads(self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def heads(
+        self, x: Float[Array, "B T D"], rope: tuple[jax.Array, jax.Array], drawn: TokenKeys | None = None
+    ) -> tuple[jax.Array, ...]:
         """Rotated queries `[B T N H]`, rotated keys and values `[B T K H]` of the residual stream."""
         x = self.pre_attn_norm(x)
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = self.q(x, drawn), self.k(x, drawn), self.v(x, drawn)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         return kept(q, "q"), kept(k, "k"), kept(v, "v")
 
-    def rest(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    def rest(
+        self, x: Float[Array, "B T D"], mixed: Float[Array, "B T N H"], drawn: TokenKeys | None = None
+    ) -> Float[Array, "B T D"]:
         """The residual stream after the layer, from the values that attention has mixed."""
-        y = self.o(kept(mixed, "mixed"))
+        y = self.o(kept(mixed, "mixed"), drawn)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = kept(x, "x")
-        y = self.feed_forward(self.pre_mlp_norm(x))
+        y = self.feed_forward(self.pre_mlp_norm(x), drawn)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         return constrain(x, "rows", None, None)
 
-    def feed_forward(self, x: jax.Array) -> jax.Array:
+    def feed_forward(self, x: jax.Array, drawn: TokenKeys | None = None) -> jax.Array:
         """The gated ffn's output `[B T D]` for normed inputs."""
-        gate, up = kept(self.gate(x), "gate"), kept(self.up(x), "up")
+        gate, up = kept(self.gate(x, drawn), "gate"), kept(self.up(x, drawn), "up")
         gate = jax.nn.silu(gate) if self.config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * up)
+        return self.down(gate * up, drawn)
 
 
 class Table(nnx.Module):
@@ -120,12 +136,14 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         *,
         adapt: Adapt | None = None,
+        quantization: Quantization | None = None,
         remat: bool = False,
         critic: bool = False,
         speaks: bool = True,
     ):
         """Args:
         adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
+        quantization: how the layers' matrices are rounded, if they are; norms and tables never are.
         remat: keep only each layer's input, and recompute the layer in the backward pass.
         critic: has a value head.
         speaks: has the table of logits, where it is not the embedding's.
@@ -140,7 +158,11 @@ class Decoder(nnx.Module):
         @nnx.vmap
         def stack(rngs: nnx.Rngs) -> Block:
             block = Block(config, rngs)
-            return block if adapt is None else adapt(block, rngs)
+            block = block if adapt is None else adapt(block, rngs)
+            if quantization is not None:
+                for projection in block.projections().values():
+                    projection.quantize(quantization)
+            return block
 
         self.layers = stack(rngs)
 
@@ -151,8 +173,14 @@ class Decoder(nnx.Module):
         *,
         dtype: DType,
         noise: Float[Array, "B T D"] | None = None,
+        drawn: TokenKeys | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm, in `dtype`; `noise` is added to the embeddings (NEFTune)."""
+        """Hidden states after the final norm, in `dtype`.
+
+        Args:
+            noise: added to the embeddings (NEFTune).
+            drawn: a key for each token, by which adapters drop inputs; None drops nothing.
+        """
         c = self.config
         x = embedded(c, self.embed.w[...], tokens, dtype)
         if noise is not None:
@@ -161,16 +189,21 @@ class Decoder(nnx.Module):
         choose = self._layer_kinds(segments.positions)
         graph, stacked = nnx.split(self.layers)
 
+        def cast(path: tuple, w: jax.Array) -> jax.Array:
+            return in_compute(path[-1].key, w, dtype)
+
         def layer(x: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
-            weights, local = inputs
+            weights, local, number = inputs
             # Cast layer by layer, so that float32 masters never exist a second time as a whole bf16 model.
-            block = nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype), weights))
-            return block(x, segments, *choose(local)), None
+            block = nnx.merge(graph, jax.tree_util.tree_map_with_path(cast, weights))
+            mine = None if drawn is None else fold_tokens(drawn, number)
+            return block(x, segments, *choose(local), mine), None
 
         names = () if self.remat else KEPT
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
         local = jnp.asarray(c.local_layers or (False,) * c.num_layers)
-        x, _ = jax.lax.scan(layer, x, (nnx.to_pure_dict(stacked), local))
+        numbers = None if drawn is None else jnp.arange(c.num_layers)
+        x, _ = jax.lax.scan(layer, x, (nnx.to_pure_dict(stacked), local, numbers))
         return self.norm(x)
 
     def _layer_kinds(self, positions: jax.Array) -> Callable[[jax.Array], tuple]:

@@ -2,7 +2,8 @@
 
 In: every tensor that the config asks for is looked up, its shape checked, and only then is anything read. A layer's
 tensor goes shard by shard from the file to the devices and into its place in the stacked array, which is updated in
-place; so the host holds about one tensor beyond the model itself. Out: the same way back, into an atomic folder.
+place; so the host holds about one tensor beyond the model itself. A matrix that is quantized is rounded on that way, so
+that the model is never there as it was. Out: the same way back, into an atomic folder.
 """
 
 import json
@@ -11,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES, to_hf
 from tunix.models.family import SCORE, Tensor
 from tunix.models.model import Model, Params, is_adapter, is_own
+from tunix.models.quantized import SCALE, is_scale
 from tunix.models.tensor_files import (
     INDEX,
     SINGLE,
@@ -99,7 +100,7 @@ def _download(name: str) -> Path:
 
 
 def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
-    """The weights of a folder, in their target dtype and place.
+    """The weights of a folder, in their target dtype and place; those that the model has quantized are rounded.
 
     Args:
         model: says which tensors there must be; its adapters, if any, are no part of the folder, nor is a value head
@@ -116,8 +117,14 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     table = FAMILIES[model.config.family].tensors
     loaded: Params = {}
     for name, dtype in dtypes.items():
-        load = _load_stacked if name.startswith("layers/") else _load_single
-        loaded[name] = load(stored, table[name], model.shapes[name], model.axes[name], dtype, mesh)
+        if is_scale(name):
+            continue  # comes with its values
+        if name.startswith("layers/"):
+            layers = [stored[table[name].key(layer)] for layer in range(model.shapes[name][0])]
+            loaded |= _load_stacked(model, name, table[name], layers, dtype, mesh)
+        else:
+            place = sharding(model.axes[name], model.shapes[name], mesh)
+            loaded[name] = _read(stored[table[name].name], table[name], model.shapes[name], place).astype(dtype)
     return loaded
 
 
@@ -138,27 +145,29 @@ def reward_model(folder: Path) -> UserError:
     )
 
 
-def _load_single(
-    stored: Mapping[str, Stored], tensor: Tensor, shape: tuple[int, ...], axes: Any, dtype: DType, mesh: Mesh
-) -> jax.Array:
-    return _read(stored[tensor.name], tensor, shape, sharding(axes, shape, mesh)).astype(dtype)
-
-
 def _load_stacked(
-    stored: Mapping[str, Stored], tensor: Tensor, shape: tuple[int, ...], axes: Any, dtype: DType, mesh: Mesh
-) -> jax.Array:
-    whole, single = sharding(axes, shape, mesh), sharding(axes[1:], shape[1:], mesh)
-    put = jax.jit(_put, donate_argnums=0, out_shardings=whole)
-    stack = jnp.zeros(shape, dtype, device=whole)
-    for layer in range(shape[0]):
-        stack = put(stack, _read(stored[tensor.key(layer)], tensor, shape[1:], single), layer)
+    model: Model, name: str, tensor: Tensor, layers: Sequence[Stored], dtype: DType, mesh: Mesh
+) -> Params:
+    """A parameter of the layers, with its scales where it is quantized."""
+    names = (name, name + SCALE) if name in model.quantized else (name,)
+    whole = {one: sharding(model.axes[one], model.shapes[one], mesh) for one in names}
+    stacks = {one: jnp.zeros(model.shapes[one], model.kinds.get(one, dtype), device=whole[one]) for one in names}
+
+    def put(stacks: Params, value: jax.Array, layer: jax.Array) -> Params:
+        parts = model.rounded(name, value) if name in model.quantized else (value,)
+        return {
+            one: jax.lax.dynamic_update_index_in_dim(stacks[one], part.astype(stacks[one].dtype), layer, 0)
+            for one, part in zip(names, parts, strict=True)
+        }
+
+    put = jax.jit(put, donate_argnums=0, out_shardings=whole)
+    shape = model.shapes[name][1:]
+    single = sharding(model.axes[name][1:], shape, mesh)
+    for layer, file in enumerate(layers):
+        stacks = put(stacks, _read(file, tensor, shape, single), layer)
         # Without waiting, reading would run ahead and hold several tensors.
-        jax.block_until_ready(stack)
-    return stack
-
-
-def _put(stack: jax.Array, value: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), layer, 0)
+        jax.block_until_ready(stacks)
+    return stacks
 
 
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
@@ -205,7 +214,8 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
 def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
     if model.speaks and SCORE in stored:
         raise reward_model(folder)
-    base = {name: shape for name, shape in model.shapes.items() if name in asked or not is_own(name)}
+    held = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
+    base = {name: shape for name, shape in held.items() if name in asked or not is_own(name)}
     wanted = expected(model.config, base)
     check_tensors(stored, wanted, folder)
     extra = [name for name in stored if name not in wanted]

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.mesh import Axes
 from tunix.models.config import Rope
+from tunix.models.quantized import Quantization, dequantize, quantize, scale_axes
 
 BLOCK_Q = 128
 """Queries of an attention block at least: a block skips the keys after its last query, nearly half of all scores."""
@@ -33,12 +34,37 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nn
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
+TokenKeys = Key[Array, "B T"]
+"""A random key for each token."""
+
+
+class Adapter(NamedTuple):
+    """How a projection is adapted; `lora/` says it."""
+
+    scale: float
+    """Multiplies x A B."""
+    number: int
+    """Which of a layer's projections this is; dropout differs between them."""
+    dropout: float = 0.0
+    magnitude: bool = False
+    """DoRA."""
+    anchored: bool = False
+    """PiSSA."""
+
+
 class Projection(nnx.Module):
     """`einsum(spec, x, w) + b`. The contracted axes of `w` come first."""
 
     w_lora_a: nnx.Variable
     w_lora_b: nnx.Variable
     """An adapter's A and B, where qwix has made one."""
+    w_lora_a0: nnx.Variable
+    w_lora_b0: nnx.Variable
+    """What A and B began as, B's with the other sign (PiSSA); they do not train."""
+    w_lora_m: nnx.Variable
+    """The magnitude of each output (DoRA)."""
+    w_scale: nnx.Variable
+    """The scales of a quantized `w`."""
 
     def __init__(
         self,
@@ -53,27 +79,89 @@ class Projection(nnx.Module):
         """Args:
         contracted: how many of the first axes are summed over.
         """
-        self.spec = spec
+        self.spec, self.contracted = spec, contracted
         self.w = weight(rngs, shape, axes, std=math.prod(shape[:contracted]) ** -0.5)
         self.b = nnx.Param(jnp.zeros(shape[contracted:], jnp.float32), axes=axes[contracted:]) if bias else None
         self.watched = False
         """While qwix looks for products to adapt: it sees `jnp.einsum` only."""
-        self.adapter_scale: float | None = None
-        """Multiplies x A B, where there is an adapter."""
+        self.quantized = False
+        self.adapter: Adapter | None = None
+        self.settled = False
+        """Whether `w_lora_m` holds what `gain` returns, as for decoding."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y: jax.Array = (jnp.einsum if self.watched else project)(self.spec, x, self.w[...])
-        if self.adapter_scale is not None:
-            y = y + self.adapter_scale * self._adapter(x)
+    def __call__(self, x: jax.Array, drawn: TokenKeys | None = None) -> jax.Array:
+        """Args:
+        drawn: a key for each token, where an adapter with dropout trains.
+        """
+        y: jax.Array = (jnp.einsum if self.watched else project)(self.spec, x, self.weight(x))
+        if self.adapter is not None:
+            y = y + self.adapter.scale * self._adapter(x, self.adapter, drawn)
+            if self.adapter.magnitude:
+                y = (self.gain(x) * y).astype(y.dtype)
         return y if self.b is None else y + self.b[...]
 
-    def _adapter(self, x: jax.Array) -> jax.Array:
+    def quantize(self, how: Quantization) -> None:
+        """From now on the matrix is held as rounded values and their scales."""
+        axes = self.w.get_metadata("axes")
+        values, scales = quantize(self.w[...], how, self.contracted)
+        self.w = nnx.Param(values, axes=axes)
+        self.w_scale = nnx.Param(scales, axes=scale_axes(axes, self.contracted))
+        self.quantized = True
+
+    def weight(self, x: jax.Array) -> jax.Array:
+        """The matrix that multiplies `x`."""
+        if not self.quantized:
+            return self.w[...]
+        # Tied to x: a loop that draws tokens would otherwise dequantize all layers before it starts, and hold them.
+        values, _ = jax.lax.optimization_barrier((self.w[...], jax.lax.stop_gradient(x)))
+        return dequantize(values, self.w_scale[...]).astype(x.dtype)
+
+    def gain(self, x: jax.Array) -> jax.Array:
+        """DoRA's `m / |W + s A B|` of each output, in float32; the length is that of the weights that multiply `x`, and
+        has no gradient (section 4.3 of https://arxiv.org/abs/2402.09353)."""
+        assert self.adapter is not None
+        if self.settled:
+            return self.w_lora_m[...]
+        a, b = self._pair(self.adapter)
+        moved = jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1)
+        whole = self.weight(x).astype(jnp.float32) + self.adapter.scale * moved
+        length = jnp.sqrt(jnp.sum(whole**2, axis=range(self.contracted)))
+        return self.w_lora_m[...] / jax.lax.stop_gradient(length)
+
+    def _adapter(self, x: jax.Array, adapter: Adapter, drawn: TokenKeys | None) -> jax.Array:
         """`x A B`, through the r channels between."""
         of_x, of_w, of_y = axes_of(self.spec)
         summed = "".join(axis for axis in of_w if axis in of_x)
         kept = "".join(axis for axis in of_w if axis not in of_x)
-        narrow = project(f"{of_x},{summed}r->BTr", x, self.w_lora_a[...])
-        return project(f"BTr,r{kept}->{of_y}", narrow, self.w_lora_b[...])
+        a, b = self._pair(adapter)
+        if adapter.dropout and drawn is not None:
+            x = dropped(x, drawn, adapter)
+        narrow = project(f"{of_x},{summed}r->BTr", x, a)
+        return project(f"BTr,r{kept}->{of_y}", narrow, b)
+
+    def _pair(self, adapter: Adapter) -> tuple[jax.Array, jax.Array]:
+        """A and B, beside what they began as where that is taken off."""
+        a, b = self.w_lora_a[...], self.w_lora_b[...]
+        if adapter.anchored:
+            a0, b0 = jax.lax.stop_gradient((self.w_lora_a0[...], self.w_lora_b0[...]))
+            a, b = jnp.concatenate([a, a0], -1), jnp.concatenate([b, b0], 0)
+        return a, b
+
+
+def dropped(x: Float[Array, "B T *inputs"], drawn: TokenKeys, adapter: Adapter) -> jax.Array:
+    """Inputs with a share of them zeroed and the others larger, so that their mean stays.
+
+    What is zeroed follows from the token's key and the projection alone: packing, passes and devices cannot change it.
+    """
+
+    share = 1 - adapter.dropout
+    draw = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, share, x.shape[2:])))
+    return jnp.where(draw(fold_tokens(drawn, adapter.number)), x / share, 0).astype(x.dtype)
+
+
+def fold_tokens(keys: TokenKeys, number: Int[Array, ""] | int) -> TokenKeys:
+    """Each token's key with a number folded in."""
+    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, number)))(keys)
 
 
 def axes_of(spec: str) -> list[str]:

@@ -1,7 +1,8 @@
 """A decoder as pure functions over a flat dict of arrays: the only way the rest of the house meets a model.
 
 `Model` splits the NNX module once. Its parameters are `{"layers/q/w": array, ...}`: one flat dict that jits, shards,
-checkpoints and filters by name. Adapters of `lora/` appear in it as `layers/q/w_lora_a` and `..._lora_b`.
+checkpoints and filters by name. Adapters of `lora/` appear in it as `layers/q/w_lora_a` and `..._lora_b`; a variant
+adds `_lora_a0` and `_lora_b0` (PiSSA) or `_lora_m` (DoRA).
 
 Axes: B rows, T time, D model.
 """
@@ -21,14 +22,15 @@ from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
 from tunix.models.head import token_logprobs
-from tunix.models.layers import Segments
+from tunix.models.layers import Segments, TokenKeys
+from tunix.models.quantized import SCALE, Quantization, is_scale, quantize
 
 Params = dict[str, jax.Array]
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
-    return name.endswith(("_lora_a", "_lora_b"))
+    return "_lora_" in name
 
 
 def is_own(name: str) -> bool:
@@ -47,6 +49,8 @@ class Model:
     """Recompute each layer in the backward pass."""
     adapt: Adapt | None = None
     """How blocks are adapted (`lora.adapt`), if they are."""
+    quantization: Quantization | None = None
+    """How the layers' matrices are rounded, if they are."""
     critic: bool = False
     """Has a value head."""
     speaks: bool = True
@@ -64,6 +68,17 @@ class Model:
         return {name: variable.shape for name, variable in self._split[1].items()}
 
     @cached_property
+    def quantized(self) -> tuple[str, ...]:
+        """The parameters that are held as rounded values; `is_scale` tells those that hold their scales."""
+        return tuple(name for name in self.shapes if name + SCALE in self.shapes)
+
+    @cached_property
+    def kinds(self) -> dict[str, jnp.dtype]:
+        """The dtype of each parameter that has one of its own: of rounded values, and of their scales."""
+        fixed = {*self.quantized, *filter(is_scale, self.shapes)}
+        return {name: variable.dtype for name, variable in self._split[1].items() if name in fixed}
+
+    @cached_property
     def axes(self) -> dict[str, Axes]:
         """Logical axes of each parameter; an adapter's follow its base's."""
         return {name: _axes(name, variable) for name, variable in self._split[1].items()}
@@ -73,14 +88,24 @@ class Model:
         return {name: sharding(self.axes[name], shape, mesh) for name, shape in self.shapes.items()}
 
     def init(self, key: PRNGKeyArray, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
-        """Random values for the parameters named in `dtypes`, made where they live; the others are never computed."""
+        """Random values for the parameters named in `dtypes`, made where they live; the others are never computed.
 
-        def make(key: PRNGKeyArray) -> Params:
-            flat = _flatten(nnx.to_pure_dict(nnx.split(self._build(nnx.Rngs(key)))[1]))
-            return {name: flat[name].astype(dtype) for name, dtype in dtypes.items()}
-
+        Those that are quantized, and their scales, keep the dtype that they have.
+        """
         places = self.shardings(mesh)
-        return jax.jit(make, out_shardings={name: places[name] for name in dtypes})(key)
+
+        def made(names: list[str]) -> Params:
+            def make(key: PRNGKeyArray) -> Params:
+                flat = _flatten(nnx.to_pure_dict(nnx.split(self._build(nnx.Rngs(key)))[1]))
+                return {name: flat[name].astype(self.kinds.get(name, dtypes[name])) for name in names}
+
+            return jax.jit(make, out_shardings={name: places[name] for name in names})(key)
+
+        params = made([name for name in dtypes if name not in self.kinds])
+        # One after the other, so that one matrix at a time is there as it was.
+        for name in (name for name in self.quantized if name in dtypes):
+            params |= jax.block_until_ready(made([name, name + SCALE]))
+        return {name: params[name] for name in dtypes}
 
     def hidden(
         self,
@@ -91,10 +116,11 @@ class Model:
         *,
         parents: Int[Array, "B T"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
+        drawn: TokenKeys | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm; `parents` as in `types.Batch`."""
+        """Hidden states after the final norm; `parents` as in `types.Batch`, `noise` and `drawn` as in `Decoder`."""
         decoder = nnx.merge(self._split[0], _nest(params))
-        return decoder(tokens, Segments(segment_ids, positions, parents), dtype=self.dtype, noise=noise)
+        return decoder(tokens, Segments(segment_ids, positions, parents), dtype=self.dtype, noise=noise, drawn=drawn)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""
@@ -156,24 +182,45 @@ class Model:
         values = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         return jnp.where(positions > 0, values, 0.0)
 
+    def rounded(self, name: str, w: Float[Array, "..."]) -> tuple[jax.Array, jax.Array]:
+        """The values and the scales of one layer's matrix, by its stacked name."""
+        assert self.quantization is not None
+        contracted = len(self.shapes[name]) - len(self.shapes[name + SCALE]) + 1
+        return quantize(w, self.quantization, contracted)
+
     @cached_property
     def _layer_graph(self) -> nnx.GraphDef:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0)).layers))[0]
 
-    def layer(self, weights: Params) -> Block:
-        """One block from its own weights, named as in `layers/` but without the axis L."""
-        return nnx.merge(self._layer_graph, _nest(weights))
+    def layer(self, weights: Params, settled: bool = True) -> Block:
+        """One block from its own weights, named as in `layers/` but without the axis L.
+
+        Args:
+            settled: the weights hold DoRA's gains in the place of its magnitudes, as those for decoding do.
+        """
+        block: Block = nnx.merge(self._layer_graph, _nest(weights))
+        for projection in block.projections().values():
+            projection.settled = settled
+        return block
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, rngs, adapt=self.adapt, remat=self.remat, critic=self.critic, speaks=self.speaks)
+        return Decoder(
+            self.config,
+            rngs,
+            adapt=self.adapt,
+            quantization=self.quantization,
+            remat=self.remat,
+            critic=self.critic,
+            speaks=self.speaks,
+        )
 
 
 def _axes(name: str, variable: nnx.Variable) -> Axes:
     axes: Axes = variable.get_metadata("axes")
     rank = len(variable.shape) - name.startswith("layers/")
-    if name.endswith("_lora_a"):
+    if name.endswith(("_lora_a", "_lora_a0")):
         axes = (*axes[: rank - 1], "rank")
-    elif name.endswith("_lora_b"):
+    elif name.endswith(("_lora_b", "_lora_b0")):
         axes = ("rank", *axes[len(axes) - rank + 1 :])
     return ("layers", *axes) if name.startswith("layers/") else axes
 
