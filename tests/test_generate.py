@@ -174,6 +174,33 @@ def test_an_adapter_is_merged(base: Path, tmp_path: Path):
     assert [row["tokens"] for row in found] == [greedy_of_transformers(reference, ids)[0] for ids in IDS]
 
 
+def test_adapters_are_compared_on_one_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Each answers as it does alone, also where their ranks, and so their programs, differ."""
+    for seed, (name, rank) in enumerate({"one": 4, "two": 4, "three": 2}.items()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        laid = get_peft_model(
+            model, LoraConfig(r=rank, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+        )
+        laid.save_pretrained(tmp_path / name)
+    rows = [{"input_ids": ids} for ids in IDS]
+    alone = {name: generated(base, rows, *GREEDY, "--adapter", name) for name in ("one", "two", "three")}
+    words = [word for name in alone for word in ("--adapter", name)]
+    found = generated(base, rows, *GREEDY, *words)
+    assert [(line["row"], line["adapter"]) for line in found] == [(i, name) for i in range(len(IDS)) for name in alone]
+    for line in found:
+        own = alone[line["adapter"]][line["row"]]
+        assert line["tokens"] == own["tokens"]
+        np.testing.assert_allclose(line["logprobs"], own["logprobs"], atol=1e-4)
+    assert alone["one"][0]["tokens"] != alone["two"][0]["tokens"]
+    capsys.readouterr()
+    assert main(["generate", str(base), "hi", *GREEDY, *words]) == 0
+    shown = capsys.readouterr().out
+    assert [part.split(" ")[0] for part in shown.split("--- ")[1:]] == ["one", "two", "three"]
+    assert main(["generate", str(base), "hi", *words, "--adapter", "one"]) == 2
+    assert "--adapter one is given twice" in capsys.readouterr().err
+
+
 def test_a_folder_without_tokenizer_serves_ids_alone(base: Path, bare: Path):
     rows = [{"input_ids": ids} for ids in IDS]
     found = generated(bare, rows, *GREEDY)

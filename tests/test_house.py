@@ -46,6 +46,7 @@ FLOORS = (
         "measures",
         "evals",
         "generate",
+        "compare",
         "chat",
         "show",
         "arguments",

@@ -13,32 +13,41 @@ from tiny_models import CASES, load, one_device, quick_jit, reference_folder, re
 from transformers import AutoModelForCausalLM
 
 from tunix.errors import UserError
-from tunix.lora.adapt import adapt, merge, scale
+from tunix.lora.adapt import adapt, merge, started
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import load_adapter, save_adapter
 from tunix.models.families import read_config
 from tunix.models.model import Model, is_adapter
+from tunix.source import foreign_base
 
-FAMILIES = ("llama-multiquery-linear-wide-heads", "gemma3-dual-rope", "qwen2-biases-grouped")
 ADAPTERS = {
-    "all": AdapterConfig(rank=4, alpha=10.0),
-    "attention-rslora": AdapterConfig(rank=3, alpha=5.0, rslora=True, targets=("q_proj", "v_proj", "o_proj")),
+    "llama-multiquery-linear-wide-heads": AdapterConfig(
+        rank=4, alpha=10.0, ranks={"q_proj": 2, r"mlp\..*": 3}, alphas={"down_proj": 7.0}
+    ),
+    "gemma-multiquery": AdapterConfig(rank=3, alpha=5.0, rslora=True, targets=("q_proj", "v_proj", "o_proj")),
+    "gemma2-windows-caps": AdapterConfig(rank=3, alpha=6.0, dora=True),
+    "gemma3-dual-rope": AdapterConfig(rank=4, alpha=10.0, targets=(r"self_attn\..*",), also=("lm_head",)),
+    "qwen2-biases-grouped": AdapterConfig(
+        rank=3, alpha=5.0, rslora=True, ranks={"o_proj": 5}, alphas={"k_proj": 2.0}, also=("embed_tokens", "lm_head")
+    ),
+    "qwen3-wide-heads-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, rslora=True, ranks={"v_proj": 4}),
 }
-parity = pytest.mark.parametrize(
-    ("name", "adapter"), [(FAMILIES[0], "all"), (FAMILIES[1], "all"), (FAMILIES[2], "attention-rslora")]
-)
+"""One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
+parity = pytest.mark.parametrize("name", ADAPTERS)
 
 
 def adapted(folder, adapter, *, random=True):
-    """Our model of the folder with adapters, as (model, base params, adapter params)."""
+    """Our model of the folder with adapters, as (model, base params, what trains)."""
     config = read_config(folder)
     model = Model(config, adapt=adapt(adapter, config))
     _, base = load(folder)
     ours = {name: "float32" for name in model.shapes if is_adapter(name)}
     fresh = model.init(jax.random.key(0), ours, one_device())
+    fresh = started(adapter, model, fresh, base, "float32", one_device())
     if random:
         generator = np.random.default_rng(1)
-        fresh = {n: jnp.asarray(0.3 * generator.standard_normal(v.shape, np.float32)) for n, v in fresh.items()}
+        moved = {name: x for name, x in fresh.items() if not name.endswith("0")}
+        fresh |= {n: x + 0.2 * generator.standard_normal(x.shape, np.float32) for n, x in moved.items()}
     return model, base, fresh
 
 
@@ -54,66 +63,121 @@ def their_logits(model):
 
 
 @parity
-def test_our_adapter_loads_in_peft(name, adapter, tmp_path):
+def test_our_adapter_loads_in_peft(name, tmp_path):
     base = reference_folder(CASES[name], tmp_path / "base")
-    model, params, fresh = adapted(tmp_path / "base", ADAPTERS[adapter])
-    save_adapter(tmp_path / "adapter", fresh, ADAPTERS[adapter], model.config, str(tmp_path / "base"))
+    settings = ADAPTERS[name]
+    model, params, fresh = adapted(tmp_path / "base", settings)
+    save_adapter(tmp_path / "adapter", fresh, settings, model.config, str(tmp_path / "base"))
 
-    theirs = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager"), tmp_path / "adapter"
-    ).eval()
+    theirs = in_peft(tmp_path)
     ours = our_logits(model, {**params, **fresh})
     assert np.abs(ours - their_logits(theirs)).max() < 1e-4
     assert np.abs(ours - their_logits(base)).max() > 0.1  # the adapter does something
     again, arrays = load_adapter(tmp_path / "adapter", model.config)
-    assert (again.rank, again.alpha, again.rslora) == (
-        ADAPTERS[adapter].rank,
-        ADAPTERS[adapter].alpha,
-        ADAPTERS[adapter].rslora,
-    )
+    assert again.modules == settings.modules
+    assert (again.rslora, again.dora) == (settings.rslora, settings.dora)
     assert set(arrays) == set(fresh)
     for key, array in arrays.items():
         np.testing.assert_array_equal(array, fresh[key])
 
 
 @parity
-def test_an_adapter_of_peft_loads_here_and_merges(name, adapter, tmp_path):
+def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
     reference_folder(CASES[name], tmp_path / "base")
-    settings = ADAPTERS[adapter]
-    modules = "all-linear" if settings.targets == "all-linear" else list(settings.targets)
+    settings = ADAPTERS[name]
+    tied = read_config(tmp_path / "base").tied
     theirs = get_peft_model(
         reference_model(CASES[name]),
         LoraConfig(
             r=settings.rank,
-            lora_alpha=int(settings.alpha),
+            lora_alpha=settings.alpha,
+            rank_pattern=settings.ranks,
+            alpha_pattern=settings.alphas,
             use_rslora=settings.rslora,
-            target_modules=modules,
+            use_dora=settings.dora,
+            target_modules=list(settings.targeted),
+            modules_to_save=["embed_tokens", "lm_head"] if settings.also else None,
+            ensure_weight_tying=tied and bool(settings.also),
             task_type="CAUSAL_LM",
         ),
     ).eval()
     torch.manual_seed(1)
-    for key, weight in theirs.named_parameters():
-        if "lora_" in key:
-            torch.nn.init.normal_(weight, std=0.3)
+    with torch.no_grad():
+        for weight in (weight for weight in theirs.parameters() if weight.requires_grad):
+            weight.add_(0.15 * torch.randn(weight.shape))
     theirs.save_pretrained(tmp_path / "adapter")
 
-    model, params, _ = adapted(tmp_path / "base", settings)
-    found, arrays = load_adapter(tmp_path / "adapter", model.config)
+    _, params = load(tmp_path / "base")
+    config = read_config(tmp_path / "base")
+    found, arrays = load_adapter(tmp_path / "adapter", config)
     whole = {**params, **{key: jnp.asarray(array) for key, array in arrays.items()}}
-    ours = our_logits(Model(model.config, adapt=adapt(found, model.config)), whole)
+    ours = our_logits(Model(config, adapt=adapt(found, config)), whole)
     assert np.abs(ours - their_logits(theirs)).max() < 1e-4
-    merged = our_logits(Model(model.config), merge(whole, found))
+    merged = our_logits(Model(config), merge(whole, found))
     assert np.abs(merged - ours).max() < 1e-4
 
 
-def test_scale_by_hand():
-    assert scale(AdapterConfig(rank=16, alpha=32)) == 2.0  # 32 / 16
-    assert scale(AdapterConfig(rank=16, alpha=32, rslora=True)) == 8.0  # 32 / sqrt(16)
+def in_peft(folder):
+    """transformers' model of `folder / "base"` under PEFT's reading of `folder / "adapter"`."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+    return PeftModel.from_pretrained(base, folder / "adapter").eval()
+
+
+def test_ranks_and_scales_by_hand():
+    plain = AdapterConfig(rank=16, alpha=32, ranks={r".*\.(q|k)_proj": 4, "k_proj": 1}, alphas={"mlp.up_proj": 8})
+    stable = AdapterConfig(rank=16, alpha=32, rslora=True, targets=("v_proj",))
+    assert plain.modules["q"] == (4, 8.0)  # 32 / 4
+    assert plain.modules["k"] == (4, 8.0)  # the first pattern counts
+    assert plain.modules["v"] == (16, 2.0)  # 32 / 16
+    assert plain.modules["up"] == (16, 0.5)  # 8 / 16
+    assert stable.modules == {"v": (16, 8.0)}  # 32 / sqrt(16)
+
+
+@pytest.mark.parametrize(
+    ("targets", "means"),
+    [
+        ("all-linear", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        (["v_proj", "q_proj"], ("q_proj", "v_proj")),
+        (r"self_attn\.(q|k)_proj", ("q_proj", "k_proj")),
+        (r"model\.layers\.\d+\.mlp\..*", ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_targets_by_name_and_pattern(targets, means):
+    assert AdapterConfig(targets=targets).targeted == means
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"targets": ["qproj"]}, r"'qproj' matches no module.*q_proj, k_proj.*Did you mean 'q_proj'\?"),
+        ({"targets": ["lm_head"]}, r"`also: \[lm_head\]` trains it whole"),
+        ({"targets": r"layers\.0\..*"}, "some layers only"),
+        ({"targets": "(q"}, "nor a regular expression"),
+        ({"targets": []}, "targets is empty"),
+        ({"targets": ["q_proj"], "ranks": {"up_proj": 4}}, "ranks has 'up_proj', but targets adapts only q_proj"),
+        ({"ranks": {"up": 4}}, "'up' matches no module"),
+        ({"rank": 0}, "greater than 0"),
+        ({"dropout": 1.0}, "less than 1"),
+        ({"also": ["score"]}, "embed_tokens"),
+    ],
+)
+def test_sections_that_mean_nothing_are_refused(section, told):
+    with pytest.raises(ValueError, match=told):
+        AdapterConfig.model_validate(section)
+
+
+def test_a_rank_above_the_matrix_is_refused(tmp_path):
+    reference_folder(CASES["qwen2-biases-grouped"], tmp_path)
+    config = read_config(tmp_path)
+    # k has 2 heads of 8, so 16 columns.
+    model = Model(config, adapt=adapt(AdapterConfig(rank=17), config))
+    with pytest.raises(UserError, match=r"adapter\.rank: 17 is above 16, the most that k's matrix can have"):
+        _ = model.shapes
 
 
 def test_a_fresh_adapter_is_the_base_exactly(tmp_path):
     reference_folder(CASES["gemma3-dual-rope"], tmp_path / "base")
-    model, params, fresh = adapted(tmp_path / "base", ADAPTERS["all"], random=False)
+    model, params, fresh = adapted(tmp_path / "base", AdapterConfig(rank=4), random=False)
     plain = our_logits(Model(model.config), params)
     np.testing.assert_array_equal(our_logits(model, {**params, **fresh}), plain)
     assert all(np.any(value) for name, value in fresh.items() if name.endswith("_a"))
@@ -135,8 +199,9 @@ def test_gradients_flow_only_where_targeted(tmp_path):
 def saved(tmp_path):
     """(base's config, adapter folder) of a small adapter."""
     reference_folder(CASES["qwen2-biases-grouped"], tmp_path / "base")
-    model, _, fresh = adapted(tmp_path / "base", ADAPTERS["attention-rslora"])
-    save_adapter(tmp_path / "adapter", fresh, ADAPTERS["attention-rslora"], model.config, "base")
+    settings = AdapterConfig(rank=3, alpha=5.0, rslora=True, targets=("q_proj", "v_proj", "o_proj"))
+    model, _, fresh = adapted(tmp_path / "base", settings)
+    save_adapter(tmp_path / "adapter", fresh, settings, model.config, "base")
     return model.config, tmp_path / "adapter"
 
 
@@ -144,16 +209,18 @@ def saved(tmp_path):
     ("field", "value"),
     [
         ("peft_type", "IA3"),
-        ("task_type", "SEQ_CLS"),
+        ("peft_type", "LOHA"),
+        ("peft_type", "PROMPT_TUNING"),
+        ("task_type", "TOKEN_CLS"),
         ("bias", "all"),
-        ("use_dora", True),
-        ("modules_to_save", ["lm_head"]),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
+        ("modules_to_save", ["norm"]),
+        ("rank_pattern", {r"layers\.0\..*": 8}),
+        ("rank_pattern", {"q_proj": 0}),
+        ("alpha_pattern", {"q_proj": "8"}),
         ("layers_to_transform", [0]),
         ("init_lora_weights", "pissa"),
         ("target_modules", ["q_proj", "lm_head"]),
-        ("target_modules", ".*_proj"),
+        ("target_modules", r".*\.0\..*_proj"),
         ("r", 0),
         ("fan_in_fan_out", True),
         ("tomorrows_idea", {"on": True}),
@@ -188,3 +255,23 @@ def test_tensors_that_do_not_fit_are_named(saved):
     file.rename(folder / "adapter_model.bin")
     with pytest.raises(UserError, match="no pickles"):
         load_adapter(folder, config)
+
+
+def test_pissa_leaves_as_a_plain_adapter_of_twice_the_rank(tmp_path):
+    """On the base as it is: `A B - A0 B0` is `[A A0] [B; -B0]`, and the scale stays."""
+    reference_folder(CASES["qwen2-biases-grouped"], tmp_path / "base")
+    settings = AdapterConfig(rank=3, alpha=6.0, rslora=True, start="pissa", ranks={"v_proj": 2}, dora=True)
+    model, params, fresh = adapted(tmp_path / "base", settings)
+    save_adapter(tmp_path / "adapter", fresh, settings, model.config, str(tmp_path / "base"))
+    ours = our_logits(model, {**params, **fresh})
+    assert np.abs(ours - their_logits(in_peft(tmp_path))).max() < 1e-4
+    again, _ = load_adapter(tmp_path / "adapter", model.config)
+    assert again.modules["q"] == (6, pytest.approx(6 / 3**0.5))
+    assert again.modules["v"] == (4, pytest.approx(6 / 2**0.5))
+
+
+def test_an_adapter_that_names_another_base_says_so(saved):
+    _, folder = saved
+    assert foreign_base(folder, "/elsewhere/base") == ""
+    told = foreign_base(folder, "org/other-model")
+    assert told.startswith(f"note: {folder} was trained on base and is put on org/other-model")

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from tunix.config import DType, MeshConfig, OptimizerConfig
-from tunix.lora.adapt import adapt
+from tunix.lora.adapt import adapt, quantization, started
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope
@@ -88,9 +88,13 @@ def trainer(
 ) -> Trainer:
     """A trainer with random weights on the first `devices` virtual devices."""
     placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
-    model = Model(config, dtype=dtype, remat=remat, adapt=adapt(adapter, config) if adapter else None, critic=critic)
+    switches = {"remat": remat, "critic": critic, "quantization": quantization(adapter)}
+    model = Model(config, dtype=dtype, adapt=adapt(adapter, config) if adapter else None, **switches)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
     trained = {name: x for name, x in params.items() if adapter is None or is_own(name)}
+    frozen = {name: x for name, x in params.items() if name not in trained}
+    if adapter is not None:
+        trained = started(adapter, model, trained, frozen, param_dtype, placed)
     optimizer = optimizer or OptimizerConfig(learning_rate=1e-2, schedule="constant")
     machinery = Machinery(
         model=model,
@@ -103,4 +107,4 @@ def trainer(
         adapter=adapter,
         reference=reference,
     )
-    return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})
+    return Trainer(machinery, trained, frozen)

@@ -68,6 +68,8 @@ def generate_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
     parser.add_argument("--n", type=_count, default=1, metavar="N", help="completions of each prompt (1)")
+    several = "PEFT adapter on top of the model; given several times, the answers of each are shown beside the others'"
+    parser.add_argument("--adapter", type=Path, action="append", default=[], metavar="DIR", help=several)
     slots = "completions drawn at a time: more memory, more speed, the same result"
     parser.add_argument("--slots", type=_count, metavar="N", help=slots)
     _reward_arguments(parser)
@@ -113,13 +115,19 @@ def eval_arguments(parser: Parser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (0; for pass 1, or the run's)")
     slots = "completions drawn at a time: more memory, more speed, the same result"
     parser.add_argument("--slots", type=_count, metavar="N", help=slots)
+    _adapter_argument(parser)
     _asking_arguments(parser)
 
 
 def chat_arguments(parser: Parser) -> None:
     """Of `tunix chat`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    _adapter_argument(parser)
     _sampling_arguments(parser, max_tokens=1024)
+
+
+def _adapter_argument(parser: Parser) -> None:
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
 
 
 def _sampling_arguments(parser: Parser, max_tokens: int) -> None:
@@ -143,7 +151,6 @@ def _asking_arguments(parser: Parser) -> None:
     stop = "ends an answer, and is left out of its text; may be given several times"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws: the same gives the same (0)")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
 
 

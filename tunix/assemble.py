@@ -17,8 +17,10 @@ from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.evaluation import Evaluation
 from tunix.loop import Job, Stream
+from tunix.lora.adapt import started
 from tunix.mesh import build_mesh
 from tunix.models.model import Params
+from tunix.models.quantized import bytes_per_weight, is_scale
 from tunix.recipe import Recipe, algorithm_class
 from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
@@ -175,6 +177,8 @@ def build_trainer(
     trained = recipe.model.param_dtype or "float32"
     frozen = recipe.model.param_dtype or recipe.model.dtype
     params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
+    if recipe.adapter is not None:
+        params = started(recipe.adapter, model, params, base, trained, mesh)
     packing = recipe.data.packing
     length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data.max_length)
     updates = total * recipe.algorithm.updates_per_step
@@ -298,11 +302,18 @@ def _samples(
 def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
     """What is about to run, in a line or two."""
     trained = sum(x.size for x in trainer.state.params.values())
-    frozen = sum(x.size for x in trainer.frozen.values())
+    frozen = sum(x.size for name, x in trainer.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
     if trainer.teacher is not None:
         size = readable(sum(x.size for x in trainer.teacher.params.values()))
         weights += f"; a teacher of {size} ({trainer.teacher.model.config.family})"
+    if (rounding := trainer.machinery.model.quantization) is not None:
+        dtype = trainer.machinery.model.dtype
+        # So everywhere: no product of 4 or 8 bits is used, whatever the device has.
+        weights += (
+            f"; the base's matrices in {rounding.base}, {bytes_per_weight(trainer.frozen):.3f} bytes a weight, each "
+            f"dequantized to {dtype} before its product"
+        )
     devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (

@@ -165,18 +165,19 @@ def _score(parsed: Parsed) -> None:
 
 
 def _generate(parsed: Parsed) -> None:
+    from tunix.compare import compare
     from tunix.generate import generate
 
-    generate(
-        _asked(parsed, parsed.slots),
-        parsed.prompt,
-        rows=parsed.input,
-        out=parsed.out,
-        sampling=_sampling(parsed),
-        n=parsed.n,
-        seed=parsed.seed,
-        judging=_judged(parsed),
-    )
+    adapters, judging, how = parsed.adapter, _judged(parsed), _sampling(parsed)
+    to = {"rows": parsed.input, "out": parsed.out, "sampling": how, "n": parsed.n, "seed": parsed.seed}
+    if len(adapters) < 2:
+        parsed.adapter = adapters[0] if adapters else None
+        generate(_asked(parsed, parsed.slots), parsed.prompt, judging=judging, **to)
+        return
+    if judging is not None:
+        raise UserError("--reward scores the completions of one model: give one --adapter at a time")
+    parsed.adapter = None
+    compare(_asked(parsed, parsed.slots), adapters, parsed.prompt, **to)
 
 
 def _judged(parsed: Parsed) -> "Judged | None":

@@ -201,6 +201,9 @@ class OptimizerConfig(Config):
     """Null: none for sgd, 0.95 for muon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled; on matrices only, never on norms and biases."""
+    lora_plus: Annotated[float, Field(gt=0)] | None = None
+    """An adapter's B learns so many times faster than its A (LoRA+, Hayou et al. 2024,
+    https://arxiv.org/abs/2402.12354, who take 16); null for the same rate."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Global norm that gradients are clipped to; null for none."""
 

@@ -87,22 +87,33 @@ def generate(
         UserError: the model, the rows or the output are not to be had, or a setting means nothing.
         Interrupted: by Ctrl-C while a file was written; the same call goes on.
     """
+    if judging is not None and out is None:
+        raise UserError("--reward: say with --out FILE where the scores go")
+    speaker, sampling, questions = opened(asked, prompt, rows, out, sampling)
+    if out is None:
+        _show(speaker, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
+        return
+    _Writing(speaker, questions, sampling, n, seed, judging).write(out)
+
+
+def opened(
+    asked: Asked, prompt: str | None, rows: str | None, out: Path | None, sampling: Sampling
+) -> tuple[Speaker, Sampling, list[Question]]:
+    """Who answers, how, and what it is asked; arguments as in `generate`.
+
+    Raises:
+        UserError: the model, the rows or the output are not to be had, or a setting means nothing.
+    """
     if (prompt is None) == (rows is None):
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
     if rows is not None and out is None:
         raise UserError(f"--input {rows}: say with --out FILE where the completions go")
-    if judging is not None and out is None:
-        raise UserError("--reward: say with --out FILE where the scores go")
     if out is not None:
         refuse_out(out)
     table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
     speaker = Speaker(asked)
     sampling = speaker.stopping(sampling)
-    questions = [_question(speaker, table, i, rows is not None) for i in range(len(table))]
-    if out is None:
-        _show(speaker, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
-        return
-    _Writing(speaker, questions, sampling, n, seed, judging).write(out)
+    return speaker, sampling, [_question(speaker, table, i, rows is not None) for i in range(len(table))]
 
 
 def _question(speaker: Speaker, table: Rows, index: int, listed: bool) -> Question:
@@ -188,28 +199,17 @@ class _Writing:
         scored = collector.collect(drawing, prompts, self.n, self.seed)
         totals = weighted_sum(rewards_of(scored), collector.weights).tolist() if collector.weights else None
         return [
-            self._line(
-                first + i, j, questions[i].row, one.completion, {} if totals is None else _worth(one, totals[i][j])
+            line(
+                self.speaker,
+                first + i,
+                j,
+                questions[i].row,
+                one.completion,
+                {} if totals is None else _worth(one, totals[i][j]),
             )
             for i, group in enumerate(scored)
             for j, one in enumerate(group)
         ]
-
-    def _line(
-        self, row: int, sample: int, asked: Mapping[str, Any], completion: Completion, worth: Mapping[str, Any]
-    ) -> str:
-        name, text = asked_with(asked, "the row"), self.speaker.text(completion)
-        said = {
-            "row": row,
-            "sample": sample,
-            name: asked[name],
-            "tokens": completion.tokens.tolist(),
-            **({} if text is None else {"text": text}),
-            "logprobs": [round(float(x), 7) for x in completion.logprobs],
-            "finish": completion.finish,
-            **worth,
-        }
-        return json.dumps(said) + "\n"
 
     def _finish(self, kept: Partial) -> str:
         """Writes the file of all that was kept; what there is to say about it."""
@@ -234,6 +234,36 @@ class _Writing:
             )
         kept.finish(json.dumps(row) + "\n" for row in chosen.rows)
         return _summary(chosen, len(self.questions))
+
+
+def line(
+    speaker: Speaker,
+    row: int,
+    sample: int,
+    asked: Mapping[str, Any],
+    completion: Completion,
+    more: Mapping[str, Any],
+) -> str:
+    """A completion as a line of the file.
+
+    Args:
+        row: its number, from 0.
+        sample: from 0 to n - 1.
+        asked: the row.
+        more: what else there is to say, by name.
+    """
+    name, text = asked_with(asked, "the row"), speaker.text(completion)
+    said = {
+        "row": row,
+        "sample": sample,
+        name: asked[name],
+        "tokens": completion.tokens.tolist(),
+        **({} if text is None else {"text": text}),
+        "logprobs": [round(float(x), 7) for x in completion.logprobs],
+        "finish": completion.finish,
+        **more,
+    }
+    return json.dumps(said) + "\n"
 
 
 def _groups(lines: Iterator[dict[str, Any]], n: int) -> Iterator[list[dict[str, Any]]]:

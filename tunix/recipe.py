@@ -321,6 +321,13 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
             f"optimizer.warmup: {warmup:g} steps of warm-up do not end before the run's {recipe.steps}; "
             "below 1 it is a share of them"
         )
+    if recipe.optimizer.lora_plus and recipe.adapter is None:
+        yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
+    if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == "prompts":
+        yield (
+            f"adapter.dropout: {recipe.adapter.dropout:g} would have the trainer compute other log-probs than the "
+            f"sampler drew with, which {recipe.algorithm.name} learns from; set it to 0"
+        )
     if recipe.eval != EvalConfig() and not (recipe.data.eval or recipe.data.eval_split):
         usual = EvalConfig()
         changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(usual, key)]

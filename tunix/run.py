@@ -30,6 +30,7 @@ from tunix.recorder import Recorder
 from tunix.samples import unigram_entropy
 from tunix.source import TOKENIZER, of_recipe
 from tunix.trainer.checkpoint import Checkpoints
+from tunix.trainer.client import Trainer
 from tunix.trainer.metrics import forget_after, open_sinks, perplexity, read_rows
 from tunix.trainer.progress import Display, readable
 
@@ -106,6 +107,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
         trainer = build_trainer(recipe, source, build_mesh(MeshConfig()), wanted, algorithm)
         trainer.state, _ = checkpoints.restore(wanted, trainer.state)
         trainer.export(out, adapter=adapter)
+        _tell_merging(trainer, display)
         display.say(f"step {wanted} of {run} is in {out}")
 
 
@@ -247,6 +249,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not (folder / "export").exists():
             job.trainer.export(folder / "export", adapter=job.exports_adapter)
+            _tell_merging(job.trainer, display)
     algorithm = job.algorithm
     # Else the loss is no likelihood of what was said.
     speaks = algorithm.train_on in ("completion", "all") and algorithm.held_out_objective.divergence is None
@@ -255,6 +258,16 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
     picture = write_curves(folder, [(folder.name, result.metrics)])
     display.say(_summary(result, recipe, picture))
     return result
+
+
+def _tell_merging(trainer: Trainer, display: Display) -> None:
+    """Says what became of a quantized base that an adapter was merged into."""
+    model = trainer.machinery.model
+    if trainer.merging is not None and model.quantization is not None:
+        display.say(
+            f"the {model.quantization.base} base was dequantized, and the adapter added to it: writing that as "
+            f"{model.dtype} moves the matrices by {trainer.merging:.2%} (root mean square)"
+        )
 
 
 def _result(folder: Path, entropy: float | None) -> RunResult:

@@ -4,8 +4,10 @@ A run's folder stands for what it exported. An adapter on top of a base, of a ru
 the weights are loaded.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from tunix.data.templates import TemplateName
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.files import atomic_folder
-from tunix.lora.adapt import adapt, merge
+from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import HEAD, load_adapter
 from tunix.models.config import DecoderConfig
 from tunix.models.families import preset, read_config, read_json, small, with_sizes
 from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
+from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize
 from tunix.reading import read_mapping
 
 TEMPLATES: dict[Family, TemplateName] = {
@@ -54,6 +57,8 @@ class Source:
     """Hugging Face folder; None for random weights."""
     merged: Path | None = None
     """PEFT folder that is merged into the weights."""
+    rounding: Quantization | None = None
+    """How the weights were rounded when the adapter in `merged` was trained by a run (QLoRA): it belongs to these."""
     name: str = ""
     """What an adapter trained on these weights calls its base: a hub id or an absolute path; empty for random ones."""
     files: Path | None = None
@@ -82,17 +87,19 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
     Raises:
         UserError: there is no such folder, or the run has not exported yet.
     """
-    merged, local = adapter, Path(path).expanduser()
+    merged, rounding, local = adapter, None, Path(path).expanduser()
     if (local / "recipe.yaml").is_file():
         local = exported(local)
         path = str(local)
         if (local / "adapter_config.json").is_file():
             if merged is not None:
                 raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
-            path, merged = _base(local), local
+            path, merged, rounding = _base(local), local, _rounding(local)
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
-    return Source(read_config(folder), load_tokenizer(folder), folder, merged, name, folder)
+    if adapter is not None and (doubt := foreign_base(adapter, name)):
+        print(doubt, file=sys.stderr)
+    return Source(read_config(folder), load_tokenizer(folder), folder, merged, rounding, name, folder)
 
 
 def exported(run: Path) -> Path:
@@ -198,9 +205,7 @@ def weights(
     if source.folder is not None:
         held = {HEAD} if HEAD in dtypes and not model.speaks and has_score(source.folder) else set()
         base = {name: dtype for name, dtype in dtypes.items() if name in held or not is_own(name)}
-        params = load_params(model, source.folder, base, mesh)
-        if source.merged is not None:
-            params = _merged(params, model, source, mesh)
+        params = _loaded(source, model, base, mesh)
     if missing := {name: dtype for name, dtype in dtypes.items() if name not in params}:
         params |= model.init(jax.random.key(seed), missing, mesh)
     mine = {name for name in dtypes if full or is_own(name)}
@@ -243,9 +248,54 @@ def must_speak(source: Source, name: str) -> None:
 
 
 def adapted(decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None) -> Model:
-    """The model that a recipe trains."""
-    adaptation = adapt(adapter, decoder) if adapter else None
-    return Model(decoder, dtype=config.dtype, remat=config.remat == "block", adapt=adaptation)
+    """The model that a recipe trains.
+
+    Raises:
+        UserError: this device cannot compute with what the base is rounded to.
+    """
+    adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
+    if rounding is not None:
+        check_supported(rounding)
+    how = {"adapt": adaptation, "quantization": rounding}
+    return Model(decoder, dtype=config.dtype, remat=config.remat == "block", **how)
+
+
+def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
+    """The weights of a source's folder, its adapter merged into them; quantized ones are rounded afterwards."""
+    assert source.folder is not None
+    if source.merged is None:
+        return load_params(model, source.folder, dtypes, mesh)
+    whole, params = replace(model, quantization=None), Params()
+    rest = {name: dtype for name, dtype in dtypes.items() if name not in model.kinds}
+    places = model.shardings(mesh)
+    params |= _merged(load_params(whole, source.folder, rest, mesh), whole, source, mesh)
+    # One after the other, so that one matrix at a time is there as it was.
+    for name in (name for name in model.quantized if name in dtypes):
+        found = _merged(load_params(whole, source.folder, {name: dtypes[name]}, mesh), whole, source, mesh)
+        pair = (name, name + SCALE)
+        rounded = jax.jit(partial(_rounded, model, name), out_shardings=tuple(places[one] for one in pair))
+        params |= zip(pair, jax.block_until_ready(rounded(found[name])), strict=True)
+    return params
+
+
+def _rounding(export: Path) -> Quantization | None:
+    """How the run that exported an adapter had rounded the base."""
+    return quantization(AdapterConfig.model_validate(read_mapping(export.parent / "recipe.yaml")["adapter"]))
+
+
+def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
+    """The weights with the layers' matrices as they are after rounding, in the same dtype."""
+    model = Model(decoder, quantization=how)
+
+    def one(name: str, w: jax.Array) -> jax.Array:
+        return jax.vmap(dequantize)(*_rounded(model, name, w)).astype(w.dtype)
+
+    return {name: one(name, w) if name in model.quantized else w for name, w in params.items()}
+
+
+def _rounded(model: Model, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of a stacked matrix."""
+    return jax.lax.map(partial(model.rounded, name), w)
 
 
 def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
@@ -258,14 +308,52 @@ def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
     config, arrays = load_adapter(source.merged, source.decoder)
     if model.speaks and HEAD in arrays:
         raise reward_model(source.merged)
+    if source.rounding is not None:
+        how = {"decoder": source.decoder, "how": source.rounding}
+        params = jax.jit(partial(_as_rounded, **how), donate_argnums=0)(params)
     places = Model(source.decoder, adapt=adapt(config, source.decoder), critic=True).shardings(mesh)
+    arrays = {name: array.astype(params[name].dtype) if name in params else array for name, array in arrays.items()}
     placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
+    params = {name: x for name, x in params.items() if name not in placed}
     return jax.jit(lambda base, mine: merge({**base, **mine}, config), donate_argnums=0)(params, placed)
 
 
+def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Model, Params]:
+    """A PEFT folder's adapter beside weights that stay as they are: what it is, the model, and its own parameters.
+
+    Args:
+        model: of the base.
+        params: the base.
+
+    Raises:
+        UserError: the folder is not to be had, does not fit the base, or makes a reward model of it.
+    """
+    settings, arrays = load_adapter(adapter, model.config)
+    if HEAD in arrays:
+        raise reward_model(adapter)
+    laid = replace(model, adapt=adapt(settings, model.config))
+    places = laid.shardings(mesh)
+    own = {
+        name: jax.device_put(jnp.asarray(array, params[name].dtype if name in params else None), places[name])
+        for name, array in arrays.items()
+    }
+    return settings, laid, own
+
+
 def _base(adapter: Path) -> str:
-    """The base that a PEFT folder names."""
-    return str(read_json(adapter / "adapter_config.json")["base_model_name_or_path"])
+    """The base that a PEFT folder names; empty where it names none."""
+    return str(read_json(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
+
+
+def foreign_base(adapter: Path, name: str) -> str:
+    """What there is to say where an adapter names another base than the one that it is put on; else nothing.
+
+    Only the last part of a name is compared: a model's folder is often moved, and seldom called something else.
+    """
+    named = _base(adapter)
+    if not named or Path(named).name == Path(name).name:
+        return ""
+    return f"note: {adapter} was trained on {named} and is put on {name}: their shapes fit, their weights may not"
 
 
 def _family(config: ModelConfig) -> Family:

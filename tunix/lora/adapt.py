@@ -1,8 +1,9 @@
-"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) through qwix: `y = x W + (alpha / r) x A B`.
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) through qwix: `y = x W + s x A B`, and its variants.
 
 qwix's provider watches the einsums of a block once, before blocks are stacked, and gives each targeted projection an A
 (contracted axes x r, random) and a B (r x the rest, zeros), so that training starts at the base exactly. The products
 with A and B are the projection's own (`layers.project`): qwix's three-operand einsum took twice the step on a CPU.
+What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are there.
 """
 
 import math
@@ -12,42 +13,49 @@ import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
-from tunix.lora.config import AdapterConfig
+from tunix.config import DType
+from tunix.errors import UserError
+from tunix.lora.config import AdapterConfig, Low
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block
-from tunix.models.layers import Segments, rope_tables
-from tunix.models.model import Params, is_adapter
+from tunix.models.layers import Adapter, Projection, Segments, rope_tables
+from tunix.models.model import Model, Params, is_adapter
+from tunix.models.quantized import SCALE, Quantization, is_scale, plain
 
-PROJECTIONS = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
-"""Hugging Face's module names -> ours."""
+TABLES = {"embed_tokens": "embed/w", "lm_head": "head/w"}
+"""Hugging Face's names of the tables -> ours."""
 
 
-def targets(config: AdapterConfig) -> tuple[str, ...]:
-    """The adapted modules by their Hugging Face names."""
-    return tuple(PROJECTIONS) if config.targets == "all-linear" else config.targets
+def tables(adapter: AdapterConfig, decoder: DecoderConfig) -> tuple[str, ...]:
+    """The tables that train beside the adapter, by our names; a tied head is the embedding."""
+    asked = {"embed_tokens" if decoder.tied else name for name in adapter.also}
+    return tuple(ours for name, ours in TABLES.items() if name in asked)
 
 
-def scale(config: AdapterConfig) -> float:
-    """What the product A B is multiplied by: alpha / r, or alpha / sqrt(r) (rsLoRA, https://arxiv.org/abs/2312.03732)."""
-    return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
+def quantization(adapter: AdapterConfig | None) -> Quantization | None:
+    """How the base below an adapter is rounded; None where it is not (LoRA), or nothing is adapted."""
+    if adapter is None or adapter.base is None or adapter.tile is None:
+        return None
+    return Quantization(adapter.base, adapter.tile)
 
 
 def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
-    """A function that adapts one block before blocks are stacked."""
-    mine = [PROJECTIONS[name] for name in targets(adapter)]
-    provider = qwix.LoraProvider(module_path="|".join(mine), rank=adapter.rank, alpha=adapter.alpha)
+    """A function that adapts one block before blocks are stacked.
+
+    Raises:
+        UserError: at its first call, that a rank is above what the matrix can have.
+    """
+    mine = adapter.modules
+    rules = [qwix.LoraRule(module_path=name, rank=low.rank, alpha=adapter.alpha) for name, low in mine.items()]
+    provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         projections = block.projections()
+        for name, low in mine.items():
+            _check_rank(name, low, projections[name])
         for projection in projections.values():
             projection.watched = True
         x = jnp.zeros((1, 1, decoder.d_model))
@@ -56,28 +64,145 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         segments = Segments(here, here)
         adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, segments, rope, None, rngs=rngs))
         made = adapted.projections()
-        for name, projection in projections.items():
+        for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
             if name in mine:
                 projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
-                projection.adapter_scale = scale(adapter)
+                _vary(projection, adapter, mine[name], number)
         return block
 
     return apply
 
 
-def merge(params: Params, adapter: AdapterConfig) -> Params:
-    """The base with `scale * A B` added to each adapted weight, in the base's dtype; adapters are gone.
+def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int) -> None:
+    """What a variant adds to A and B; `started` fills it in."""
+    axes, kept = projection.w.get_metadata("axes"), projection.w.shape[projection.contracted :]
+    anchored = adapter.start == "pissa"
+    projection.adapter = Adapter(low.scale, number, adapter.dropout, adapter.dora, anchored)
+    if anchored:
+        a, b = projection.w_lora_a, projection.w_lora_b
+        projection.w_lora_a0 = nnx.Param(jnp.zeros(a.shape, jnp.float32), axes=axes)
+        projection.w_lora_b0 = nnx.Param(jnp.zeros(b.shape, jnp.float32), axes=axes)
+    if adapter.dora:
+        projection.w_lora_m = nnx.Param(jnp.ones(kept, jnp.float32), axes=axes[projection.contracted :])
 
-    A and B are contracted in float32: `[L ... r] x [L r ...]`.
+
+def _check_rank(name: str, low: Low, projection: Projection) -> None:
+    shape, contracted = projection.w.shape, projection.contracted
+    most = min(math.prod(shape[:contracted]), math.prod(shape[contracted:]))
+    if low.rank > most:
+        raise UserError(f"adapter.rank: {low.rank} is above {most}, the most that {name}'s matrix can have: lower it")
+
+
+def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params, dtype: DType, mesh: Mesh) -> Params:
+    """The weights that train, with what follows from the base: a variant's start, and copies of the tables.
+
+    DoRA's magnitudes are the lengths of the base's columns, as they multiply. PiSSA's A and B are the r largest
+    singular vectors, `A = U sqrt(S / s)` and `B = sqrt(S / s) V`. The paper takes their product off the base; here the
+    base stays as it is, for all that share it, and the adapter takes it off: `y = x W + s (x A B - x A0 B0)`.
+
+    Args:
+        params: fresh weights of the adapter, and of a value head.
+        frozen: the base.
+        dtype: of the tables that train.
     """
+    names = [f"layers/{name}/w" for name in adapter.modules]
 
-    def merged(name: str, w: jax.Array) -> jax.Array:
-        a, b = params.get(f"{name}_lora_a"), params.get(f"{name}_lora_b")
+    def start(params: Params, base: Params) -> Params:
+        new = dict(params)
+        for name in names:
+            low = adapter.modules[name.split("/")[1]]
+            w = plain(base, name).astype(model.dtype).astype(jnp.float32)
+            if adapter.start == "pissa":
+                new |= _principal(name, w, low, contracted_axes(params, name))
+            if adapter.dora:
+                new[f"{name}_lora_m"] = jnp.sqrt(jnp.sum(w**2, axis=tuple(range(1, 1 + contracted_axes(params, name)))))
+        tabled = {name: base[name].astype(dtype) for name in tables(adapter, model.config)}
+        return {name: x.astype(params.get(name, x).dtype) for name, x in new.items()} | tabled
+
+    if adapter.start == "zero" and not adapter.dora and not adapter.also:
+        return params
+    places = model.shardings(mesh)
+    return jax.jit(start, out_shardings={name: places[name] for name in [*params, *tables(adapter, model.config)]})(
+        params, frozen
+    )
+
+
+def contracted_axes(params: Params, name: str) -> int:
+    """How many axes of a stacked weight, after L, its adapter sums over: A has them between L and r."""
+    return params[f"{name}_lora_a"].ndim - 2
+
+
+def _principal(name: str, w: Float[Array, "L ..."], low: Low, contracted: int) -> Params:
+    """PiSSA's A and B of a stacked weight, and what takes their product off."""
+    inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
+
+    def one(w: Float[Array, "C K"]) -> tuple[jax.Array, jax.Array]:
+        u, s, v = jnp.linalg.svd(w, full_matrices=False)
+        root = jnp.sqrt(s[: low.rank] / low.scale)
+        return u[:, : low.rank] * root, root[:, None] * v[: low.rank]
+
+    # Layer by layer: a decomposition wants several times its matrix.
+    a, b = jax.lax.map(one, w.reshape(len(w), math.prod(inputs), -1))
+    a, b = a.reshape(len(w), *inputs, -1), b.reshape(len(w), -1, *outputs)
+    return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
+
+
+def plain_pairs(params: Params, adapter: AdapterConfig) -> Params:
+    """The adapter without anchors: PiSSA's as the plain one of twice the rank that it is, `[A A0] [B; B0]`."""
+
+    def joined(name: str, x: jax.Array) -> jax.Array:
+        if not name.endswith(("_lora_a", "_lora_b")) or adapter.start != "pissa":
+            return x
+        return jnp.concatenate([x, params[f"{name}0"]], -1 if name.endswith("a") else 1)
+
+    mine = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
+    return {name: joined(name, x) for name, x in mine.items()}
+
+
+def merge(params: Params, adapter: AdapterConfig) -> Params:
+    """The base with `s A B` added to each adapted weight, in the base's dtype; adapters are gone. A quantized base is
+    dequantized first, to float32: what the adapter was trained on, exactly.
+
+    A and B are contracted in float32: `[L ... r] x [L r ...]`. With DoRA each output's weights then get their length.
+    """
+    params = plain_pairs(params, adapter)
+    lows = adapter.modules
+
+    def merged(name: str) -> jax.Array:
+        w = plain(params, name)
+        a, b, m = (params.get(f"{name}_lora_{letter}") for letter in "abm")
         if a is None or b is None:
             return w
         flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
         delta = jnp.einsum("LDr,LrF->LDF", flat_a.astype(jnp.float32), flat_b.astype(jnp.float32))
-        return (w.astype(jnp.float32) + scale(adapter) * delta.reshape(w.shape)).astype(w.dtype)
+        whole = w.astype(jnp.float32) + lows[name.split("/")[1]].scale * delta.reshape(w.shape)
+        if m is not None:
+            length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(1, a.ndim - 1)), keepdims=True))
+            whole = whole / length * m.reshape(length.shape)
+        return whole.astype(w.dtype)
 
-    return {name: merged(name, w) for name, w in params.items() if not is_adapter(name)}
+    return {name: merged(name) for name in params if not is_adapter(name) and not is_scale(name)}
+
+
+def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:
+    """`merge` for a quantized base, one matrix after the other, into `dtype`: the model that was trained, written out.
+
+    Returns:
+        The weights, and what writing costs: the root mean square of what the cast moves, by that of the matrices.
+    """
+
+    def one(own: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (whole,) = merge(own, adapter).values()
+        cast = whole.astype(dtype)
+        return cast, jnp.sum((cast.astype(jnp.float32) - whole) ** 2), jnp.sum(whole**2)
+
+    merged, sums, run = Params(), [], jax.jit(one)
+    for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
+        own = {other: x for other, x in params.items() if other == name or other.startswith(f"{name}_")}
+        if name + SCALE not in params:
+            merged[name] = params[name]
+            continue
+        merged[name], moved, size = run(own)
+        sums.append((float(moved), float(size)))
+    return merged, math.sqrt(sum(moved for moved, _ in sums) / sum(size for _, size in sums))

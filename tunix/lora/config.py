@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from tunix.config import Config, Fraction, Positive
+from tunix.config import BaseType, Config, Fraction, Positive
 from tunix.errors import nearest
 
 MODULES = {
@@ -42,8 +42,13 @@ class Low(NamedTuple):
 class AdapterConfig(Config):
     """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
 
-    kind: Literal["lora"] = "lora"
-    """LoRA is the only one so far."""
+    kind: Literal["lora", "qlora"] = "lora"
+    """`qlora` rounds the layers' frozen matrices (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314): a
+    quarter of the memory, for a slower step. Norms, embeddings and head stay as they are."""
+    base: BaseType | None = None
+    """For qlora, what they are rounded to: nf4 (its default) and int4 take half a byte a weight, int8 and fp8 one."""
+    tile: Annotated[int, Field(ge=8)] | None = None
+    """For qlora, inputs that share a scale, at most; 128 is its default. Fewer are more exact, and take more memory."""
     rank: Positive = 16
     """Width of the low-rank matrices: more can learn more, and takes more memory."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
@@ -67,6 +72,21 @@ class AdapterConfig(Config):
     expressions such as "self_attn.*"."""
     also: tuple[Table, ...] = ()
     """Tables that train whole beside the adapters: embed_tokens, lm_head. Where a model ties them they are one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rounded(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind") == "qlora":
+            given = {key: value for key, value in values.items() if value is not None}
+            return {"base": "nf4", "tile": 128, **given}
+        return values
+
+    @model_validator(mode="after")
+    def _full(self) -> "AdapterConfig":
+        for key in ("base", "tile"):
+            if self.kind == "lora" and getattr(self, key) is not None:
+                raise ValueError(f"{key} changes nothing for lora, which leaves the base as it is; set kind to qlora")
+        return self
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -113,10 +133,13 @@ class AdapterConfig(Config):
         """Our name of each adapted module -> what its adapter is."""
         return {PROJECTIONS[name]: self._low(name) for name in self.targeted}
 
+    def alpha_of(self, name: str) -> float:
+        """The alpha of a module by the last word of its name."""
+        return next((alpha for pattern, alpha in self.alphas.items() if name in matched(pattern)), self.alpha)
+
     def _low(self, name: str) -> Low:
         rank = next((rank for pattern, rank in self.ranks.items() if name in matched(pattern)), self.rank)
-        alpha = next((alpha for pattern, alpha in self.alphas.items() if name in matched(pattern)), self.alpha)
-        return Low(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
+        return Low(rank, self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank))
 
 
 def matched(pattern: str) -> tuple[str, ...]:

@@ -2,60 +2,32 @@
 
 Our A and B keep the axes of the weight that they adapt (`[L D r]` and `[L r N H]` for q); PEFT flattens them
 (`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. A reward model's adapter
-brings its scalar head along, as PEFT does for sequence classifiers.
+brings its scalar head along, as PEFT does for sequence classifiers, and tables that train come whole.
 
 Axes: L layers, r rank, the others as in `models/decoder.py`.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tunix.errors import UserError
 from tunix.files import atomic_folder
-from tunix.lora.adapt import PROJECTIONS, targets
+from tunix.lora.adapt import plain_pairs, tables
 from tunix.lora.config import AdapterConfig
+from tunix.lora.peft_config import CONFIG, described, text
 from tunix.models.config import DecoderConfig
-from tunix.models.families import FAMILIES, read_json
-from tunix.models.family import SCORE, Tensor
+from tunix.models.families import FAMILIES
+from tunix.models.family import Tensor
 from tunix.models.hf import STORED_DTYPE, rename
 from tunix.models.tensor_files import Entry, Stored, check_tensors, some, tensors_of_file, write_tensors
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "value/w"
-TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
-"""PEFT's name of what the model does, by whether it gives scores."""
-HEADS = ([SCORE.removesuffix(".weight")], ["classifier", "score"])
-"""What an adapter of a reward model saves whole: as we write it, and as PEFT does by itself."""
-
-HARMLESS = frozenset(
-    (
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "lora_dropout",  # only while training, and we train without
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-    )
-)
-"""Fields of adapter_config.json that change nothing in what the adapter computes."""
-
-
-class Pair(NamedTuple):
-    """A and B of one adapted weight in a PEFT file."""
-
-    a: Tensor
-    b: Tensor
 
 
 def save_adapter(
@@ -70,7 +42,7 @@ def save_adapter(
 
     Args:
         path: where; must not exist, or be an empty folder.
-        params: holds the adapters; others are left out.
+        params: holds the adapters, and the tables that train beside them; others are left out.
         adapter: what they are.
         config: the model below.
         base: hub id or path of the model below, as PEFT will look for it.
@@ -79,23 +51,8 @@ def save_adapter(
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
-    fields = {
-        "peft_type": "LORA",
-        "task_type": TASKS[scores],
-        "modules_to_save": HEADS[0] if scores else None,
-        "base_model_name_or_path": base,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "use_rslora": adapter.rslora,
-        "target_modules": list(targets(adapter)),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
     with atomic_folder(path) as folder:
-        (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
         write_tensors(folder / WEIGHTS, list(_entries(params, adapter, config, scores)))
 
 
@@ -107,13 +64,34 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         config: the model that it shall sit on.
 
     Returns:
-        What it is, and its arrays by our names, stacked over layers; a reward model's has the value head too.
+        What it is, and its arrays by our names, stacked over layers; a reward model's has the value head too, and
+        tables that came whole are there by the base's names.
 
     Raises:
         UserError: a file is missing or damaged, the adapter is of a kind that tunix does not compute, or its tensors do
             not fit the model.
     """
-    adapter, scores = _read_config(folder / CONFIG)
+    adapter, scores = described(folder / CONFIG, config.tied)
+    stored = _stored(folder, config)
+    parts = _parts(adapter, config)
+    whole = _whole(adapter, config, scores)
+    wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
+    for tensor, shape in parts.values():
+        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in range(config.num_layers)}
+    _drop_copy(stored, wanted, adapter, config, folder)
+    check_tensors(stored, wanted, folder / WEIGHTS)
+    extra = sorted(set(stored) - set(wanted))
+    if extra:
+        raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
+    arrays = {name: _read(stored[tensor.key(None)], tensor, shape) for name, (tensor, shape) in whole.items()}
+    for name, (tensor, shape) in parts.items():
+        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in range(config.num_layers)]
+        arrays[name] = np.stack(layers)
+    return adapter, arrays
+
+
+def _stored(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
+    """The tensors of a PEFT folder by their names in a text-only model."""
     if not (folder / WEIGHTS).is_file():
         remedy = (
             "tunix loads no pickles: save it again with safe_serialization"
@@ -122,18 +100,33 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         )
         raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
     prefixes = FAMILIES[config.family].prefixes
-    stored: dict[str, Stored] = {}
-    for key, tensor in tensors_of_file(folder / WEIGHTS).items():
-        stored[rename(key.removeprefix(PREFIX), prefixes) or key] = tensor
-    pairs = {name: _pair(name, config) for name in _adapted(adapter)}
-    head = FAMILIES[config.family].tensors[HEAD]
-    _check(stored, pairs, adapter, config, {SCORE: head.their_shape((config.d_model,))} if scores else {}, folder)
-    arrays = {HEAD: _read(stored[SCORE], head, (config.d_model,))} if scores else {}
-    for name, pair in pairs.items():
-        for letter, tensor, shape in zip("ab", pair, _shapes(pair, adapter, config), strict=True):
-            layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in range(config.num_layers)]
-            arrays[f"{name}_lora_{letter}"] = np.stack(layers)
-    return adapter, arrays
+    return {
+        rename(key.removeprefix(PREFIX), prefixes) or key: tensor
+        for key, tensor in tensors_of_file(folder / WEIGHTS).items()
+    }
+
+
+def _drop_copy(
+    stored: dict[str, Stored],
+    wanted: Mapping[str, tuple[int, ...]],
+    adapter: AdapterConfig,
+    config: DecoderConfig,
+    folder: Path,
+) -> None:
+    """A tied table may be in the file at both ends: one of them goes, if they are equal."""
+    table = FAMILIES[config.family].tensors
+    embed, head = table["embed/w"].name, table["head/w"].name
+    if not (config.tied and adapter.also) or head not in stored:
+        return
+    if embed not in stored:
+        stored[embed] = stored.pop(head)
+        return
+    with stored[embed].open() as one, stored[head].open() as other:
+        if stored[embed].shape != stored[head].shape or not np.array_equal(one[:, :], other[:, :]):
+            raise UserError(
+                f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
+            )
+    del stored[head]
 
 
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
@@ -141,107 +134,56 @@ def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
         return tensor.read(piece, shape, tuple(slice(None) for _ in shape))
 
 
-def _adapted(adapter: AdapterConfig) -> list[str]:
-    """Our names of the adapted weights."""
-    return [f"layers/{PROJECTIONS[name]}/w" for name in targets(adapter)]
+Place = tuple[Tensor, tuple[int, ...]]
+"""Where a parameter is in a PEFT file, and its shape here, in one layer."""
 
 
-def _pair(name: str, config: DecoderConfig) -> Pair:
-    """The layouts of A and B, from that of the weight: its input axes are those of PEFT's last group."""
-    base = FAMILIES[config.family].tensors[name]
-    output, inputs = re.findall(r"\([^)]*\)|\S+", base.theirs)
-    stem = base.name.removesuffix(".weight")
-    return Pair(
-        Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{inputs.strip('()')} r"),
-        Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {output.strip('()')}"),
-    )
+def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
+    """The adapter's own parameters. The layouts of A and B follow from that of the weight: its input axes are those of
+    PEFT's last group."""
+    c, found = config, {}
+    sizes = {"D": c.d_model, "N": c.num_heads, "K": c.num_kv_heads, "H": c.head_dim, "F": c.ffn}
+    for name, low in adapter.modules.items():
+        base = FAMILIES[config.family].tensors[f"layers/{name}/w"]
+        output, inputs = re.findall(r"\([^)]*\)|\S+", base.theirs)
+        stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
+        tensors = {
+            "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r"),
+            "b": Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {of_y}"),
+        }
+        if adapter.dora:
+            tensors["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y)
+        for letter, tensor in tensors.items():
+            shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
+            found[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
+    return found
 
 
-def _shapes(pair: Pair, adapter: AdapterConfig, config: DecoderConfig) -> tuple[tuple[int, ...], ...]:
-    """Our shapes of A and B in one layer."""
-    c = config
-    sizes = {"D": c.d_model, "N": c.num_heads, "K": c.num_kv_heads, "H": c.head_dim, "F": c.ffn, "r": adapter.rank}
-    return tuple(tuple(sizes[axis] for axis in tensor.ours.split()) for tensor in pair)
+def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
+    """What comes whole: tables that train, and a reward model's head."""
+    table = FAMILIES[config.family].tensors
+    found = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
+    return found | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
 
 
 def _entries(
     params: Mapping[str, jax.Array], adapter: AdapterConfig, config: DecoderConfig, scores: bool
 ) -> Iterator[Entry]:
-    if scores:
-        value, head = params[HEAD], FAMILIES[config.family].tensors[HEAD]
-        written = partial(lambda array: head.write(np.asarray(array)), value)
-        yield Entry(PREFIX + SCORE, head.their_shape(value.shape), STORED_DTYPE[str(value.dtype)], written)
+    params = plain_pairs(dict(params), adapter)
+
+    def entry(name: str, tensor: Tensor, layer: int | None) -> Entry:
+        array = params[name]
+        shape = array.shape if layer is None else array.shape[1:]
+
+        def make() -> np.ndarray:
+            return tensor.write(np.asarray(array if layer is None else array[layer]))
+
+        return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], make)
+
+    for name, (tensor, _) in _whole(adapter, config, scores).items():
+        yield entry(name, tensor, None)
+        if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
+            yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
+    parts = _parts(adapter, config)
     for layer in range(config.num_layers):
-        for name in _adapted(adapter):
-            for letter, tensor in zip("ab", _pair(name, config), strict=True):
-                array = params[f"{name}_lora_{letter}"]
-
-                def make(array: jax.Array = array, tensor: Tensor = tensor, layer: int = layer) -> np.ndarray:
-                    return tensor.write(np.asarray(array[layer]))
-
-                shape = tensor.their_shape(array.shape[1:])
-                yield Entry(PREFIX + tensor.key(layer), shape, STORED_DTYPE[str(array.dtype)], make)
-
-
-def _read_config(file: Path) -> tuple[AdapterConfig, bool]:
-    """What the adapter is, and whether it is a reward model's."""
-    raw = read_json(file)
-
-    def refuse(name: str, why: str) -> UserError:
-        return UserError(f"{file}: {name} = {raw.get(name)!r} {why}")
-
-    if raw.get("peft_type") != "LORA":
-        raise refuse("peft_type", "is not supported; only LORA is.")
-    if raw.get("task_type") not in (*TASKS.values(), None):
-        raise refuse("task_type", f"is not supported; {' and '.join(TASKS.values())} are.")
-    scores = raw.get("task_type") == TASKS[True]
-    if scores and raw.get("modules_to_save") not in HEADS:
-        raise refuse("modules_to_save", f"is not supported for scores; {HEADS[0]} is.")
-    if raw.get("bias", "none") != "none":
-        raise refuse("bias", "is not supported; only 'none' is.")
-    if raw.get("init_lora_weights", True) not in (True, False, "gaussian"):
-        raise refuse("init_lora_weights", "changes the base's weights; convert the adapter to a plain LoRA first.")
-    asked = {"peft_type", "task_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora", "target_modules"}
-    asked |= {"modules_to_save"} if scores else set()
-    for name in sorted(set(raw) - asked - HARMLESS):
-        if raw[name]:
-            raise refuse(name, "is not supported: tunix would compute another model.")
-    for name, kinds in (("r", int), ("lora_alpha", int | float)):
-        if isinstance(raw.get(name), bool) or not isinstance(raw.get(name), kinds) or raw[name] <= 0:
-            raise refuse(name, "must be a positive number.")
-    adapter = AdapterConfig(
-        rank=raw["r"],
-        alpha=float(raw["lora_alpha"]),
-        rslora=bool(raw.get("use_rslora", False)),
-        targets=_targets(raw.get("target_modules"), refuse),
-    )
-    return adapter, scores
-
-
-def _targets(modules: Any, refuse: Any) -> tuple[str, ...]:
-    """The adapted modules in our order."""
-    named = list(PROJECTIONS) if modules == "all-linear" else modules
-    if not isinstance(named, list) or not named:
-        raise refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
-    foreign = sorted(set(named) - set(PROJECTIONS))
-    if foreign:
-        raise refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
-    return tuple(name for name in PROJECTIONS if name in named)
-
-
-def _check(
-    stored: Mapping[str, Stored],
-    pairs: Mapping[str, Pair],
-    adapter: AdapterConfig,
-    config: DecoderConfig,
-    head: Mapping[str, tuple[int, ...]],
-    folder: Path,
-) -> None:
-    wanted, file = dict(head), folder / WEIGHTS
-    for pair in pairs.values():
-        for tensor, shape in zip(pair, _shapes(pair, adapter, config), strict=True):
-            wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in range(config.num_layers)}
-    check_tensors(stored, wanted, file)
-    extra = sorted(set(stored) - set(wanted))
-    if extra:
-        raise UserError(f"{file}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
+        yield from (entry(name, tensor, layer) for name, (tensor, _) in parts.items())

@@ -160,8 +160,8 @@ class Decoder(nnx.Module):
             block = Block(config, rngs)
             block = block if adapt is None else adapt(block, rngs)
             if quantization is not None:
-                for projection in block.projections().values():
-                    projection.quantize(quantization)
+                for name, projection in block.projections().items():
+                    projection.quantize(name, quantization)
             return block
 
         self.layers = stack(rngs)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.mesh import Axes
 from tunix.models.config import Rope
-from tunix.models.quantized import Quantization, dequantize, quantize, scale_axes
+from tunix.models.quantized import Quantization, check_tile, dequantize, quantize, scale_axes
 
 BLOCK_Q = 128
 """Queries of an attention block at least: a block skips the keys after its last query, nearly half of all scores."""
@@ -100,8 +100,13 @@ class Projection(nnx.Module):
                 y = (self.gain(x) * y).astype(y.dtype)
         return y if self.b is None else y + self.b[...]
 
-    def quantize(self, how: Quantization) -> None:
-        """From now on the matrix is held as rounded values and their scales."""
+    def quantize(self, name: str, how: Quantization) -> None:
+        """From now on the matrix is held as rounded values and their scales.
+
+        Raises:
+            UserError: no tile fits it; `name` is how the layer calls it.
+        """
+        check_tile(name, math.prod(self.w.shape[: self.contracted]), how)
         axes = self.w.get_metadata("axes")
         values, scales = quantize(self.w[...], how, self.contracted)
         self.w = nnx.Param(values, axes=axes)
@@ -125,7 +130,7 @@ class Projection(nnx.Module):
         a, b = self._pair(self.adapter)
         moved = jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1)
         whole = self.weight(x).astype(jnp.float32) + self.adapter.scale * moved
-        length = jnp.sqrt(jnp.sum(whole**2, axis=range(self.contracted)))
+        length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(self.contracted))))
         return self.w_lora_m[...] / jax.lax.stop_gradient(length)
 
     def _adapter(self, x: jax.Array, adapter: Adapter, drawn: TokenKeys | None) -> jax.Array:

@@ -97,21 +97,43 @@ def tile_of(inputs: int, most: int) -> int:
     return next(tile for tile in range(min(inputs, most), 0, -1) if inputs % tile == 0)
 
 
-def check_tiles(inputs: Mapping[str, int], how: Quantization) -> None:
-    """Refuses matrices that no tile fits.
+def check_tile(name: str, inputs: int, how: Quantization) -> None:
+    """Refuses a matrix that no tile fits.
 
     Args:
-        inputs: C of each projection by name.
+        name: of the projection.
+        inputs: C.
 
     Raises:
-        UserError: the largest tile of one is so small that its scales are as large as its values.
+        UserError: its largest tile is so small that the scales would be as large as the values.
     """
-    for name, number in inputs.items():
-        if (tile := tile_of(number, how.tile)) < SMALLEST_TILE:
-            raise UserError(
-                f"adapter.tile: {how.tile} leaves tiles of {tile} for the {number} inputs of {name}, because no larger "
-                f"number up to it divides them: choose a tile of {SMALLEST_TILE} or more that does"
-            )
+    if (tile := tile_of(inputs, how.tile)) < SMALLEST_TILE:
+        raise UserError(
+            f"adapter.tile: {how.tile} leaves tiles of {tile} for the {inputs} inputs of {name}, because no larger "
+            f"number up to it divides them: choose one of {SMALLEST_TILE} or more that does"
+        )
+
+
+def check_supported(how: Quantization) -> None:
+    """Refuses a type that this device's compiler does not know: rounds a few numbers, and back.
+
+    Raises:
+        UserError: it does not.
+    """
+    try:
+        jax.block_until_ready(jax.jit(lambda w: dequantize(*quantize(w, how, 1)))(jnp.ones((SMALLEST_TILE, 1))))
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        reason, others = str(error).splitlines()[0], ", ".join(base for base in ROUNDED if base != how.base)
+        raise UserError(
+            f"adapter.base: {how.base} cannot be computed on this {jax.devices()[0].device_kind} ({reason}): choose "
+            f"another of {others}"
+        ) from error
+
+
+def bytes_per_weight(params: Mapping[str, jax.Array]) -> float:
+    """Bytes of the quantized weights among these with their scales, by the number of weights."""
+    pairs = [(x, params[name + SCALE]) for name, x in params.items() if name + SCALE in params]
+    return sum(stored_bytes(x) + stored_bytes(scales) for x, scales in pairs) / sum(x.size for x, _ in pairs)
 
 
 def is_scale(name: str) -> bool:
@@ -121,7 +143,11 @@ def is_scale(name: str) -> bool:
 
 def in_compute(name: str, w: jax.Array, dtype: Any) -> jax.Array:
     """A weight in the compute dtype; rounded values, their scales and DoRA's magnitudes stay as they are."""
-    return w if is_scale(name) or name.endswith("_lora_m") or w.dtype not in (jnp.float32, jnp.bfloat16) else w.astype(dtype)
+    return (
+        w
+        if is_scale(name) or name.endswith("_lora_m") or w.dtype not in (jnp.float32, jnp.bfloat16)
+        else w.astype(dtype)
+    )
 
 
 def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:

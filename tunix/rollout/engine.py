@@ -10,7 +10,7 @@ Axes: S slots, K steps of a dispatch.
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.models.cached import TOP, Weights, unstack
+from tunix.models.cached import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.episode import Decode, Episode, Request, flow
 from tunix.rollout.programs import State, blank, decode, put, resize, take
@@ -82,7 +82,7 @@ class Engine:
         """Tokens of prompt and completion at most."""
         return self.sizes.length
 
-    def load(self, params: Params, version: int) -> None:
+    def load(self, params: Params, version: int, moving: Collection[str] = ()) -> None:
         """From now on samples come from copies of these weights, which are made here.
 
         Under an adapter the base is frozen: it is copied once, and only the adapter's weights move afterwards.
@@ -90,9 +90,10 @@ class Engine:
         Args:
             params: all weights by name.
             version: noted in the completions.
+            moving: tables that train beside the adapter.
         """
-        base = {name: x for name, x in params.items() if not is_adapter(name)}
-        adapter = {name: x for name, x in params.items() if is_adapter(name)}
+        adapter = {name: x for name, x in params.items() if is_adapter(name) or name in moving}
+        base = {name: x for name, x in params.items() if name not in adapter}
         same = [ref() for ref in self._base_of]
         own = self._base
         with jax.set_mesh(self.mesh):
@@ -100,9 +101,12 @@ class Engine:
                 own = self._base = self._copy(base, frozen=bool(adapter))
                 self._base_of = [weakref.ref(x) for x in base.values()]
             views = _unstack(self.model, adapter)
-        layers = zip(own.layers, views.layers, strict=True)
-        self.weights = Weights(own.top, tuple({**mine, **adapted} for mine, adapted in layers))
-        self.version = version
+            layers = tuple({**mine, **more} for mine, more in zip(own.layers, views.layers, strict=True))
+            weights = Weights({**own.top, **views.top}, layers)
+            if magnified(self.model):
+                settled = zip(layers, _gains(self.model, weights), strict=True)
+                weights = weights._replace(layers=tuple({**mine, **own_gains} for mine, own_gains in settled))
+        self.weights, self.version = weights, version
 
     def warm(self, work: Workload) -> None:
         """Compiles what this workload can meet: nothing compiles while it is sampled.
@@ -329,3 +333,4 @@ def _prompt_key(request: Request) -> tuple:
 
 
 _unstack = jax.jit(unstack, static_argnames="model")
+_gains = jax.jit(gains, static_argnames="model")

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.lora.adapt import merge
+from tunix.lora.adapt import merge, merge_rounded
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import save_adapter
 from tunix.models.hf import save_folder
@@ -87,6 +87,8 @@ class Trainer:
         with jax.set_mesh(machinery.mesh):
             self._state = self._new_state(params)
         self._key = jax.device_put(jax.random.key(machinery.seed), self._everywhere)
+        self.merging: float | None = None
+        """By how much the last export moved the matrices of a quantized base (`lora.adapt.merge_rounded`)."""
         self._gathered: Params | None = None
         self._version = 0
         self._stale = True
@@ -199,7 +201,8 @@ class Trainer:
         """The sampler uses the weights as they are now: copies in the compute dtype; a frozen base is copied once."""
         if self._stale:
             self._version, self._stale = self._version + 1, False
-            self._engine.load(self.params, self._version)
+            moving = () if self.machinery.adapter is None else tuple(self._state.params)
+            self._engine.load(self.params, self._version, moving)
         return self._version
 
     def warm(self, work: Workload) -> None:
@@ -226,7 +229,7 @@ class Trainer:
         """
         m = self.machinery
         if not adapter:
-            merged = self.params if m.adapter is None else self._merge(self.params)
+            merged = self._whole()
             how = {"source": m.files, "dtype": m.model.dtype, "scores": not m.model.speaks}
             save_folder(path, m.model.config, merged, **how)
         elif m.adapter is None:
@@ -269,7 +272,8 @@ class Trainer:
 
     @cached_property
     def _compute(self) -> Compute:
-        return Compute(self.machinery.model, self.machinery.optimizer, self.machinery.schedule)
+        m = self.machinery
+        return Compute(m.model, m.optimizer, m.schedule, drops=bool(m.adapter and m.adapter.dropout))
 
     @cached_property
     def _step(self):
@@ -304,10 +308,16 @@ class Trainer:
     def _base_scorer(self) -> Scorer:
         return replace(self._scorer, model=replace(self.machinery.model, adapt=None, critic=False))
 
-    @cached_property
-    def _merge(self):
-        assert self.machinery.adapter is not None
-        return jax.jit(partial(merge, adapter=self.machinery.adapter))
+    def _whole(self) -> Params:
+        """All weights, an adapter merged into its base."""
+        m = self.machinery
+        if m.adapter is None:
+            return self.params
+        if m.model.quantization is None:
+            return jax.jit(partial(merge, adapter=m.adapter))(self.params)
+        with jax.set_mesh(m.mesh):
+            merged, self.merging = merge_rounded(self.params, m.adapter, m.model.dtype)
+        return merged
 
     def _snapshot(self, params: Params) -> Params:
         """The weights as they are now, in the compute dtype: training takes their buffers over. No value head's."""

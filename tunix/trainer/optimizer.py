@@ -42,8 +42,9 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay reaches a parameter: not norms, not biases."""
-    return not (name.endswith("/b") or name.split("/")[-2].endswith("norm"))
+    """Whether weight decay reaches a parameter: not norms, biases and magnitudes, nor what does not train."""
+    still = ("/b", "_lora_m", "_lora_a0", "_lora_b0")
+    return not (name.endswith(still) or name.split("/")[-2].endswith("norm"))
 
 
 def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
@@ -56,10 +57,23 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
+    faster = [] if config.lora_plus is None else [lora_plus(config.lora_plus)]
     if config.name == "muon":
-        return optax.chain(clip, _muon(config, schedule, axes, mask))
+        return optax.chain(clip, _muon(config, schedule, axes, mask), *faster)
     decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
-    return optax.chain(clip, _rule(config), decay, optax.scale_by_learning_rate(schedule))
+    return optax.chain(clip, _rule(config), decay, optax.scale_by_learning_rate(schedule), *faster)
+
+
+def lora_plus(ratio: float) -> optax.GradientTransformation:
+    """LoRA+ (Hayou, Ghosh & Yu 2024, https://arxiv.org/abs/2402.12354): `eta_B = ratio * eta_A`.
+
+    B begins at 0 and A does not: with equal rates, a wide model learns its features from B too slowly.
+    """
+
+    def scaled(updates: Any, _: Any) -> Any:
+        return {name: ratio * x if name.endswith("_lora_b") else x for name, x in updates.items()}
+
+    return optax.stateless(scaled)
 
 
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -19,10 +19,13 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from tunix.models.divergence import Side, compared
+from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Term
 
+DROPOUT = 0xD0
+"""Folded into a step's key for dropout, so that the noise of the embeddings shares nothing with it."""
 Sums = dict[str, "jax.Array | Peak"]
 Index = Int[Array, ""] | int
 
@@ -122,6 +125,8 @@ class Compute:
     model: Model
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
+    drops: bool = False
+    """Whether adapters drop inputs while they train."""
 
     def step(self, state: TrainState, held: Held, passes: Passes, key: PRNGKeyArray, loss: Loss):
         """One update: `(state, metrics)`. `state` is donated by the caller's jit."""
@@ -153,15 +158,24 @@ class Compute:
 
     def evaluate(self, params: Params, held: Held, passes: Passes, loss: Loss) -> dict[str, jax.Array]:
         """The loss and its metrics, forward only and without noise."""
-        loss = replace(loss, embedding_noise=0.0)
-        return told(over_passes(lambda index: self.sums(params, held, passes, index, loss, jax.random.key(0)), passes))
+        return told(over_passes(lambda index: self.sums(params, held, passes, index, loss, None), passes))
 
-    def sums(self, params: Params, held: Held, passes: Passes, index: Index, loss: Loss, key: PRNGKeyArray) -> Sums:
-        """One pass's share of the loss and its metrics, already divided by the whole batch's counts."""
+    def sums(
+        self, params: Params, held: Held, passes: Passes, index: Index, loss: Loss, key: PRNGKeyArray | None
+    ) -> Sums:
+        """One pass's share of the loss and its metrics, already divided by the whole batch's counts.
+
+        Args:
+            key: of what is random while training; None for nothing.
+        """
         batch = passes.at(index)
         params = {**held.frozen, **params}
-        noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
-        hidden = hidden_of(self.model, params, batch, noise)
+        noise, drawn = None, None
+        if key is not None and loss.embedding_noise:
+            noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
+        if key is not None and self.drops:
+            drawn = token_keys(batch, jax.random.fold_in(key, DROPOUT))
+        hidden = hidden_of(self.model, params, batch, noise, drawn)
         logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
         if loss.logprobs:
             logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
@@ -182,12 +196,16 @@ class Compute:
 
 
 def hidden_of(
-    model: Model, params: Params, batch: Batch, noise: Float[Array, "B T D"] | None = None
+    model: Model,
+    params: Params,
+    batch: Batch,
+    noise: Float[Array, "B T D"] | None = None,
+    drawn: TokenKeys | None = None,
 ) -> Float[Array, "B T D"]:
     """The states that a model makes of a batch's rows."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
     parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise)
+    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise, drawn=drawn)
 
 
 def _logprobs(
@@ -296,23 +314,29 @@ def _is_peak(x: Any) -> bool:
     return isinstance(x, Peak)
 
 
-def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -> Float[Array, "B T D"] | None:
+def token_keys(batch: Batch, key: PRNGKeyArray) -> TokenKeys:
+    """A key for each token, from its sequence and position alone: packing and passes cannot change it."""
+
+    def token(sequence: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, sequence), position)
+
+    return jax.vmap(jax.vmap(token))(jnp.asarray(batch.sequence_ids), jnp.asarray(batch.positions))
+
+
+def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -> Float[Array, "B T D"]:
     """NEFTune (Jain et al. 2023, https://arxiv.org/abs/2310.05914): uniform in +-1, times `alpha / sqrt(length D)`.
 
     Each token's noise depends on its sequence and position alone, so that packing and passes cannot change it.
     """
-    if alpha == 0:
-        return None
     length = jax.ops.segment_max(
         jnp.where(batch.segment_ids > 0, batch.positions + 1, 0).ravel(),
         batch.sequence_ids.ravel(),
         num_segments=batch.weights.shape[0],
     )
 
-    def token(sequence: jax.Array, position: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
+    def uniform(own: jax.Array) -> jax.Array:
         return jax.random.uniform(own, (width,), minval=-1.0, maxval=1.0)
 
-    noise = jax.vmap(jax.vmap(token))(jnp.asarray(batch.sequence_ids), jnp.asarray(batch.positions))
+    noise = jax.vmap(jax.vmap(uniform))(token_keys(batch, key))
     size = alpha / jnp.sqrt(jnp.maximum(length, 1)[batch.sequence_ids] * float(width))
     return jnp.where(batch.segment_ids > 0, size, 0.0)[..., None] * noise
