@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 import qwix
 from tiny_models import CASES, load, one_device, our_logits, reference_folder, rows_of, tokens
+from trainers import PLAIN
 
 from tunix.errors import UserError
-from tunix.models import hf
+from tunix.models import hf, quantized
+from tunix.models.cached import empty, extend, unstack
 from tunix.models.hf import load_params
+from tunix.models.model import Model
 from tunix.models.quantized import (
     ROUNDED,
     Quantization,
-    check_tiles,
+    check_supported,
+    check_tile,
     dequantize,
     is_scale,
     plain,
@@ -80,9 +84,9 @@ def test_rounding_is_qwix_own(base, shape, contracted):
 
 def test_a_tile_is_the_largest_that_divides_the_inputs():
     assert [tile_of(inputs, 128) for inputs in (2048, 64, 192, 2880, 131)] == [128, 64, 96, 120, 1]
-    check_tiles({"o": 2880}, Quantization("nf4", 128))
+    check_tile("o", 2880, Quantization("nf4", 128))
     with pytest.raises(UserError, match=r"adapter.tile: 128 leaves tiles of 1 for the 131 inputs of down"):
-        check_tiles({"o": 2880, "down": 131}, Quantization("nf4", 128))
+        check_tile("down", 131, Quantization("nf4", 128))
 
 
 def test_bytes_by_hand():
@@ -140,3 +144,41 @@ def test_loading_never_holds_the_whole_model(tmp_path, monkeypatch):
     # Half a byte and 4 / 16 bytes a weight instead of 4.
     matrices = sum(x.size for key, x in exact.items() if key in model.quantized)
     assert sum(x.nbytes for x in exact.values()) - held == matrices * (4 - 0.75)
+
+
+def test_a_type_that_the_device_does_not_know_is_told(monkeypatch):
+    check_supported(Quantization("fp8", 32))
+
+    def refused(*_):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: F8E4M3FN\nat pass 7")
+
+    monkeypatch.setattr(quantized, "quantize", refused)
+    with pytest.raises(
+        UserError, match=r"^adapter.base: fp8 cannot be .* \(UNIMPLEMENTED: F8E4M3FN\).* nf4, int8, int4$"
+    ):
+        check_supported(Quantization("fp8", 32))
+
+
+def test_decoding_holds_one_matrix_at_a_time():
+    config = replace(PLAIN, d_model=128, ffn=512, num_layers=8)
+    model = Model(config, quantization=Quantization("nf4", 64))
+    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
+    weights = unstack(model, params)
+
+    def drawn(weights, steps):
+        """Greedy tokens, one after the other."""
+
+        def one(index, carry):
+            caches, token = carry
+            at = jnp.full((2,), index, jnp.int32)
+            hidden, caches = extend(model, weights, caches, token[:, None], at, jnp.ones((2,), jnp.int32))
+            return caches, jnp.argmax(model.logits(weights.top, hidden)[:, 0], -1).astype(jnp.int32)
+
+        start = (empty(config, 2, 16, 1, "float32"), jnp.zeros((2,), jnp.int32))
+        return jax.lax.fori_loop(0, steps, one, start)[1]
+
+    account = jax.jit(drawn).lower(weights, 8).compile().memory_analysis()
+    whole = sum(4 * params[name].size for name in model.quantized)
+    largest = 4 * 128 * 512
+    # Of eight layers with seven matrices each: a matrix, what it is looked up with, the caches.
+    assert account.temp_size_in_bytes < 6 * largest < whole / 4

@@ -1,0 +1,115 @@
+"""QLoRA trains: on every family, in every algorithm, on a mesh, and what it samples is what it computes."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from trainers import RICH, sequences, trainer
+
+from tunix.algorithms.sft.algorithm import SFT
+from tunix.algorithms.sft.config import SFTConfig
+from tunix.config import MeshConfig
+from tunix.data.packing import pack
+from tunix.lora.config import AdapterConfig
+from tunix.models.families import FAMILIES
+from tunix.models.model import is_adapter
+from tunix.models.quantized import is_scale, plain
+from tunix.types import Sampling, Sequence
+
+QLORA = AdapterConfig(kind="qlora", rank=4, tile=16)
+LOSS = SFT(SFTConfig()).objective
+# RICH has every switch of the decoder on.
+SHAPES = {"rich": RICH, **{name: replace(family.small, vocab_size=96) for name, family in FAMILIES.items()}}
+
+
+def batch(seed=0):
+    return pack(sequences(6, seed), 6, 24)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_adapters_learn_and_the_base_stays(name):
+    ours = trainer(SHAPES[name], adapter=QLORA)
+    assert all(is_adapter(key) for key in ours.state.params)
+    before = jax.tree.map(np.asarray, ours.frozen)
+    losses = []
+    for _ in range(8):
+        metrics = ours.step(batch(), LOSS)
+        losses.append(float(metrics["train/loss"]))
+        assert np.isfinite(float(metrics["train/grad_norm"]))
+    assert losses[-1] < losses[0] - 0.05
+    assert float(metrics["train/grad_norm"]) > 0
+    for key, value in before.items():
+        np.testing.assert_array_equal(ours.frozen[key], value)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "int4", "fp8"])
+def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
+    adapter = QLORA.model_copy(update={"base": base})
+    quantized = trainer(RICH, adapter=adapter)
+    plainly = trainer(RICH, adapter=AdapterConfig(rank=4))
+    plainly.frozen = {key: plain(quantized.frozen, key) for key in quantized.frozen if not is_scale(key)}
+    for ours, theirs in zip(quantized.state.params.values(), plainly.state.params.values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)  # both start alike
+    for _ in range(3):
+        mine, other = (float(one.step(batch(), LOSS)["train/loss"]) for one in (quantized, plainly))
+        assert mine == pytest.approx(other, abs=1e-5)
+    ones = sequences(4, seed=3)
+    for ours, theirs in zip(quantized.logprobs(ones), plainly.logprobs(ones), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, fsdp=2, tensor=2)])
+def test_a_mesh_changes_nothing(mesh):
+    one, many = trainer(adapter=QLORA, rows=8), trainer(adapter=QLORA, devices=8, mesh=mesh, rows=8)
+    gate, scales = (many.frozen[name].sharding.spec for name in ("layers/gate/w", "layers/gate/w_scale"))
+    assert gate[2] == scales[2]  # the outputs of both live together
+    for key, value in one.frozen.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(many.frozen[key]))
+    for seed in range(3):
+        rows = pack(sequences(12, seed), 12, 24)
+        ours, theirs = (float(each.step(rows, LOSS)["train/loss"]) for each in (one, many))
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rich", "llama", "gemma3", "qwen2"])
+def test_what_is_sampled_is_what_is_trained(name):
+    ours = trainer(SHAPES[name], adapter=QLORA, length=24)
+    for _ in range(3):
+        ours.step(batch(), LOSS)
+    ours.publish()
+    prompts = [s.tokens[:5] for s in sequences(3, seed=5)]
+    greedy = [found[0] for found in ours.sample(prompts, 1, Sampling(max_tokens=12, temperature=0.0), seed=0)]
+    drawn = [found[0] for found in ours.sample(prompts, 1, Sampling(max_tokens=12, temperature=1.0), seed=0)]
+    assert_same_as_full_forward(ours, prompts, drawn)
+
+    dequantized = trainer(SHAPES[name], adapter=AdapterConfig(rank=4), length=24)
+    dequantized.frozen = {key: plain(ours.frozen, key) for key in ours.frozen if not is_scale(key)}
+    dequantized.state = replace(dequantized.state, params=jax.tree.map(jnp.copy, ours.state.params))
+    dequantized.publish()
+    plainly = [found[0] for found in dequantized.sample(prompts, 1, Sampling(max_tokens=12, temperature=0.0), seed=0)]
+    for a, b in zip(greedy, plainly, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def assert_same_as_full_forward(ours, prompts, drawn):
+    """The sampler's log-probs beside the trainer's."""
+    whole = [
+        Sequence(np.concatenate([prompt, found.tokens]), np.arange(len(prompt) + len(found.tokens)) >= len(prompt))
+        for prompt, found in zip(prompts, drawn, strict=True)
+    ]
+    for prompt, found, logprobs in zip(prompts, drawn, ours.logprobs(whole), strict=True):
+        np.testing.assert_allclose(found.logprobs, logprobs[len(prompt) :], atol=1e-4)
+
+
+def test_a_checkpoint_holds_the_adapter_alone(tmp_path):
+    ours = trainer(adapter=QLORA)
+    ours.step(batch(), LOSS)
+    ours.save(tmp_path / "state")
+    held = ours.state.params
+    other = trainer(adapter=QLORA, seed=1)
+    other.load(tmp_path / "state")
+    assert set(other.state.params) == set(held) == {key for key in held if is_adapter(key)}
+    for key, value in held.items():
+        np.testing.assert_array_equal(other.state.params[key], value)
