@@ -184,3 +184,18 @@ def test_recipes_in_which_a_variant_means_nothing_are_refused(sections, told):
         del whole["reward"]
     with pytest.raises(UserError, match=told):
         Recipe.build({**whole, **sections})
+
+
+def test_a_tiny_model_takes_no_rank_that_its_matrices_lack():
+    whole = {"model": {"path": "org/gemma-2-2b"}, "data": {"train": "t.jsonl"}, "output": "o"}
+    recipe = Recipe.build({**whole, "adapter": {"rank": 256, "ranks": {"q_proj": 64, "mlp.*": 8}}})
+    tiny = recipe.tiny().adapter
+    assert tiny is not None
+    # Its keys and values have 2 heads of 16.
+    assert (tiny.rank, tiny.ranks) == (32, {"q_proj": 32, "mlp.*": 8})
+
+
+def test_a_reward_model_has_no_head_to_train():
+    whole = {"model": {"path": "m"}, "data": {"train": "t"}, "output": "o", "algorithm": {"name": "reward"}}
+    with pytest.raises(UserError, match=r"adapter\.also: lm_head trains nothing"):
+        Recipe.build({**whole, "adapter": {"also": ["lm_head"]}})

@@ -381,6 +381,8 @@ def _unsaid(recipe: Recipe) -> Iterator[str]:
     for key in ("prompt_length", "completion_length"):
         if getattr(recipe.data, key):
             yield f"data.{key}: changes nothing, since {why}; max_length is the limit"
+    if recipe.adapter is not None and "lm_head" in recipe.adapter.also:
+        yield f"adapter.also: lm_head trains nothing, since {why}; leave it out"
     if recipe.eval.samples:
         yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
 

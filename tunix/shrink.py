@@ -25,6 +25,8 @@ SIZES = {
     "ffn": 128,
 }
 TEACHER = {**SIZES, "d_model": 96, "ffn": 192}
+RANK = SIZES["num_kv_heads"] * SIZES["head_dim"]
+"""Of an adapter at most: the narrowest matrix has no more."""
 STEPS, BATCH, LENGTH = 20, 8, 128
 GROUP, PROMPT, COMPLETION = 4, 352, 32
 """Where a policy writes the completions. A system message is long in bytes, so prompts are given more room."""
@@ -74,6 +76,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: Family)
     held_out = sections["data"]["eval"] or sections["data"]["eval_split"]
     return {
         **sections,
+        "adapter": sections["adapter"] and _tiny_adapter(sections["adapter"]),
         "data": _tiny_data(sections["data"], reads, drawn, made),
         "algorithm": algorithm,
         "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], family),
@@ -102,6 +105,12 @@ def tiny_model(model: ModelConfig) -> dict[str, Any]:
 def _tiny_teacher(teacher: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The `teacher` section of a small random model, wider than the tiny one, on the same devices."""
     return {**teacher, "path": None, "init": "random", "family": family, "sizes": TEACHER, "mesh": None}
+
+
+def _tiny_adapter(adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """The `adapter` section with ranks that the tiny matrices have."""
+    ranks = {pattern: min(rank, RANK) for pattern, rank in adapter["ranks"].items()}
+    return {**adapter, "rank": min(adapter["rank"], RANK), "ranks": ranks}
 
 
 def _tiny_algorithm(algorithm: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
