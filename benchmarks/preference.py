@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import LORA, SHAPES
 from benchmarks.train import LOSS, SIDE, interleaved
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
@@ -92,7 +92,7 @@ class Contender:
     def trainer(self) -> Trainer:
         """A trainer whose passes hold the whole batch."""
         rows, length = self.batch.tokens.shape
-        return SHAPE.trainer(lora=self.lora, rows=rows, length=length, reference=self.reference)
+        return SHAPE.trainer(LORA if self.lora else None, rows=rows, length=length, reference=self.reference)
 
     def step(self, trainer: Trainer) -> None:
         """One finished step."""

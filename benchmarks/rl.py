@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import LORA, SHAPES
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.config import DataConfig
@@ -54,7 +54,7 @@ def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
     """Seconds of the parts of each step, after two that compile."""
     shape = SHAPES["small"]
     sampling = Sampling(max_tokens=NEW)
-    client = shape.trainer(lora=lora, length=LENGTH + NEW, rows=PROMPTS * GROUP, reference=bool(kl))
+    client = shape.trainer(LORA if lora else None, length=LENGTH + NEW, rows=PROMPTS * GROUP, reference=bool(kl))
     algorithm = GRPO(GRPOConfig(group_size=GROUP, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
     with Scorer([even]) as scorer:

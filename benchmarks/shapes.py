@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix.config import MeshConfig, OptimizerConfig
+from tunix.config import DType, MeshConfig, OptimizerConfig
 from tunix.data.packing import pack
-from tunix.lora.adapt import adapt
+from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, Rope
@@ -32,6 +32,8 @@ class Shape:
     config: DecoderConfig
     rows: int
     length: int
+    dtype: DType = "float32"
+    """Of the computation and of a frozen base."""
 
     def tokens(self) -> np.ndarray:
         """`[B T]` random ids."""
@@ -48,20 +50,29 @@ class Shape:
         return training_flops(self.config, self.batch(), frozen)
 
     def trainer(
-        self, *, lora: bool, length: int | None = None, rows: int | None = None, reference: bool = False
+        self,
+        adapter: AdapterConfig | None = None,
+        *,
+        length: int | None = None,
+        rows: int | None = None,
+        reference: bool = False,
     ) -> Trainer:
-        """A trainer with random float32 weights on one device, the whole batch in one pass.
+        """A trainer with random weights on one device, those that train in float32, the whole batch in one pass.
 
         Args:
+            adapter: on a frozen base; None trains all weights.
             length: of a row, where it is not the shape's own; `rows` likewise.
             reference: whether the first weights are kept.
         """
         import jax
 
         mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-        model = Model(self.config, adapt=adapt(LORA, self.config) if lora else None)
-        params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
-        trained = {name: x for name, x in params.items() if is_adapter(name) or not lora}
+        adaptation = None if adapter is None else adapt(adapter, self.config)
+        model = Model(self.config, dtype=self.dtype, adapt=adaptation, quantization=quantization(adapter))
+        mine = [name for name in model.shapes if is_adapter(name) or adapter is None]
+        dtypes: dict[str, DType] = {name: "float32" if name in mine else self.dtype for name in model.shapes}
+        params = model.init(jax.random.key(0), dtypes, mesh)
+        trained = {name: params[name] for name in mine}
         machinery = Machinery(
             model=model,
             mesh=mesh,
@@ -70,7 +81,7 @@ class Shape:
             cut=Cut(rows or self.rows, mesh),
             length=length or self.length,
             seed=0,
-            adapter=LORA if lora else None,
+            adapter=adapter,
             reference=reference,
         )
         return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plain import plain_step
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import LORA, SHAPES, Shape
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.data.packing import pack, waste
@@ -39,7 +39,7 @@ SIDE = 2048
 def contenders(shape: Shape) -> dict[str, Callable[[], Any]]:
     """What takes turns; each call is one finished piece of work, compiled before."""
     batch, tokens = shape.batch(), jnp.asarray(shape.tokens())
-    full, lora = shape.trainer(lora=False), shape.trainer(lora=True)
+    full, lora = shape.trainer(), shape.trainer(LORA)
     step, state = plain_step(shape)
     held = {"state": state}
     square = jnp.ones((SIDE, SIDE))
@@ -84,7 +84,7 @@ def measure_start(shape: Shape, kind: str, cache: str) -> None:
     """The process behind `start_of`: prints its findings as JSON."""
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    trainer, batch = shape.trainer(lora=kind == "lora"), shape.batch()
+    trainer, batch = shape.trainer(LORA if kind == "lora" else None), shape.batch()
     before, start = peak_memory(), time.perf_counter()
     jax.block_until_ready((trainer.step(batch, LOSS), trainer.state))
     first = time.perf_counter() - start

@@ -7,11 +7,15 @@ import pytest
 from safetensors.numpy import load_file
 from test_preference_run import write_preferences
 from test_reward_run import write_reward
+from tiny_models import one_device
 from tiny_rl import write_policy
 from tiny_runs import lines, losses, metrics, model_folder, train, write_recipe
 from transformers import AutoModelForCausalLM
 
 from tunix.cli import main
+from tunix.config import ModelConfig
+from tunix.lora.config import AdapterConfig
+from tunix.source import adapted, pretrained, weights
 
 QLORA = {"kind": "qlora", "rank": 4, "alpha": 8.0, "tile": 16}
 STEPS = {"steps": 3, "optimizer.learning_rate": 1e-2}
@@ -69,6 +73,17 @@ def test_the_merged_folder_is_the_model_that_was_trained(tmp_path, capsys):
     after = model.model.layers[0].self_attn.q_proj.weight.detach().numpy()
     error = np.sqrt(np.mean((after - before) ** 2) / np.mean(before**2))
     assert 0.03 < error < 0.3  # nf4's rounding, about a tenth, and the adapter
+
+    # Gone on from, the same weights are rounded anew, wherever they came from.
+    adapter = AdapterConfig.model_validate(QLORA)
+    found = []
+    for name in ("run", "merged"):
+        source = pretrained(name)
+        model = adapted(source.decoder, ModelConfig(path=name, dtype="float32"), adapter)
+        found.append(weights(source, model, one_device(), 0, "float32", "float32", full=False)[1])
+    for key in model.quantized:
+        ours, theirs = (np.asarray(frozen[key]).astype(int) for frozen in found)
+        assert np.mean(ours != theirs) < 1e-3, key  # one that lies between two numbers may fall either way
 
 
 @pytest.mark.parametrize(
