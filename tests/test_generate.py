@@ -192,7 +192,7 @@ def test_adapters_are_compared_on_one_base(base: Path, tmp_path: Path, capsys: p
         own = alone[line["adapter"]][line["row"]]
         assert line["tokens"] == own["tokens"]
         np.testing.assert_allclose(line["logprobs"], own["logprobs"], atol=1e-4)
-    assert alone["one"][0]["tokens"] != alone["two"][0]["tokens"]
+    assert alone["one"][0]["logprobs"] != alone["two"][0]["logprobs"]
     capsys.readouterr()
     assert main(["generate", str(base), "hi", *GREEDY, *words]) == 0
     shown = capsys.readouterr().out
