@@ -30,6 +30,8 @@ from tunix.types import Sampling
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
 ASKING: tuple[Task, ...] = ("reward", "accuracy", "pass")
 """Tasks for which the model answers."""
+LONGEST = 256
+"""Tokens of an answer, where nothing else is said and the model has room for them."""
 SAMPLES = 8
 """Answers to each row for pass@k, where nothing else is said."""
 
@@ -174,7 +176,7 @@ def _reading(
     sampled = "pass" in tasks
     if recipe is None:
         speaker = Speaker(asked)
-        tokens, usual, stop = wanted.max_tokens or 256, 1.0, ()
+        tokens, usual, stop = wanted.max_tokens or min(LONGEST, speaker.limit // 2), 1.0, ()
         if tokens >= speaker.limit:
             raise UserError(f"--max-tokens {tokens} leaves no room for a prompt: the model ends at {speaker.limit}")
         config = speaker.data(speaker.limit, name).model_copy(update={"completion_length": tokens})
@@ -255,6 +257,6 @@ def _write(out: Path, setting: _Setting, found: Mapping[Task, Found], metrics: M
     write_text_atomic(out, json.dumps(told, indent=1) + "\n")
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: float | int | None) -> float | int | None:
     """JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None
