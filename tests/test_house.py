@@ -34,6 +34,7 @@ FLOORS = (
         "curves",
         "loop",
         "teaching",
+        "precompute",
         "assemble",
         "run",
         "score",
