@@ -103,7 +103,7 @@ def evaluate(asked: Asked, wanted: Wanted, out: Path | None = None) -> dict[str,
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
     setting = _setting(asked, wanted)
-    found = {task: _measured(setting, task, wanted) for task in setting.tasks}
+    found: dict[Task, Found] = {task: _measured(setting, task, wanted) for task in setting.tasks}
     metrics = {name: value for one in found.values() for name, value in one.metrics.items()}
     if out is not None:
         _write(out, setting, found, metrics)
