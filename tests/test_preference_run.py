@@ -9,6 +9,7 @@ from tiny_rl import REWARDS
 from tiny_runs import files, lines, metrics, train, write_recipe, write_rows
 
 import tunix.precompute
+from tunix.algorithms.dpo.algorithm import ranked
 from tunix.cli import main
 from tunix.precompute import digest_of_weights
 from tunix.trainer.client import Trainer
@@ -70,6 +71,7 @@ def test_dpo_learns_from_its_reference(adapter, tmp_path):
     assert {*PREFERENCES, "logprobs/chosen", "logprobs/rejected", "kl/reference"} <= row.keys()
     assert row["rewards/margin"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
     assert row["train/loss"] < 0.6
+    assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
 def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
@@ -124,6 +126,7 @@ def test_kto_learns_from_labels(loss, tmp_path):
     assert {*PREFERENCES, "kl/reference"} <= row.keys()
     assert ("kl/z0" in row) == (loss == "kto")
     assert row.get("kl/z0", 0.0) >= 0
+    assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
 def test_kto_on_one_label_alone_leaves_the_other_ones_metrics_out(tmp_path):
@@ -260,3 +263,21 @@ def test_digests_tell_weights_apart():
     found = [digest_of_weights({name: jnp.asarray(x) for name, x in one.items()}) for one in names]
     assert len(set(found)) == len(found)
     assert digest_of_weights({"w": jnp.asarray(array)}) == found[0]
+
+
+@pytest.mark.parametrize("reference", ["snapshot", "precompute"])
+def test_a_run_that_goes_on_has_the_reference_it_began_with(reference, tmp_path):
+    """Two steps and two more are four: bit for bit."""
+    recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "reference": reference}, steps=4, eval__every=4)
+    train(recipe)
+    train(recipe, "output=halves", "steps=2")
+    train(recipe, "output=halves")
+    whole, halves = ([row for row in metrics(run) if "train/loss" in row] for run in ("run", "halves"))
+    names = ("train/loss", "train/grad_norm", "rewards/margin", "kl/reference")
+    assert [[row[name] for name in names] for row in halves] == [[row[name] for name in names] for row in whole]
+
+
+def test_best_and_worst_of_each_group():
+    scores = np.array([[1.0, 3.0, 2.0, 3.0], [2.0, np.nan, 2.0, 2.0], [np.nan, 0.5, np.nan, -1.0], [np.nan] * 4])
+    assert ranked(scores) == [(1, 0), None, (1, 3), None]  # the first of equals; what failed is no side
+    assert ranked(np.array([[np.nan, 1.0]])) == [None]
