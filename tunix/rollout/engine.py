@@ -246,7 +246,8 @@ class _Run:
         if self.state is None or not any(self.slots):
             if (width, length) != (len(self.slots), self.length):
                 self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
-                self.slots, self.length = [None] * width, length
+                self.slots = [None] * width
+                self.length = length
             return
         # Step by step, so that few ways from shape to shape are compiled.
         while len(self.slots) > width:
