@@ -141,7 +141,7 @@ def pairs(speaker: Speaker, table: Table) -> Found:
 
 def _compared(scores: np.ndarray, suffix: str) -> dict[str, Estimate]:
     margins = scores[::2] - scores[1::2]
-    return {f"pairs/accuracy{suffix}": mean_of((margins > 0).astype(float)), f"pairs/margin{suffix}": mean_of(margins)}
+    return {f"pairs/accuracy{suffix}": mean_of(np.heaviside(margins, 0.5)), f"pairs/margin{suffix}": mean_of(margins)}
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,10 @@ def _summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
         lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[-1]:.3f} (greedy answers)")
     told = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
     if told:
-        lines.append(f"held-out pairs in the right order {told[0]:.3f} -> {told[-1]:.3f}")
+        sides = (
+            "completions on their label's side" if recipe.algorithm.reads == "labels" else "pairs in the right order"
+        )
+        lines.append(f"held-out {sides} {told[0]:.3f} -> {told[-1]:.3f}")
     apart = [row["eval/distill/divergence"] for row in result.metrics if "eval/distill/divergence" in row]
     if apart:
         lines.append(f"held-out distance to the teacher {apart[0]:.3f} -> {apart[-1]:.3f} nats per token")
