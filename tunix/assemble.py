@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.dpo.algorithm import DPO
+from tunix.catalogue import algorithm_class
 from tunix.config import DType
 from tunix.data.pipeline import (
     PLAIN,
@@ -32,7 +33,7 @@ from tunix.loop import Job, Stream
 from tunix.mesh import build_mesh
 from tunix.models.model import Params
 from tunix.precompute import Answers, precompute
-from tunix.recipe import Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer

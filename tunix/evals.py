@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tunix.catalogue import algorithm_class
 from tunix.config import DataConfig, RewardConfig
 from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows, open_rows
@@ -21,7 +22,7 @@ from tunix.estimates import Estimate
 from tunix.files import refuse_out, write_text_atomic
 from tunix.judging import judged
 from tunix.measures import Found, Table, answers, loss, pairs
-from tunix.recipe import Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.rollout.collect import Player
 from tunix.source import must_speak
 from tunix.speaker import Asked, Speaker

@@ -19,13 +19,14 @@ from typing import IO, Any
 import jax
 
 from tunix.assemble import assemble, build_trainer
+from tunix.catalogue import algorithm_class
 from tunix.config import MeshConfig
 from tunix.curves import write_curves
 from tunix.errors import UserError
 from tunix.files import refuse_taken, write_text_atomic
 from tunix.loop import Loop
 from tunix.mesh import build_mesh
-from tunix.recipe import Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.recorder import Recorder
 from tunix.samples import unigram_entropy
 from tunix.source import TOKENIZER, of_recipe
