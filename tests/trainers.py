@@ -82,12 +82,14 @@ def trainer(
     param_dtype: DType = "float32",
     remat: bool = False,
     critic: bool = False,
+    speaks: bool = True,
     reference: bool = False,
     seed: int = 0,
 ) -> Trainer:
     """A trainer with random weights on the first `devices` virtual devices."""
     placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
-    model = Model(config, dtype=dtype, remat=remat, adapt=adapt(adapter, config) if adapter else None, critic=critic)
+    adapted, heads = adapt(adapter, config) if adapter else None, {"critic": critic, "speaks": speaks}
+    model = Model(config, dtype=dtype, remat=remat, adapt=adapted, **heads)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
     trained = {name: x for name, x in params.items() if adapter is None or is_own(name)}
     optimizer = optimizer or OptimizerConfig(learning_rate=1e-2, schedule="constant")
