@@ -35,6 +35,7 @@ overrides = [
     "batch_size=16",
     "stages.0.steps=4",
     "stages.0.eval={{every: 4, rows: 16}}",
+    "stages.1.optimizer={{learning_rate: 1.0e-2, warmup: 0}}",
     "stages.1.eval={{every: 4, rows: 64}}",
 ]
 steps, every, reward_steps = 4, 2, 4
