@@ -18,8 +18,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tunix.algorithms.distill.config import DistillConfig, TeacherConfig, TeacherMesh
+from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.ppo.config import PPOConfig
+from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import (
     CheckpointConfig,
@@ -47,6 +50,9 @@ SECTIONS: dict[str, type[Config]] = {
     "algorithm (sft)": SFTConfig,
     "algorithm (grpo)": GRPOConfig,
     "algorithm (ppo)": PPOConfig,
+    "algorithm (dpo)": DPOConfig,
+    "algorithm (kto)": KTOConfig,
+    "algorithm (reward)": RewardModelConfig,
     "algorithm (distill)": DistillConfig,
     "teacher": TeacherConfig,
     "teacher mesh": TeacherMesh,

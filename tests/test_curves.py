@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunix.curves import COLOURS, MOST, curve_of, svg, thinned, ticks, write_curves
-from tunix.trainer.progress import LEVELS, sparkline
+from tunix.trainer.progress import LEVELS, evaluated, sparkline, summary
 
 SPACE = "{http://www.w3.org/2000/svg}"
 SFT = [
@@ -42,6 +42,25 @@ def test_the_picture_is_drawn_to_scale():
     assert ys[0] - ys[2] == pytest.approx(ys[2] - ys[1], abs=0.01)
     assert ys[1] < ys[2] < ys[0]
     assert not [node for node in root.iter(f"{SPACE}path") if node.get("stroke-dasharray")]
+
+
+def test_preferences_have_panels_and_labels_do_not_overlap():
+    names = ("rewards/accuracy", "rewards/margin", "train/loss")
+    rows = [
+        {"step": 1, **dict.fromkeys(names, 0.5), "eval/rewards/accuracy": 0.25},
+        {"step": 2, **dict.fromkeys(names, 0.75)},
+    ]
+    text = svg("pairs", [("run", rows)])
+    assert text is not None
+    found = list(ET.fromstring(text).iter(f"{SPACE}text"))
+    assert [node.text for node in found if node.get("font-weight")] == [
+        "accuracy of the rewards",
+        "margin of the rewards",
+        "loss",
+    ]
+    ends = {node.text: float(str(node.get("x"))) for node in found if node.get("fill") in COLOURS}
+    # "eval/rewards/accuracy 0.25" has 26 letters; the other one ends two letters before it begins, 7 pixels each.
+    assert ends["eval/rewards/accuracy 0.25"] - ends["rewards/accuracy 0.75"] == 7 * (26 + 2)
 
 
 def test_names_cannot_break_the_picture(tmp_path: Path):
@@ -89,3 +108,11 @@ def test_a_curve_in_one_line():
     # Eight numbers in four letters: the means 0.5, 2.5, 4.5, 6.5 are 0, 7/3, 14/3 and 7 levels up.
     assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], width=4) == LEVELS[0] + LEVELS[2] + LEVELS[5] + LEVELS[7]
     assert sparkline([float("nan"), 0.0, 1.0]) == LEVELS[0] + LEVELS[7]
+
+
+def test_a_person_sees_what_matters_of_a_step_and_of_an_evaluation():
+    values = {"rewards/accuracy": 0.75, "rewards/chosen": -1.0, "train/loss": 0.5, "perf/step_seconds": 2.0}
+    assert summary(values) == "accuracy 0.7500  loss 0.5000"
+    found = {"eval/logprobs/chosen": -9.0, "eval/rewards/accuracy": 0.75, "eval/rewards/chosen": 1.0, "eval/loss": 0.5}
+    assert evaluated(found) == "eval/loss 0.5000  eval/rewards/accuracy 0.7500"
+    assert evaluated({"eval/reward": 1.0, "eval/loss": 2.0}) == "eval/loss 2.0000  eval/reward 1.0000"

@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tunix.data import pydoc
@@ -50,3 +51,21 @@ def test_same_in_another_process_whatever_was_patched(monkeypatch):
     environment = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(pydoc.__file__).parents[2])}
     there = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, env=environment)
     assert json.loads(there.stdout) == here
+
+
+def test_pairs_of_a_function_and_another_ones_line():
+    train, held_out = pydoc.pairs(), pydoc.held_out_pairs()
+    own = {row["prompt"]: row["completion"] for row in pydoc.train() + pydoc.held_out()}
+    for rows, split in ((train, pydoc.train()), (held_out, pydoc.held_out())):
+        assert all(own[row["prompt"]] == row["chosen"] != row["rejected"] for row in rows)
+        assert {row[side] for row in rows for side in ("chosen", "rejected")} <= {row["completion"] for row in split}
+    # Nearly every function has all of its pairs; those that fell on the same line as their own have one fewer.
+    assert 0.98 * pydoc.OTHERS < len(train) / len(pydoc.train()) <= pydoc.OTHERS
+    assert 0.95 < len(held_out) / len(pydoc.held_out()) <= 1
+    assert len({(row["prompt"], row["rejected"]) for row in train}) > 0.99 * len(train)
+
+
+def test_a_line_by_itself_tells_nothing():
+    # Each stands once for its function and once for another; where both are the same line, for neither.
+    chosen, rejected = (Counter(row[side] for row in pydoc.pairs()) for side in ("chosen", "rejected"))
+    assert chosen == rejected

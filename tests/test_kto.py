@@ -1,16 +1,20 @@
 """KTO against its paper's formula by hand, its baseline with a client whose log-probs are known, and online ranks."""
 
+import re
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import partial
 from math import exp
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from policy_batches import gradients, reduced, rows
 from preference_batches import PROMPT, Side, batch_of, inputs_of
 
+import tunix
 from tunix.algorithms.kto.algorithm import KTO, mismatched, without_absent
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.kto.loss import kto_loss
@@ -180,3 +184,9 @@ def test_metrics_of_a_label_that_nothing_has_are_left_out():
     assert without_absent(metrics, good, packed(ROWS, 4).batch) == metrics
     assert float(good.counts["desirable"]) == 2
     assert jnp.isfinite(jnp.asarray(reduced(LOSS, inputs_of(batch_of([A, replace(A)], members=1)))["rewards/rejected"]))
+
+
+def test_the_readmes_sections_are_read():
+    readme = (Path(tunix.__file__).parent / "algorithms/kto/README.md").read_text(encoding="utf-8")
+    sections = [yaml.safe_load(block)["algorithm"] for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
+    assert len([KTOConfig(**section) for section in sections]) == 2

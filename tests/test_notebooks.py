@@ -28,22 +28,42 @@ overrides = [
 """
 """What takes the place of a notebook's settings: the same shapes in all of them, compiled once."""
 
+PREFERENCES = """\
+overrides = [
+    "output={output}",
+    "model.sizes={{vocab_size: 512, d_model: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, ffn: 64}}",
+    "batch_size=16",
+    "stages.0.steps=4",
+    "stages.0.eval={{every: 4, rows: 16}}",
+    "stages.1.optimizer={{learning_rate: 1.0e-2, warmup: 0}}",
+    "stages.1.eval={{every: 4, rows: 64}}",
+]
+steps, every, reward_steps = 4, 2, 4
+"""
 
-def executed(
-    name: str, start_in: Path, more: str, then: str, sft: int = 4, last: str | None = None
-) -> dict[str, nbformat.NotebookNode]:
-    """Runs a notebook with small settings, up to the cell `last` where one is named; its cells by id.
+
+def small(more: str, then: str, sft: int = 4) -> str:
+    """The settings of a notebook on the quickstart.
+
+    Args:
+        more: one more override, as Python.
+        then: further lines.
+        sft: steps of the first stage.
+    """
+    return f"{SMALL.format(sft=sft, more=more)}\n{then}"
+
+
+def executed(name: str, start_in: Path, settings: str, last: str | None = None) -> dict[str, nbformat.NotebookNode]:
+    """Runs a notebook with other settings, up to the cell `last` where one is named; its cells by id.
 
     Args:
         name: the first two digits of its file.
         start_in: the folder of the kernel.
-        more: one more override, as Python.
-        then: further lines of the settings' cell.
-        sft: steps of the first stage.
+        settings: what its settings' cell holds instead.
     """
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
-    cell.source = f"{SMALL.format(sft=sft, more=more)}\n{then}"
+    cell.source = settings
     if last:
         names = [cell.id for cell in notebook.cells]
         notebook.cells = notebook.cells[: names.index(last) + 1]
@@ -71,7 +91,7 @@ def _one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_run(tmp_path: Path):
-    cells = executed("01", ROOT / "notebooks", f'"output={tmp_path}/first"', "next_steps = 2")
+    cells = executed("01", ROOT / "notebooks", small(f'"output={tmp_path}/first"', "next_steps = 2"))
     assert "until" in cells["recipe"].outputs[0].text
     for name in ("plot", "next"):
         assert shown(cells[name], "image/svg+xml").startswith("<svg")
@@ -85,13 +105,13 @@ def test_the_first_run(tmp_path: Path):
 
 
 def test_it_also_starts_in_the_root(tmp_path: Path):
-    cells = executed("01", ROOT, f'"output={tmp_path}/first"', "next_steps = 2", last="recipe")
+    cells = executed("01", ROOT, small(f'"output={tmp_path}/first"', "next_steps = 2"), last="recipe")
     assert "until" in cells["recipe"].outputs[0].text
 
 
 def test_grpo_by_hand_is_grpo(tmp_path: Path):
     """The notebook itself asserts that two steps by hand have the numbers of the class."""
-    cells = executed("02", ROOT, f'"output={tmp_path}/by_hand"', "steps = 2", sft=30)
+    cells = executed("02", ROOT, small(f'"output={tmp_path}/by_hand"', "steps = 2", sft=30))
     for row in literal_eval(shown(cells["class"])):
         assert 0 < row["reward/mean"] < 1
         assert row["train/grad_norm"] > 0
@@ -100,7 +120,7 @@ def test_grpo_by_hand_is_grpo(tmp_path: Path):
 
 def test_an_algorithm_of_ones_own(tmp_path: Path):
     then = f'folder = "{tmp_path}"\nsteps = 2'
-    cells = executed("03", ROOT, '"rollout.samples=1"', then, sft=30)
+    cells = executed("03", ROOT, small('"rollout.samples=1"', then, sft=30))
     terms = literal_eval(shown(cells["terms"]))
     assert terms["loss/entropy"] == pytest.approx(-0.01 * terms["policy/entropy"], rel=1e-5)
     assert terms["train/loss"] == pytest.approx(terms["loss/policy"] + terms["loss/entropy"], abs=1e-7)
@@ -111,3 +131,21 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
     # The median of four is the mean of the middle two.
     middle = sum(sorted(rewards)[1:3]) / 2
     assert advantages == pytest.approx([reward - middle for reward in rewards], abs=1e-3)
+
+
+def test_preferences(tmp_path: Path):
+    cells = executed("04", ROOT, PREFERENCES.format(output=tmp_path / "preferences"))
+    printed = "".join(output.text for output in cells["train"].outputs if output.get("name") == "stdout")
+    first, *_, last = map(literal_eval, printed.splitlines())
+    assert (first["step"], last["step"]) == (0, 4)
+    # ln 2: at first the policy is the reference.
+    assert (first["eval/loss"], first["eval/rewards/margin"]) == (0.693, 0.0)
+    assert last["eval/rewards/margin"] == pytest.approx(
+        last["eval/rewards/chosen"] - last["eval/rewards/rejected"], abs=2e-3
+    )
+    assert last["eval/loss"] != first["eval/loss"]
+    assert any("image/png" in output.get("data", {}) for output in cells["plot"].outputs)
+    assert "eval/rewards/accuracy" in shown(cells["reward"], "image/svg+xml")
+    assert len(shown(cells["pairs"], "text/markdown").splitlines()) == 2 + 4
+    gain = literal_eval(shown(cells["gain"]))
+    assert gain["mean of the best"] > gain["mean of all"]

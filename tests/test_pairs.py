@@ -128,7 +128,7 @@ def test_a_shared_prompt_changes_nothing(config):
     ]
     weights = np.array([x.weight for x in sides])
     assert metrics["eval/chosen"] == pytest.approx(float((weights * by_hand)[::2].sum() / weights[::2].sum()), abs=2e-5)
-    assert metrics["sum"] == pytest.approx(float((weights * by_hand).sum() / weights.sum()), abs=2e-5)
+    assert metrics["eval/sum"] == pytest.approx(float((weights * by_hand).sum() / weights.sum()), abs=2e-5)
 
 
 def test_the_reference_is_the_start_and_stays():

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_rl import REWARDS
-from tiny_runs import lines, metrics, train, write_recipe, write_rows
+from tiny_runs import files, lines, metrics, train, write_recipe, write_rows
 
+import tunix.precompute
+from tunix.algorithms.dpo.algorithm import ranked
 from tunix.cli import main
+from tunix.precompute import digest_of_weights
+from tunix.trainer.client import Trainer
 
 LETTERS = "abcdefgh"
 PREFERENCES = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
@@ -66,11 +71,10 @@ def test_dpo_learns_from_its_reference(adapter, tmp_path):
     assert {*PREFERENCES, "logprobs/chosen", "logprobs/rejected", "kl/reference"} <= row.keys()
     assert row["rewards/margin"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
     assert row["train/loss"] < 0.6
+    assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
 def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
-    from tunix.trainer.client import Trainer
-
     monkeypatch.setattr(Trainer, "_snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "simpo"}, steps=3))
     _, last = held_out()
@@ -122,6 +126,7 @@ def test_kto_learns_from_labels(loss, tmp_path):
     assert {*PREFERENCES, "kl/reference"} <= row.keys()
     assert ("kl/z0" in row) == (loss == "kto")
     assert row.get("kl/z0", 0.0) >= 0
+    assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
 def test_kto_on_one_label_alone_leaves_the_other_ones_metrics_out(tmp_path):
@@ -188,3 +193,91 @@ def test_online_wants_rewards(tmp_path, capfd):
     recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "online": True})
     assert main(["check", recipe]) == 2
     assert "reward: dpo learns from rewards" in capfd.readouterr().err
+
+
+PRECOMPUTE = {"algorithm": {"name": "dpo", "reference": "precompute"}, "steps": 3}
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4, "alpha": 8.0}])
+def test_a_reference_asked_beforehand_is_the_same(adapter, tmp_path, monkeypatch):
+    """As one that is asked at every step, up to rounding; and none is held."""
+    train(write_preferences(tmp_path, adapter=adapter, steps=3))
+    monkeypatch.setattr(Trainer, "_snapshot", lambda *_: pytest.fail("a reference is held"))
+    train(write_preferences(tmp_path, adapter=adapter, **PRECOMPUTE, output="beforehand"))
+    for mine, theirs in zip(metrics("beforehand"), metrics("run"), strict=True):
+        for name in {
+            "train/loss",
+            "train/grad_norm",
+            "rewards/margin",
+            "eval/loss",
+            "eval/rewards/margin",
+        } & theirs.keys():
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    (folder,) = tmp_path.glob("train.jsonl.reference-*")
+    assert [file.name for file in folder.iterdir()] == ["00000.safetensors"]
+
+
+def test_an_interrupted_computation_goes_on(tmp_path, monkeypatch, capfd):
+    """64 + 16 pairs are 160 sequences: shards of 64, 64 and 32, of which one is missing."""
+    monkeypatch.setattr(tunix.precompute, "CHUNK", 64)
+    recipe = write_preferences(tmp_path, **PRECOMPUTE)
+    train(recipe)
+    assert "reference: 160 of 160 sequences" in capfd.readouterr().err
+    (folder,) = tmp_path.glob("train.jsonl.reference-*")
+    before = files(folder)
+    assert sorted(before) == [f"0000{i}.safetensors" for i in range(3)]
+    (folder / "00001.safetensors").unlink()
+    train(recipe, "output=again")
+    told = capfd.readouterr().err
+    assert "reference: 128 of 160 sequences" in told
+    assert "reference: 160 of 160" not in told  # that one was there
+    assert files(folder) == before
+    train(recipe, "output=third")
+    assert "reference: " not in capfd.readouterr().err
+
+
+def test_shards_of_something_else_are_not_taken(tmp_path, capfd):
+    recipe = write_preferences(tmp_path, **PRECOMPUTE)
+    train(recipe)
+    (folder,) = tmp_path.glob("train.jsonl.reference-*")
+    capfd.readouterr()
+    train(recipe, "output=other", "seed=1")  # other first weights
+    assert (
+        f"{folder.name}: of other rows, another model or precision; the reference is asked anew"
+        in capfd.readouterr().err
+    )
+    (other,) = (x for x in tmp_path.glob("train.jsonl.reference-*") if x != folder)
+    (other / "00000.safetensors").replace(folder / "00000.safetensors")
+    assert main(["run", recipe, "output=mixed"]) == 2
+    assert "of another data set, model or precision: delete it" in capfd.readouterr().err
+    (folder / "00000.safetensors").write_bytes(b"cut off")
+    assert main(["run", recipe, "output=mixed"]) == 2
+    assert "cannot be read" in capfd.readouterr().err
+
+
+def test_digests_tell_weights_apart():
+    """Whichever bit, place or type changes."""
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    swapped, moved = array[::-1], array + np.float32(1e-6)
+    names = [{"w": x} for x in (array, swapped, moved, array.astype(np.float16), array.reshape(4, 3))] + [{"v": array}]
+    found = [digest_of_weights({name: jnp.asarray(x) for name, x in one.items()}) for one in names]
+    assert len(set(found)) == len(found)
+    assert digest_of_weights({"w": jnp.asarray(array)}) == found[0]
+
+
+@pytest.mark.parametrize("reference", ["snapshot", "precompute"])
+def test_a_run_that_goes_on_has_the_reference_it_began_with(reference, tmp_path):
+    """Two steps and two more are four: bit for bit."""
+    recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "reference": reference}, steps=4, eval__every=4)
+    train(recipe)
+    train(recipe, "output=halves", "steps=2")
+    train(recipe, "output=halves")
+    whole, halves = ([row for row in metrics(run) if "train/loss" in row] for run in ("run", "halves"))
+    names = ("train/loss", "train/grad_norm", "rewards/margin", "kl/reference")
+    assert [[row[name] for name in names] for row in halves] == [[row[name] for name in names] for row in whole]
+
+
+def test_best_and_worst_of_each_group():
+    scores = np.array([[1.0, 3.0, 2.0, 3.0], [2.0, np.nan, 2.0, 2.0], [np.nan, 0.5, np.nan, -1.0], [np.nan] * 4])
+    assert ranked(scores) == [(1, 0), None, (1, 3), None]  # the first of equals; what failed is no side
+    assert ranked(np.array([[np.nan, 1.0]])) == [None]

@@ -16,7 +16,7 @@ from tunix.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ALGORITHMS = ("sft", "grpo", "ppo", "distill")
+ALGORITHMS = ("sft", "dpo", "kto", "reward", "grpo", "ppo", "distill")
 PAGES = ("README.md", "docs/recipe.md", *(f"tunix/algorithms/{name}/README.md" for name in ALGORITHMS))
 HUB_ID = "Qwen/Qwen3-0.6B"
 
@@ -36,9 +36,9 @@ def named(block: str) -> str | None:
 def checkout(tmp_path: Path) -> Path:
     """A folder with the recipes and the files of the README, and a small Qwen3 folder in place of the hub's."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (row,) = blocks("json")
-    (tmp_path / "rows.jsonl").write_text(row * 8)
-    json.loads(row)
+    for name, row in zip(("rows", "pairs"), blocks("json"), strict=True):
+        json.loads(row)
+        (tmp_path / f"{name}.jsonl").write_text(row * 8)
     (sums,) = re.findall(r"train: sums.jsonl +# (\{.*\}) a line", README)
     (tmp_path / "sums.jsonl").write_text(f"{sums}\n" * 8)
     small = Recipe.load("sft_qwen", ["steps=1", "eval.samples=0", f"output={tmp_path}/small"], tiny=True).run()
@@ -75,6 +75,14 @@ def test_its_rewards_and_its_grpo_run(checkout: Path, tmp_path: Path):
         assert row["reward/failed"] == 0
         assert row["loss/entropy"] == pytest.approx(-0.01 * row["policy/entropy"], rel=1e-5)
     assert (result.folder / "curves.svg").is_file()
+
+
+def test_its_preferences_run(checkout: Path, tmp_path: Path):
+    result = Recipe.load(tmp_path / "by_preference.yaml", ["batch_size=4"]).run()
+    assert [row["step"] for row in result.metrics] == [1, 2]  # one epoch of eight rows, four at a time
+    # ln 2, within what bfloat16 leaves of the difference of two equal models.
+    assert result.metrics[0]["train/loss"] == pytest.approx(0.6931, abs=0.05)
+    assert {"rewards/accuracy", "rewards/margin"} <= result.metrics[0].keys()
 
 
 def test_its_commands_are_ours():

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 import tunix
+from tunix.catalogue import ALGORITHMS, algorithm_class
 from tunix.config import FAMILIES, DataConfig
 from tunix.data import tiny as rows
 from tunix.errors import UserError
 from tunix.reading import overridden, parse_yaml, write_yaml
-from tunix.recipe import ALGORITHMS, Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.rollout.rewards.answers import number
 from tunix.rollout.rewards.shipped import json_schema
 from tunix.shrink import SIZES

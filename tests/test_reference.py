@@ -7,8 +7,9 @@ from types import ModuleType
 
 import pytest
 
+from tunix.catalogue import ALGORITHMS
 from tunix.config import AlgorithmConfig, Config
-from tunix.recipe import ALGORITHMS, Recipe
+from tunix.recipe import Recipe
 
 DOCS = Path(__file__).parents[1] / "docs"
 

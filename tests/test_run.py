@@ -25,7 +25,6 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.step import TrainState
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EVERY_UPDATE = {
     "step",
     "time/seconds",
@@ -451,47 +450,3 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_restart(tmp_path: Path):
         found, record = checkpoints.restore(2, state(0))
         assert (found.params["w"].tolist(), int(found.step), record) == ([2.0, 2.0], 2, {"n": 2})
         checkpoints.close()
-
-
-# --- The recipes that we ship ---------------------------------------------------------------------------------------
-
-
-def supervised(path: Path) -> bool:
-    return "\nreward:" not in path.read_text() and "\nrollout:" not in path.read_text()
-
-
-@pytest.mark.parametrize("path", [path for path in RECIPES if supervised(path)], ids=lambda path: path.stem)
-def test_every_recipe_runs_tiny_and_learns(path: Path):
-    train(str(path), "--tiny", "output=run", "eval.samples=0")
-    rows_of = metrics("run")
-    assert [one["step"] for one in rows_of] == list(range(21))
-    evaluated = [one["eval/loss"] for one in rows_of if "eval/loss" in one]
-    assert evaluated[-1] < evaluated[0]
-    assert all(one["compile/count"] == 0 for one in rows_of[1:])
-    assert all(math.isfinite(one["train/grad_norm"]) for one in rows_of[1:])
-    assert AutoModelForCausalLM.from_pretrained("run/export")
-
-
-@pytest.mark.parametrize("path", [path for path in RECIPES if not supervised(path)], ids=lambda path: path.stem)
-def test_every_recipe_with_rewards_runs_tiny(path: Path):
-    # A random model is never right. Its answers differ in length, so that with this reward too there is a signal.
-    reward = Recipe.load(path).reward
-    functions = [one.model_dump() for one in reward.functions] if reward else []
-    functions.append({"name": "length", "options": {"target": 1, "width": 64}})
-    staged = bool(Recipe.load(path).stages)
-    # Fewer than --tiny's 20, which show no more.
-    last = "stages.1." if staged else ""
-    steps = [f"{last}steps=4", f"{last}optimizer.warmup=1", *(["stages.0.steps=4"] if staged else [])]
-    train(str(path), "--tiny", "output=run", f"reward.functions={json.dumps(functions)}", *steps)
-    folder = Path("run/1_grpo" if staged else "run")
-    rows_of = [one for one in metrics(folder) if one["step"]]
-    assert [one["step"] for one in rows_of] == [1, 2, 3, 4]
-    bfloat16 = Recipe.load(path).model.dtype == "bfloat16"
-    assert all(one["reward/failed"] == 0 for one in rows_of)
-    assert rows_of[0]["compile/count"] == rows_of[-1]["compile/count"] or path.stem == "ppo_gemma"
-    updates = [one for one in rows_of if "mismatch/max" in one]  # PPO's critic is alone at first
-    assert len(updates) >= 2
-    assert all(one["mismatch/max"] < (0.5 if bfloat16 else 1e-3) for one in updates)
-    assert max(one["train/grad_norm"] for one in updates) > 0
-    assert AutoModelForCausalLM.from_pretrained(folder / "export")
-    assert (folder / "curves.svg").is_file()

@@ -83,13 +83,15 @@ def trainer(
     param_dtype: DType = "float32",
     remat: bool = False,
     critic: bool = False,
+    speaks: bool = True,
     reference: bool = False,
     seed: int = 0,
 ) -> Trainer:
     """A trainer with random weights on the first `devices` virtual devices."""
     placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
-    switches = {"remat": remat, "critic": critic, "quantization": quantization(adapter)}
-    model = Model(config, dtype=dtype, adapt=adapt(adapter, config) if adapter else None, **switches)
+    adapted = adapt(adapter, config) if adapter else None
+    switches = {"remat": remat, "critic": critic, "speaks": speaks, "quantization": quantization(adapter)}
+    model = Model(config, dtype=dtype, adapt=adapted, **switches)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
     trained = {name: x for name, x in params.items() if adapter is None or is_own(name)}
     frozen = {name: x for name, x in params.items() if name not in trained}

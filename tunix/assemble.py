@@ -3,6 +3,7 @@
 In an order that finds mistakes early: what is cheap to check is checked before weights are read.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +11,20 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
+from tunix.algorithms.dpo.algorithm import DPO
+from tunix.catalogue import algorithm_class
 from tunix.config import DType
-from tunix.data.pipeline import PLAIN, Batches, Layout, Prompts, account, eval_batches, eval_prompts, total_steps
+from tunix.data.pipeline import (
+    PLAIN,
+    Batches,
+    Layout,
+    Prompts,
+    account,
+    eval_batches,
+    eval_prompts,
+    sequences_of,
+    total_steps,
+)
 from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
@@ -21,7 +34,8 @@ from tunix.lora.adapt import started
 from tunix.mesh import build_mesh
 from tunix.models.model import Params
 from tunix.models.quantized import bytes_per_weight, is_scale
-from tunix.recipe import Recipe, algorithm_class
+from tunix.precompute import Answers, precompute
+from tunix.recipe import Recipe
 from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
@@ -87,10 +101,12 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     rewards = recipe.reward and judge(recipe.reward, found.tokenizer, recipe.data, recipe.model.dtype, mesh)
     collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = _stream(recipe, found, algorithm, collector)
-    evaluation = _evaluation(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
     trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher)
     display.say(_described(trainer, found, mesh, total))
+    if isinstance(algorithm, DPO) and algorithm.precomputes:
+        algorithm.answers = _asked_reference(recipe, found, trainer, folder, display)
+    evaluation = _evaluation(recipe, found, algorithm, collector)
     if algorithm.critic == "alone" and not gives_scores(found.source):
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
     return Job(
@@ -107,6 +123,14 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         scorer=scorer,
         workload=_workload(recipe, algorithm, evaluation),
     )
+
+
+def _asked_reference(recipe: Recipe, found: Inputs, trainer: Trainer, folder: Path, display: Display) -> Answers:
+    """The reference's log-probs of all pairs, of the held-out ones too."""
+    read = (found.tokenizer, recipe.data, "pairs", found.source.decoder.vocab_size)
+    held_out = () if found.held_out is None else sequences_of(found.held_out, *read, limit=recipe.eval.rows)
+    sequences = itertools.chain(sequences_of(found.train, *read), held_out)
+    return precompute(sequences, trainer, recipe.model.dtype, recipe.data.train, folder, display)
 
 
 def _workload(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:

@@ -55,7 +55,7 @@ class AlgorithmConfig(Config):
     """What the section of every algorithm has; each adds its own keys in `algorithms/*/config.py`."""
 
     name: str
-    """A name that `recipe.py` knows, or `file.py:Class` for an algorithm of one's own."""
+    """One of ours, or `file.py:Class` for an algorithm of one's own."""
     speaks: ClassVar[bool] = True
     """Whether the model that it trains says something, which can be sampled; a reward model does not."""
 

@@ -20,6 +20,8 @@ Point = tuple[float, float]
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean", "eval/reward")),
+    ("accuracy of the rewards", ("rewards/accuracy", "eval/rewards/accuracy")),
+    ("margin of the rewards", ("rewards/margin", "eval/rewards/margin")),
     ("loss", ("train/loss", "eval/loss")),
     ("entropy of the policy, nats per token", ("policy/entropy",)),
     ("tokens of an answer", ("rollout/length",)),
@@ -28,6 +30,8 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 COLOURS, GREY = ("#4a90d9", "#e0862f"), "#808080"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 190, 62, 16, 30, 26
 """Of a panel and its margins, in pixels."""
+LETTER = 7
+"""Pixels that a letter takes at most, on average, in any of the fonts that may be there."""
 MOST = 400
 """Points of a curve at most: a longer one is drawn through the means of neighbours."""
 
@@ -155,14 +159,17 @@ def _panel(
         yield f'<path d="M{x(start):.1f} {TOP}V{floor}" stroke="{GREY}" stroke-dasharray="3 3" stroke-opacity="0.7"/>'
         if index == 0:
             yield f'<text x="{x(start) + 4:.1f}" y="{TOP + 10}" font-size="11">{escape(name)}</text>'
-    for place, curve in enumerate(reversed(curves)):
+    legend = right
+    for curve in reversed(curves):
         parts = [[(x(step), y(value)) for step, value in part] for part in curve.parts]
-        yield from _line(curve, parts, right - 140.0 * place)
+        label = f"{curve.name} {curve.points[-1][1]:.3g}"
+        yield from _line(curve, parts, label, legend)
+        legend -= LETTER * (len(label) + 2)
     yield "</g>"
 
 
-def _line(curve: Curve, parts: List[List[Point]], legend: float) -> Iterator[str]:
-    """A curve, its name and its last value. What is measured now and then is dotted."""
+def _line(curve: Curve, parts: List[List[Point]], label: str, legend: int) -> Iterator[str]:
+    """A curve, and its label that ends at `legend`. What is measured now and then is dotted."""
     held_out = curve.name.startswith("eval/")
     colour = COLOURS[held_out]
     for part in parts:
@@ -171,5 +178,4 @@ def _line(curve: Curve, parts: List[List[Point]], legend: float) -> Iterator[str
         if held_out or len(part) == 1:
             for x, y in part if len(part) <= 60 else part[-1:]:
                 yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>'
-    label = f"{curve.name} {curve.points[-1][1]:.3g}"
-    yield f'<text x="{legend:g}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'
+    yield f'<text x="{legend}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'

@@ -1,6 +1,6 @@
 """Numbers with their standard errors, and the arithmetic of pass@k. Everything is numpy.
 
-Axes: P rows (prompts), N samples of a prompt.
+Axes: P rows (prompts), N samples of a prompt, K prompts that have scores.
 """
 
 import math
@@ -41,7 +41,7 @@ def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> 
     return Estimate(ratio, error, number)
 
 
-def means_of(values_PN: Num[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
+def means_of(values_PN: Num[np.ndarray, "P N"]) -> Float[np.ndarray, "K"]:
     """Of each prompt the mean of its samples that are not NaN; prompts that have none are left out."""
     valid = ~np.isnan(values_PN)
     kept = valid.any(axis=1)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tunix.catalogue import algorithm_class
 from tunix.config import DataConfig, RewardConfig
 from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows, open_rows
@@ -21,7 +22,7 @@ from tunix.estimates import Estimate
 from tunix.files import refuse_out, write_text_atomic
 from tunix.judging import judged
 from tunix.measures import Found, Table, answers, loss, pairs
-from tunix.recipe import Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.rollout.collect import Player
 from tunix.source import must_speak
 from tunix.speaker import Asked, Speaker
@@ -30,6 +31,8 @@ from tunix.types import Sampling
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
 ASKING: tuple[Task, ...] = ("reward", "accuracy", "pass")
 """Tasks for which the model answers."""
+LONGEST = 256
+"""Tokens of an answer, where nothing else is said and the model has room for them."""
 SAMPLES = 8
 """Answers to each row for pass@k, where nothing else is said."""
 
@@ -101,7 +104,7 @@ def evaluate(asked: Asked, wanted: Wanted, out: Path | None = None) -> dict[str,
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
     setting = _setting(asked, wanted)
-    found = {task: _measured(setting, task, wanted) for task in setting.tasks}
+    found: dict[Task, Found] = {task: _measured(setting, task, wanted) for task in setting.tasks}
     metrics = {name: value for one in found.values() for name, value in one.metrics.items()}
     if out is not None:
         _write(out, setting, found, metrics)
@@ -174,7 +177,7 @@ def _reading(
     sampled = "pass" in tasks
     if recipe is None:
         speaker = Speaker(asked)
-        tokens, usual, stop = wanted.max_tokens or 256, 1.0, ()
+        tokens, usual, stop = wanted.max_tokens or min(LONGEST, speaker.limit // 2), 1.0, ()
         if tokens >= speaker.limit:
             raise UserError(f"--max-tokens {tokens} leaves no room for a prompt: the model ends at {speaker.limit}")
         config = speaker.data(speaker.limit, name).model_copy(update={"completion_length": tokens})
@@ -255,6 +258,6 @@ def _write(out: Path, setting: _Setting, found: Mapping[Task, Found], metrics: M
     write_text_atomic(out, json.dumps(told, indent=1) + "\n")
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: float | int | None) -> float | int | None:
     """JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """Writing so that a reader sees all of it or nothing: a temporary sibling first, then one rename.
 
-`atomic_folder` serves exports, `write_text_atomic` and `write_lines_atomic` single files. What stood at the target before is never deleted by a
-folder; on a failure the temporary goes and the target is as it was.
+`atomic_folder` serves exports; `write_text_atomic`, `write_lines_atomic` and `write_bytes_atomic` single files. What
+stood at the target before is never deleted by a folder; on a failure the temporary goes and the target is as it was.
 """
 
 import os
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from tunix.errors import UserError
 
@@ -56,10 +57,27 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
     Raises:
         UserError: the disk refuses; the old file is still there.
     """
+    with _replacing(path) as file:
+        file.writelines(line.encode("utf-8") for line in lines)
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Replaces the file at `path` by one that holds the bytes.
+
+    Raises:
+        UserError: the disk refuses; the old file is still there.
+    """
+    with _replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file beside `path` that becomes `path` when the block ends well."""
     temporary = _sibling(path)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(lines)
+        with open(temporary, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

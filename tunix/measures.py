@@ -141,7 +141,7 @@ def pairs(speaker: Speaker, table: Table) -> Found:
 
 def _compared(scores: np.ndarray, suffix: str) -> dict[str, Estimate]:
     margins = scores[::2] - scores[1::2]
-    return {f"pairs/accuracy{suffix}": mean_of(margins > 0), f"pairs/margin{suffix}": mean_of(margins)}
+    return {f"pairs/accuracy{suffix}": mean_of(np.heaviside(margins, 0.5)), f"pairs/margin{suffix}": mean_of(margins)}
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Answers:
     """The model's own answers and what they are worth."""
 
     examples: Examples
-    groups: List[List[Scored]]
+    groups: list[list[Scored]]
     weights: Mapping[str, float]
     """Of each reward in the sum."""
 
@@ -241,9 +241,11 @@ def _scored(speaker: Speaker, sequences: List[Sequence], values: bool = False) -
     length = -(-max(len(one.tokens) for one in sequences) // 64) * 64
     rows = -(-ROWS_PER_PASS // row_shards(mesh)) * row_shards(mesh)
     scorer = Scorer(model, Cut(rows, mesh), length)
+    tokens = 0
     with closing(Bar("eval", len(sequences))) as bar:
         for first in range(0, len(sequences), TOGETHER):
             part = sequences[first : first + TOGETHER]
             compute = scorer.values if values else scorer.logprobs
             yield from zip(part, compute(params, part, size=TOGETHER), strict=True)
-            bar.show(first + len(part), sum(len(one.tokens) for one in sequences[: first + len(part)]))
+            tokens += sum(len(one.tokens) for one in part)
+            bar.show(first + len(part), tokens)

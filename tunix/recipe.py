@@ -1,11 +1,9 @@
 """A recipe: everything that makes a run, read from YAML and checked before any device wakes. Loads without jax.
 
-A file and its overrides -> plain sections -> each stage with the sections above it as defaults -> `Recipe`, a frozen
-value -> `run()`. `tiny()` is the same recipe with a model and data that a laptop has at hand. Every mistake is reported
-at once, by its key. `ALGORITHMS` at the end is the table of what `algorithm.name` may be.
+A file and its overrides -> plain sections -> its stages (`stages.py`) -> `Recipe`, a frozen value -> `run()`. `tiny()`
+is the same recipe with a model and data that a laptop has at hand. Every mistake is reported at once, by its key.
 """
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -16,12 +14,9 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.distill.config import DistillConfig, TeacherConfig
-from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.kto.config import KTOConfig
-from tunix.algorithms.ppo.config import PPOConfig
-from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
+from tunix.catalogue import ALGORITHMS, algorithm_config
 from tunix.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -40,15 +35,13 @@ from tunix.config import (
 from tunix.errors import UserError, nearest
 from tunix.lora.config import AdapterConfig
 from tunix.models.families import preset, small, with_sizes
-from tunix.reading import outranked, overridden, problems, read_mapping, shown, write_yaml
-from tunix.reference import is_reference, load_object
+from tunix.reading import outranked, overridden, problems, read_mapping, write_yaml
 from tunix.shrink import CAPPED, shrunk, tiny_model
+from tunix.stages import SOURCE, resolved_stages
 
 if TYPE_CHECKING:
     from tunix.run import RunResult
 
-# The keys of `model` that say where weights come from; a later stage gets them from the stage before.
-_SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
 # Keys in which a resumed run may differ: none of them changes a weight up to the step that was reached.
 _FREE = re.compile(
     r"(stages\.\d+\.)?(output|logging|checkpoint|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
@@ -146,7 +139,7 @@ class Recipe(Config):
             UserError: every mistake, one line each.
         """
         staged = sections.get("stages") not in (None, [], ())
-        parts = _stages(sections, where) if staged else [{**sections, "stages": ()}]
+        parts = resolved_stages(sections, where) if staged else [{**sections, "stages": ()}]
         checked = [_checked(part, staged) for part in parts]
         recipes = tuple(part for part in checked if isinstance(part, Recipe))
         if len(recipes) < len(checked):
@@ -158,7 +151,7 @@ class Recipe(Config):
         if not self.stages:
             return self.model_dump(mode="json", exclude={"stages"})
         first, *later = self.stages
-        drop = {"stages": True, "output": True, "model": set(_SOURCE)}
+        drop = {"stages": True, "output": True, "model": set(SOURCE)}
         dumped = [stage.model_dump(mode="json", exclude=drop) for stage in later]
         return {"output": self.output, "stages": [first.model_dump(mode="json", exclude={"stages", "output"}), *dumped]}
 
@@ -204,42 +197,6 @@ class Recipe(Config):
         from tunix.run import run
 
         return run(self, fresh=fresh)
-
-
-def algorithm_config(section: Mapping[str, Any]) -> type[AlgorithmConfig]:
-    """The model of an `algorithm` section, by its name. A class of the user's own is imported and names it as `Config`.
-
-    Raises:
-        UserError: no algorithm has this name, or the user's class names no config.
-    """
-    name = str(section.get("name", "sft"))
-    if name in ALGORITHMS:
-        return ALGORITHMS[name][0]
-    algorithm = algorithm_class(name)
-    # Looked up along the bases: a subclass that adds no keys inherits its parent's.
-    config = next((vars(base)["Config"] for base in algorithm.__mro__ if "Config" in vars(base)), None)
-    if not (isinstance(config, type) and issubclass(config, AlgorithmConfig)):
-        raise UserError(f"name is {name!r}, a class without `Config`, which names its keys, e.g. Config = SFTConfig")
-    return config
-
-
-def algorithm_class(name: str) -> type:
-    """The class that runs an algorithm: one of ours, or `file.py:Class`. Imports it, and jax with it.
-
-    Raises:
-        UserError: there is none of this name.
-    """
-    if name in ALGORITHMS:
-        place, _, ours = ALGORITHMS[name][1].partition(":")
-        return vars(importlib.import_module(place))[ours]  # what fails here is a defect of ours, and rises
-    if not is_reference(name):
-        hint = nearest(name, ALGORITHMS)
-        known = ", ".join(ALGORITHMS)
-        raise UserError(f"name is {shown(name)}, not one of {known}, nor a class of yours as file.py:Class.{hint}")
-    found = load_object(name)
-    if not isinstance(found, type):
-        raise UserError(f"name is {name!r}, which is no class")
-    return found
 
 
 def brought() -> dict[str, Path]:
@@ -401,55 +358,6 @@ def _untaught(recipe: Recipe, staged: bool) -> Iterator[str]:
         yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
 
 
-def _stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Each stage with the sections above it as defaults, its own output, and the weights of the one before.
-
-    Raises:
-        UserError: `stages` is no list of mappings, or a stage sets what the list decides.
-    """
-    shared = {key: value for key, value in sections.items() if key != "stages"}
-    listed, output = sections["stages"], shared.get("output")
-    if not isinstance(listed, list) or not all(isinstance(own, Mapping) for own in listed):
-        raise UserError(f"{where}: stages: {shown(listed)} is not a list of mappings, one for each stage")
-    if not isinstance(output, str):
-        raise UserError(f"{where}: output: {shown(output)} is no folder for the stages")
-    resolved: list[dict[str, Any]] = []
-    for index, own in enumerate(listed):
-        for key in {"output", "stages"} & own.keys():
-            raise UserError(f"{where}: stages.{index}.{key}: set it once, above the stages; each writes below {output}")
-        merged = _inherited(shared, own)
-        if resolved:
-            merged["model"] = _continued(own, merged.get("model"), resolved[-1]["output"], f"{where}: stages.{index}")
-        algorithm = merged.get("algorithm")
-        name = str(algorithm.get("name", "sft")) if isinstance(algorithm, Mapping) else "sft"
-        resolved.append({**merged, "output": f"{output}/{index}_{name.rpartition(':')[2]}"})
-    return resolved
-
-
-def _inherited(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's sections, key by key over those above it. Another algorithm, or another length, starts clean."""
-    merged = {**shared, **own}
-    for key, mine in own.items():
-        theirs = shared.get(key)
-        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            other = key == "algorithm" and mine.get("name", "sft") != theirs.get("name", "sft")
-            merged[key] = dict(mine) if other else {**theirs, **mine}
-    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
-        if own.get(key) is not None:
-            merged[rival] = own.get(rival)
-    return merged
-
-
-def _continued(own: Mapping[str, Any], model: Any, before: str, where: str) -> dict[str, Any]:
-    """The `model` section of a later stage: the run before as its path, the precisions as they were."""
-    asked = own.get("model")
-    for key in _SOURCE:
-        if isinstance(asked, Mapping) and asked.get(key):
-            raise UserError(f"{where}.model.{key}: only the first stage names weights; this one starts from {before}")
-    kept = model if isinstance(model, Mapping) else {}
-    return {**{key: value for key, value in kept.items() if key not in _SOURCE}, "path": before}
-
-
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf of a tree with its dotted path."""
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if path == "stages" else ()
@@ -457,15 +365,3 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
     for key, item in inner:
         yield from _flat(item, f"{path}.{key}".lstrip("."))
-
-
-ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
-    "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
-    "ppo": (PPOConfig, "tunix.algorithms.ppo.algorithm:PPO"),
-    "distill": (DistillConfig, "tunix.algorithms.distill.algorithm:Distill"),
-    "grpo": (GRPOConfig, "tunix.algorithms.grpo.algorithm:GRPO"),
-    "dpo": (DPOConfig, "tunix.algorithms.dpo.algorithm:DPO"),
-    "kto": (KTOConfig, "tunix.algorithms.kto.algorithm:KTO"),
-    "reward": (RewardModelConfig, "tunix.algorithms.reward.algorithm:RewardModel"),
-}
-"""`algorithm.name` -> the model of its section, and the class that runs it (imported only then)."""

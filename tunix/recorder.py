@@ -15,7 +15,7 @@ from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.trainer.metrics import Sink
 from tunix.trainer.perf import Compilations, peak_flops, peak_memory, training_flops
-from tunix.trainer.progress import Display
+from tunix.trainer.progress import Display, evaluated
 
 
 class Recorder:
@@ -69,7 +69,7 @@ class Recorder:
         self._settle("evaluation")
         _check(step, values)
         self._extra |= values
-        self._display.say(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+        self._display.say(f"step {step}: {evaluated(values)}")
         if self._pending is None:
             self._write(step, {})
 

@@ -88,6 +88,8 @@ class RewardModel:
         else:
             said = [{"role": "assistant", "content": text}]
             tokens, mask = render_completion(asked(as_messages(before)), said, prompt.row, tokenizer, self.how)
+        if not mask.any():
+            raise UserError("nothing of the completion is left in its rendering")
         # Up to the stop token, as the model was trained; one that was cut off has not said that it is done.
         last = int(np.flatnonzero(mask)[-1])
         unfinished = completion.finish == "length" and int(tokens[last]) in tokenizer.stop_ids

@@ -19,13 +19,14 @@ from typing import IO, Any
 import jax
 
 from tunix.assemble import assemble, build_trainer
+from tunix.catalogue import algorithm_class
 from tunix.config import MeshConfig
 from tunix.curves import write_curves
 from tunix.errors import UserError
 from tunix.files import refuse_taken, write_text_atomic
 from tunix.loop import Loop
 from tunix.mesh import build_mesh
-from tunix.recipe import Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.recorder import Recorder
 from tunix.samples import unigram_entropy
 from tunix.source import TOKENIZER, of_recipe
@@ -314,7 +315,10 @@ def _summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
         lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[-1]:.3f} (greedy answers)")
     told = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
     if told:
-        lines.append(f"held-out pairs in the right order {told[0]:.3f} -> {told[-1]:.3f}")
+        sides = (
+            "completions on their label's side" if recipe.algorithm.reads == "labels" else "pairs in the right order"
+        )
+        lines.append(f"held-out {sides} {told[0]:.3f} -> {told[-1]:.3f}")
     apart = [row["eval/distill/divergence"] for row in result.metrics if "eval/distill/divergence" in row]
     if apart:
         lines.append(f"held-out distance to the teacher {apart[0]:.3f} -> {apart[-1]:.3f} nats per token")

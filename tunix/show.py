@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tunix.algorithms.base import Algorithm
 from tunix.assemble import inputs, layout, read_of_rows
+from tunix.catalogue import algorithm_class
 from tunix.data.accounting import Accounting, Dropped, Kept
 from tunix.data.examples import to_example
 from tunix.data.packing import waste
@@ -24,7 +25,7 @@ from tunix.data.pipeline import Layout
 from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.recipe import Recipe, algorithm_class
+from tunix.recipe import Recipe
 from tunix.types import Sequence
 
 ACCOUNTED = 5000

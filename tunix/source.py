@@ -204,9 +204,10 @@ def weights(
     params: Params = {}
     if source.folder is not None:
         held = {HEAD} if HEAD in dtypes and not model.speaks and has_score(source.folder) else set()
-        base = {name: dtype for name, dtype in dtypes.items() if name in held or not is_own(name)}
+        base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name in held or not is_own(name)}
         params = _loaded(source, model, base, mesh)
-    if missing := {name: dtype for name, dtype in dtypes.items() if name not in params}:
+    missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
+    if missing:
         params |= model.init(jax.random.key(seed), missing, mesh)
     mine = {name for name in dtypes if full or is_own(name)}
     return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}

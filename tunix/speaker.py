@@ -213,8 +213,7 @@ class Speaker:
         if self.trained_on is not None:
             return self.trained_on
         chat = self.plain is None
-        system = {"system": self.system} if chat else {}
-        return DataConfig(train=train, max_length=length, chat=chat, **system)
+        return DataConfig(train=train, max_length=length, chat=chat, system=self.system if chat else None)
 
     def text(self, completion: Completion) -> str | None:
         """What it says, without special tokens and up to a stop string; None without a tokenizer."""

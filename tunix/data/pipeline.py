@@ -8,7 +8,7 @@ where a policy writes the completions: prompts by any number, none of them packe
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -291,6 +291,25 @@ def account(
     """What becomes of every row in one pass over the data."""
     renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
     return sum((Accounting.of(renderer(i)) for i in range(len(rows))), Accounting())
+
+
+def sequences_of(
+    rows: Rows,
+    tokenizer: Tokenizer | None,
+    config: DataConfig,
+    train_on: TrainOn,
+    vocab_size: int | None = None,
+    limit: int | None = None,
+) -> Iterator[Sequence]:
+    """Every sequence that rows become, in file order.
+
+    Args:
+        limit: the first so many rows; None for all.
+    """
+    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+    for i in range(min(limit or len(rows), len(rows))):
+        if isinstance(example := renderer(i), Kept):
+            yield from example.sequences
 
 
 def total_steps(n_rows: int, batch_size: int, epochs: int) -> int:

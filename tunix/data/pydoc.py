@@ -1,8 +1,9 @@
 """Rows from the documentation that comes with Python itself: a signature as the prompt, its docstring's first line.
 
 A real and small task that is on every machine, so the recipe sft_pydoc needs no download. `train` and `held_out` split
-by a hash of the answer, so that no held-out answer was ever trained on, under whatever name. The same Python version
-gives the same rows in the same order, whatever else is installed or imported.
+by a hash of the answer, so that no held-out answer was ever trained on, under whatever name. `pairs` and
+`held_out_pairs` are preferences over the same splits: a function's own line is chosen, another function's rejected. The
+same Python version gives the same rows in the same order, whatever else is installed or imported.
 """
 
 import functools
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 HELD_OUT_PERCENT = 10
+OTHERS = 4
+"""Pairs of each function, with as many other functions' lines."""
 
 # Modules whose import has no effect that anyone would notice; those that a platform lacks are skipped.
 _MODULES = """
@@ -58,6 +61,34 @@ def held_out() -> list[dict[str, str]]:
     In the order of their hashes, so that the first ones, which an evaluation reads and shows, come from all modules.
     """
     return sorted((row for row in _rows() if _is_held_out(row["completion"])), key=lambda row: _hash(row["prompt"]))
+
+
+def pairs() -> list[dict[str, str]]:
+    """`{"prompt": "heapq.heappop(heap, /)\\n", "chosen": "Pop the smallest item ...", "rejected": "Return a ..."}`.
+
+    Rejected are lines of `train` too, each as often as it is chosen: what a line says by itself tells nothing, only
+    whether it belongs to the function does.
+    """
+    return [pair for distance in range(1, OTHERS + 1) for pair in _paired(train(), distance)]
+
+
+def held_out_pairs() -> list[dict[str, str]]:
+    """The same of `held_out`, one pair for each function, in that order; neither side was ever trained on."""
+    return _paired(held_out(), 1)
+
+
+def _paired(rows: list[dict[str, str]], distance: int) -> list[dict[str, str]]:
+    """Every row with the answer of one that stands so far behind it in the order of hashes, which is no order at all.
+
+    Functions that share their answer, as `readable` of several classes does, are no pair.
+    """
+    order = sorted(rows, key=lambda row: _hash(row["prompt"]))
+    behind = order[distance:] + order[:distance]
+    return [
+        {"prompt": own["prompt"], "chosen": own["completion"], "rejected": other["completion"]}
+        for own, other in zip(order, behind, strict=True)
+        if own["completion"] != other["completion"]
+    ]
 
 
 def _is_held_out(answer: str) -> bool:

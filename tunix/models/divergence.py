@@ -12,7 +12,7 @@ Axes: B rows, T time, C tokens of a block, V ids that both know, W ids of a chun
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +99,11 @@ def compared(
     vocab = min(len(student.table), len(teacher.table))
     rows, length = needed.shape
     chunk = chunk_width(rows * block_length(rows, length), vocab)
-    bends = (Bend(side.softcap, how.temperature, vocab) for side in (student, teacher))
-    tables = (in_chunks(side.table[:vocab], chunk) for side in (student, teacher))
-    (own, other), pair = tables, _Pair(*bends, how)
-    return Compared(*_compared(pair, student.hidden, own, teacher.hidden, other, targets, needed))
+    bends = [Bend(side.softcap, how.temperature, vocab) for side in (student, teacher)]
+    own, other = (in_chunks(side.table[:vocab], chunk) for side in (student, teacher))
+    pair = _Pair(bends[0], bends[1], how)
+    found = _compared(pair, student.hidden, own, teacher.hidden, other, targets, needed)
+    return Compared(*cast(tuple[jax.Array, ...], found))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

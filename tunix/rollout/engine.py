@@ -31,7 +31,7 @@ from tunix.types import Completion, Reply, Sampling
 OnTokens = Callable[[int, np.ndarray], None]
 """Hears of (request, its new tokens) after each dispatch."""
 SHORT = 8
-"""Steps of a dispatch where the host looks at the text: streaming, and stop strings."""
+"""Steps of a dispatch where the host looks at the text: a single answer that is streamed, and stop strings."""
 REFILL = 8
 """A dispatch ends early when one slot in so many has ended and something is there to go on with."""
 
@@ -250,7 +250,8 @@ class _Run:
         if self.state is None or not any(self.slots):
             if (width, length) != (len(self.slots), self.length):
                 self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
-                self.slots, self.length = [None] * width, length
+                self.slots = [None] * width
+                self.length = length
             return
         # Step by step, so that few ways from shape to shape are compiled.
         while len(self.slots) > width:
@@ -272,7 +273,8 @@ class _Run:
     def _draw(self) -> None:
         """One dispatch, and what follows from it."""
         running = [episode for episode in self.slots if episode is not None]
-        looks = self.on_tokens is not None or any(episode.request.sampling.stop_strings for episode in running)
+        watched = self.on_tokens is not None and len(self.done) == 1  # of many answers nobody reads every word
+        looks = watched or any(episode.request.sampling.stop_strings for episode in running)
         room = self.length - max(episode.held for episode in running)
         most = np.int32(min(self.engine.steps, SHORT if looks else self.engine.steps, room))
         enough = np.int32(self._enough(len(running)))

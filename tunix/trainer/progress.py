@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere. Everything goes to stderr.
 
-The bar shows step, loss or reward (and its curve so far), tokens per second and time left. Without a terminal a line is
-printed every ten seconds, so that a log file stays readable.
+The bar shows step, loss, reward or share of pairs in order (and its curve so far), tokens per second and time left.
+Without a terminal a line is printed every ten seconds, so that a log file stays readable.
 """
 
 import math
@@ -15,6 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0
 """Seconds between plain lines."""
+RISING = ("reward/mean", "rewards/accuracy")
+"""What should go up; the first that a run has is drawn."""
+DETAILS = ("eval/logprobs/", "eval/rewards/chosen", "eval/rewards/rejected", "eval/kl/")
+"""How names begin that metrics.jsonl has, and that a person is spared."""
 
 
 class Display:
@@ -25,7 +29,7 @@ class Display:
         self._total = total
         self._printed = 0.0
         self._speed = ""
-        self._rewards: list[float] = []
+        self._climb: list[float] = []
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -47,9 +51,8 @@ class Display:
         """Shows a finished step."""
         if "perf/tokens_per_second" in values:
             self._speed = f"{readable(values['perf/tokens_per_second'])} tokens/s"
-        if "reward/mean" in values:
-            self._rewards.append(values["reward/mean"])
-        drawn = sparkline(self._rewards) if self.console.encoding.startswith("utf") else ""
+        self._climb += [values[name] for name in RISING if name in values][:1]
+        drawn = sparkline(self._climb) if self.console.encoding.startswith("utf") else ""
         numbers = "  ".join(part for part in (drawn, summary(values), self._speed) if part)
         if self.console.is_terminal:
             self._bar.update(self._task, completed=step, numbers=numbers)
@@ -71,10 +74,16 @@ class Display:
 def summary(values: Mapping[str, float]) -> str:
     """The few numbers that a person wants to see go by."""
     shown = []
-    for label, name in (("reward", "reward/mean"), ("loss", "train/loss")):
+    for label, name in (("reward", "reward/mean"), ("accuracy", "rewards/accuracy"), ("loss", "train/loss")):
         if name in values:
             shown.append(f"{label} {values[name]:.4f}")
     return "  ".join(shown)
+
+
+def evaluated(values: Mapping[str, float]) -> str:
+    """What an evaluation found, the loss first and without the details: `eval/loss 0.5482  eval/...`."""
+    shown = [name for name in values if not name.startswith(DETAILS)]
+    return "  ".join(f"{name} {values[name]:.4f}" for name in sorted(shown, key=lambda name: name != "eval/loss"))
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:

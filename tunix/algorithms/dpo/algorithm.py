@@ -6,6 +6,8 @@ the rewards, are the prompt's pair.
 Axes: P prompts, G group.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,12 +15,12 @@ import numpy as np
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import dpo_loss
+from tunix.algorithms.dpo.loss import REFERENCE, dpo_loss
 from tunix.algorithms.loss import compared_with_sampler
 from tunix.algorithms.policy import Groups, as_sequence, gate, notes, report, rewards_of, row
 from tunix.client import Client
 from tunix.rollout.collect import Rollouts, require_scores
-from tunix.types import Loss, LossInputs, LossOutputs, Metrics
+from tunix.types import Loss, LossInputs, LossOutputs, Metrics, Sequence
 
 Ranks = list[tuple[int, int] | None]
 """Of each group the places of the best and of the worst completion, or None where nothing tells them apart."""
@@ -31,6 +33,9 @@ class DPO(Algorithm):
     config: DPOConfig
 
     members = 2
+
+    answers: Callable[[Sequence], np.ndarray] | None = None
+    """`[T]` log-probs of the reference, asked before the first step where the recipe says so."""
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `dpo_loss`."""
@@ -49,15 +54,26 @@ class DPO(Algorithm):
 
     @property
     def needs_reference(self) -> bool:
-        """As the form does."""
-        return self.config.has_reference
+        """As the form does; not where it was asked beforehand."""
+        return self.config.has_reference and not self.precomputes
+
+    @property
+    def precomputes(self) -> bool:
+        """Whether the reference is asked once for all rows."""
+        return self.config.reference == "precompute"
+
+    def prepared(self, sequence: Sequence) -> Sequence:
+        """The sequence with the reference's log-probs, where they were asked beforehand."""
+        if self.answers is None:
+            return sequence
+        return replace(sequence, per_token={**sequence.per_token, REFERENCE: self.answers(sequence)})
 
     @property
     def objective(self) -> Loss:
         """The loss; of completions that the policy drew, on the distribution that they were drawn from."""
         if self.config.online:
             return Loss(self.gated_loss, reference=self.needs_reference, temperature=self.sampling.temperature)
-        return Loss(self.loss, reference=self.needs_reference and self.config.reference == "snapshot")
+        return Loss(self.loss, reference=self.needs_reference)
 
     def update(self, client: Client, data: Any) -> Update:
         """One update, of a batch of pairs, or of those that the policy writes first."""

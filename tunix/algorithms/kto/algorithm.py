@@ -30,8 +30,6 @@ class KTO(Algorithm):
     Config = KTOConfig
     config: KTOConfig
 
-    needs_reference = True
-
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `kto_loss`."""
         return kto_loss(inputs, self.config)
@@ -40,6 +38,11 @@ class KTO(Algorithm):
     def train_on(self) -> Literal["labels"]:
         """A completion and its label."""
         return "labels"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def objective(self) -> Loss:

@@ -39,16 +39,16 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> LossOutputs:
     baseline = 0.0 if config.loss == "apo_zero" else config.beta * jnp.asarray(batch.per_sequence[BASELINE])
     gain = jnp.where(desirable, rewards - baseline, baseline - rewards)
     weight = jnp.where(desirable, config.desirable_weight, config.undesirable_weight)
-    metrics = {"kl/reference": 0.5 * ratios**2}
+    metrics = {"rewards/accuracy": jnp.heaviside(gain, 0.5)}
     for side, mine, count in (
         ("chosen", desirable, batch.counts["desirable"]),
         ("rejected", ~desirable, batch.counts["sequences"] - batch.counts["desirable"]),
     ):
         # A mean over one side alone: the framework divides by all sequences.
         share = jnp.where(mine, batch.counts["sequences"] / jnp.maximum(count, 1e-6), 0.0)
-        metrics[f"rewards/{side}"] = Term(share * rewards, "sequences")
-        metrics[f"logprobs/{side}"] = Term(share * sums, "sequences")
-    sides = metrics["rewards/chosen"].values, metrics["rewards/rejected"].values
-    metrics["rewards/margin"] = Term(sides[0] - sides[1], "sequences")
-    metrics["rewards/accuracy"] = Term(jnp.heaviside(gain, 0.5), "sequences")
-    return LossOutputs({"preference": Term(weight * jax.nn.sigmoid(-gain), "sequences")}, metrics)
+        metrics |= {f"rewards/{side}": share * rewards, f"logprobs/{side}": share * sums}
+    metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return LossOutputs(
+        {"preference": Term(weight * jax.nn.sigmoid(-gain), "sequences")},
+        {"kl/reference": 0.5 * ratios**2, **{name: Term(values, "sequences") for name, values in metrics.items()}},
+    )

@@ -39,6 +39,6 @@ def reward_loss(inputs: LossInputs, centring: float) -> LossOutputs:
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margin": gap,
-        "rewards/accuracy": (gap > 0).astype(jnp.float32),
+        "rewards/accuracy": jnp.heaviside(gap, 0.5),
     }
     return LossOutputs(terms, {name: Term(values, "pairs") for name, values in metrics.items()})
