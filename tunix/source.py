@@ -267,7 +267,7 @@ def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mes
     if source.merged is None:
         return load_params(model, source.folder, dtypes, mesh)
     whole, params = replace(model, quantization=None), Params()
-    rest = {name: dtype for name, dtype in dtypes.items() if name not in model.kinds}
+    rest: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in model.kinds}
     places = model.shardings(mesh)
     params |= _merged(load_params(whole, source.folder, rest, mesh), whole, source, mesh)
     # One after the other, so that one matrix at a time is there as it was.

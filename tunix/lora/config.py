@@ -53,9 +53,9 @@ class AdapterConfig(Config):
     """Width of the low-rank matrices: more can learn more, and takes more memory."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The update is scaled by alpha / rank."""
-    ranks: dict[str, Positive] = Field({})
+    ranks: dict[str, Positive] = Field(default={})
     """Other ranks for some modules, such as {q_proj: 8, "mlp.*": 32}; the first pattern that matches counts."""
-    alphas: dict[str, Annotated[float, Field(gt=0)]] = Field({})
+    alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """Likewise other alphas."""
     rslora: bool = False
     """Scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""

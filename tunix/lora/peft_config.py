@@ -189,7 +189,7 @@ def _whole(modules: Any, scores: bool, untied: bool, refuse: Refuse) -> tuple[Ta
         raise refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
     if not set(saved) <= known:
         raise refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
-    tables = tuple(name for name in TABLES if name in saved)
+    tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
     if untied and len(tables) == 1 and not scores:
         raise refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
     return tables

@@ -197,7 +197,8 @@ class Decoder(nnx.Module):
             # Cast layer by layer, so that float32 masters never exist a second time as a whole bf16 model.
             block = nnx.merge(graph, jax.tree_util.tree_map_with_path(cast, weights))
             mine = None if drawn is None else fold_tokens(drawn, number)
-            return block(x, segments, *choose(local), mine), None
+            rope, window = choose(local)
+            return block(x, segments, rope, window, mine), None
 
         names = () if self.remat else KEPT
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
