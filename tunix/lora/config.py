@@ -1,32 +1,12 @@
-"""The `adapter` section of a recipe, and which module it gives which rank and scale. Loads without jax.
-
-Patterns are PEFT's: a regular expression that a module's whole Hugging Face name matches, or what follows one of its
-dots; `q_proj` is one. Layers are stacked here and adapted alike, so a pattern cannot choose between layers.
-"""
+"""The `adapter` section of a recipe, and which module it gives which rank and scale. Loads without jax."""
 
 import math
-import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from tunix.config import BaseType, Config, Fraction, Positive
-from tunix.errors import nearest
-
-MODULES = {
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-}
-"""Hugging Face's names of a layer's matrices -> ours."""
-PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
-"""The same by their last word."""
-MOST_LAYERS = 128
-"""Layers that a pattern is tried on: more than the deepest of these families has."""
+from tunix.models.modules import PROJECTIONS, matched
 
 Table = Literal["embed_tokens", "lm_head"]
 
@@ -108,6 +88,10 @@ class AdapterConfig(Config):
         if info.field_name == "targets" and not value:
             raise ValueError("targets is empty: nothing would train")
         for pattern in value:
+            if pattern in get_args(Table):
+                raise ValueError(
+                    f"{pattern!r} is a table, which takes no low-rank matrices. `also: [{pattern}]` trains it whole"
+                )
             matched(pattern)
         return value
 
@@ -140,30 +124,3 @@ class AdapterConfig(Config):
     def _low(self, name: str) -> Low:
         rank = next((rank for pattern, rank in self.ranks.items() if name in matched(pattern)), self.rank)
         return Low(rank, self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank))
-
-
-def matched(pattern: str) -> tuple[str, ...]:
-    """The modules that a pattern means, by their last word.
-
-    Raises:
-        ValueError: it is no regular expression, means nothing, or a module of some layers only.
-    """
-    try:
-        whole = re.compile(rf"(.*\.)?({pattern})")
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is neither a module's name nor a regular expression ({error})") from None
-    found = []
-    for name in MODULES:
-        layers = [n for n in range(MOST_LAYERS) if whole.fullmatch(f"model.layers.{n}.{name}")]
-        if layers and len(layers) < MOST_LAYERS:
-            raise ValueError(
-                f"{pattern!r} means {name} of some layers only; layers are stacked and adapted alike, so leave the "
-                r"layer's number open: layers\.\d+\."
-            )
-        found += [name.split(".")[-1]] if layers else []
-    if not found:
-        hint = nearest(pattern, [*PROJECTIONS, *MODULES])
-        if pattern in ("embed_tokens", "lm_head"):
-            hint = f" `also: [{pattern}]` trains it whole."
-        raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")
-    return tuple(found)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.errors import UserError
-from tunix.lora.config import MODULES, PROJECTIONS, AdapterConfig, Table, matched
+from tunix.lora.config import AdapterConfig, Table
 from tunix.models.families import read_json
 from tunix.models.family import SCORE
+from tunix.models.modules import MODULES, PROJECTIONS, matched
 from tunix.models.tensor_files import some
 
 CONFIG = "adapter_config.json"

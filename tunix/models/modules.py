@@ -1,0 +1,49 @@
+"""What a layer's matrices are called, and which of them a pattern means. Loads without jax.
+
+Patterns are PEFT's and qwix's: a regular expression that a module's whole Hugging Face name matches, or what follows
+one of its dots; `q_proj` is one. Layers are stacked here and treated alike, so a pattern cannot choose between layers.
+"""
+
+import re
+
+from tunix.errors import nearest
+
+MODULES = {
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+"""Hugging Face's names of a layer's matrices -> ours."""
+PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
+"""The same by their last word."""
+MOST_LAYERS = 128
+"""Layers that a pattern is tried on: more than the deepest of these families has."""
+
+
+def matched(pattern: str) -> tuple[str, ...]:
+    """The modules that a pattern means, by their last word.
+
+    Raises:
+        ValueError: it is no regular expression, means nothing, or a module of some layers only.
+    """
+    try:
+        whole = re.compile(rf"(.*\.)?({pattern})")
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is neither a module's name nor a regular expression ({error})") from None
+    found = []
+    for name in MODULES:
+        layers = [n for n in range(MOST_LAYERS) if whole.fullmatch(f"model.layers.{n}.{name}")]
+        if layers and len(layers) < MOST_LAYERS:
+            raise ValueError(
+                f"{pattern!r} means {name} of some layers only; layers are stacked and treated alike, so leave the "
+                r"layer's number open: layers\.\d+\."
+            )
+        found += [name.split(".")[-1]] if layers else []
+    if not found:
+        hint = nearest(pattern, [*PROJECTIONS, *MODULES])
+        raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")
+    return tuple(found)
