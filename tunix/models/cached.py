@@ -24,6 +24,8 @@ from tunix.models.quantized import in_compute
 TOP = ("embed/w", "head/w", "norm/w")
 """The parameters outside of the layers that decoding reads."""
 LAYERS = "layers/"
+BY_ADAPTER = ("_lora_share", "_lora_gain")
+"""Ends of the names of weights that have one entry for each adapter of a mixture, and one before them for none."""
 
 Cache = tuple[jax.Array, jax.Array]
 """Keys `[B K H T]` and values `[B K T H]` of one layer: both products of attention read them as they lie."""
@@ -107,6 +109,7 @@ def extend(
     start: Int[Array, "B"],
     count: Int[Array, "B"],
 ) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
+    adapters: Int[Array, "B"] | None = None,
     """Hidden states of new tokens after the final norm, and the caches with them.
 
     Args:
@@ -114,6 +117,7 @@ def extend(
         start: tokens that a row's cache holds already.
         count: how many of a row's are real, 0 to C; the others are not written, and their states mean nothing.
     """
+        adapters: of a mixture (`lora/mixture.py`) the number of each row's, from 1; 0 for the bare base.
     c = model.config
     offsets = jnp.arange(tokens.shape[1], dtype=start.dtype)
     positions, real = start[:, None] + offsets, offsets < count[:, None]
@@ -125,7 +129,7 @@ def extend(
         kind = (values.shape[2], is_local(c, layer))
         if kind not in views:
             views[kind] = _view(positions, real, start + count, kind[0], c.window if kind[1] else None)
-        block, view = model.layer(own), views[kind]
+        block, view = model.layer(_of_rows(own, adapters)), views[kind]
         q, k, v = block.heads(x, ropes[kind[1]])
         keys, values = _write_keys(keys, k, view.columns), _write_values(values, v, view.columns)
         mixed = _attend(q, keys, values, view.bias, scale=c.scale, softcap=c.attention_softcap)
@@ -135,6 +139,13 @@ def extend(
 
 
 class _View(NamedTuple):
+def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
+    """A layer's weights with what each row takes of a mixture's adapters, `[B ...]`."""
+    if adapters is None:
+        return own
+    return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in own.items()}
+
+
     """What new tokens write to and see of one kind of cache."""
 
     columns: Int[Array, "B C"]

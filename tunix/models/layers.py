@@ -51,6 +51,8 @@ class Adapter(NamedTuple):
     anchored: bool = False
     """PiSSA."""
 
+    mixed: bool = False
+    """Several lie side by side, and each row takes its own (`lora/mixture.py`)."""
 
 class Projection(nnx.Module):
     """`einsum(spec, x, w) + b`. The contracted axes of `w` come first."""
@@ -64,6 +66,9 @@ class Projection(nnx.Module):
     w_lora_m: nnx.Variable
     """The magnitude of each output (DoRA)."""
     w_scale: nnx.Variable
+    w_lora_share: nnx.Variable
+    w_lora_gain: nnx.Variable
+    """Where adapters lie side by side: how much of each channel a row takes, and DoRA's gain of its adapter."""
     """The scales of a quantized `w`."""
 
     def __init__(
@@ -144,6 +149,8 @@ class Projection(nnx.Module):
         narrow = project(f"{of_x},{summed}r->BTr", x, a)
         return project(f"BTr,r{kept}->{of_y}", narrow, b)
 
+        if self.adapter.mixed:
+            return self.w_lora_gain[...][:, None]
     def _pair(self, adapter: Adapter) -> tuple[jax.Array, jax.Array]:
         """A and B, beside what they began as where that is taken off."""
         a, b = self.w_lora_a[...], self.w_lora_b[...]
@@ -161,6 +168,8 @@ def dropped(x: Float[Array, "B T *inputs"], drawn: TokenKeys, adapter: Adapter) 
 
     share = 1 - adapter.dropout
     draw = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, share, x.shape[2:])))
+        if adapter.mixed:
+            narrow = narrow * self.w_lora_share[...][:, None]
     return jnp.where(draw(fold_tokens(drawn, adapter.number)), x / share, 0).astype(x.dtype)
 
 

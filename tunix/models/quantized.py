@@ -142,10 +142,10 @@ def is_scale(name: str) -> bool:
 
 
 def in_compute(name: str, w: jax.Array, dtype: Any) -> jax.Array:
-    """A weight in the compute dtype; rounded values, their scales and DoRA's magnitudes stay as they are."""
+    """A weight in the compute dtype; rounded values, their scales, DoRA's magnitudes and gains stay as they are."""
     return (
         w
-        if is_scale(name) or name.endswith("_lora_m") or w.dtype not in (jnp.float32, jnp.bfloat16)
+        if is_scale(name) or name.endswith(("_lora_m", "_lora_gain")) or w.dtype not in (jnp.float32, jnp.bfloat16)
         else w.astype(dtype)
     )
 

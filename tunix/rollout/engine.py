@@ -3,14 +3,14 @@
 Requests wait in a queue. Free slots are filled from it (`prompts.py` computes each prompt once), all slots draw for
 some steps in one dispatch (`programs.decode`), and slots that have ended make room or go on with what an environment
 answers. Slots and cache lengths come from a small closed set, so that compiling ends. The caches live as long as one
-call of `run`: none can outlast the weights that filled it.
+call of `run`: none can outlast the weights that filled it, and a prompt is shared by requests of one adapter only.
 
 Axes: S slots, K steps of a dispatch.
 """
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.errors import UserError
+from tunix.lora.mixture import Laid, Mixture
 from tunix.models.cached import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.episode import Decode, Episode, Request, flow
@@ -69,8 +70,11 @@ class Engine:
         self.sizes = Sizes(slots, length, chunk, max(chunk, steps), cache_dtype or model.dtype)
         self.weights: Weights | None = None
         self.version = 0
+        self.adapters: dict[str, int] = {}
+        """Numbers of the adapters beside the weights, from 1."""
+        self._mixture: Mixture | None = None
         self._base: Weights | None = None
-        self._base_of: list[weakref.ref] = []
+        self._base_of: dict[str, weakref.ref] = {}
 
     @property
     def slots(self) -> int:
@@ -82,31 +86,45 @@ class Engine:
         """Tokens of prompt and completion at most."""
         return self.sizes.length
 
-    def load(self, params: Params, version: int, moving: Collection[str] = ()) -> None:
+    def load(
+        self,
+        params: Params,
+        version: int,
+        moving: Collection[str] = (),
+        beside: Mapping[str, Laid] | None = None,
+    ) -> None:
         """From now on samples come from copies of these weights, which are made here.
 
-        Under an adapter the base is frozen: it is copied once, and only the adapter's weights move afterwards.
+        Under adapters the base is frozen: it is copied once, and only the adapters' weights move afterwards.
 
         Args:
             params: all weights by name.
             version: noted in the completions.
             moving: tables that train beside the adapter.
+            beside: adapters that requests choose from, by name; adapters of the same settings compile nothing anew.
+
+        Raises:
+            ValueError: one of them does not fit a model that is adapted already, or is no adapter alone.
         """
+        beside = beside or {}
         adapter = {name: x for name, x in params.items() if is_adapter(name) or name in moving}
         base = {name: x for name, x in params.items() if name not in adapter}
-        same = [ref() for ref in self._base_of]
-        own = self._base
+        own, frozen = self._base, bool(adapter or beside)
         with jax.set_mesh(self.mesh):
-            if not adapter or own is None or any(a is not b for a, b in zip(same, base.values(), strict=True)):
-                own = self._base = self._copy(base, frozen=bool(adapter))
-                self._base_of = [weakref.ref(x) for x in base.values()]
+            if own is None or not frozen or not self._holds(base):
+                own = self._base = self._copy(base, frozen=frozen)
+                self._base_of = {name: weakref.ref(x) for name, x in base.items()}
             views = _unstack(self.model, adapter)
             layers = tuple({**mine, **more} for mine, more in zip(own.layers, views.layers, strict=True))
             weights = Weights({**own.top, **views.top}, layers)
             if magnified(self.model):
                 settled = zip(layers, _gains(self.model, weights), strict=True)
                 weights = weights._replace(layers=tuple({**mine, **own_gains} for mine, own_gains in settled))
+            self._mixture = self._mixed(beside)
+            if self._mixture is not None:
+                weights = self._mixture.laid(weights, [one.params for one in beside.values()])
         self.weights, self.version = weights, version
+        self.adapters = {name: number for number, name in enumerate(beside, start=1)}
 
     def warm(self, work: Workload) -> None:
         """Compiles what this workload can meet: nothing compiles while it is sampled.
@@ -115,7 +133,7 @@ class Engine:
             ValueError: no weights were loaded.
         """
         with jax.set_mesh(self.mesh):
-            Warmth(self.model, self._loaded, self.sizes, self.steps, work)()
+            Warmth(self.drawn, self._loaded, self.sizes, self.steps, work)()
 
     def sample(
         self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
@@ -152,6 +170,22 @@ class Engine:
             return _Run(self, self._loaded, requests, reply, on_tokens).finish()
 
     @property
+    def drawn(self) -> Model:
+        """What is drawn from: the model, with the adapters that lie beside it."""
+        return self.model if self._mixture is None else self._mixture.model
+
+    def _mixed(self, beside: Mapping[str, Laid]) -> Mixture | None:
+        """The adapters' mixture: the present one where it is of their settings, so that its programs serve again."""
+        settings = tuple(one.settings for one in beside.values())
+        if self._mixture is not None and self._mixture.settings == settings:
+            return self._mixture
+        return Mixture(self.model, settings) if beside else None
+
+    def _holds(self, base: Params) -> bool:
+        """Whether the copy that there is was made of these arrays."""
+        return all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
+
+    @property
     def _loaded(self) -> Weights:
         if self.weights is None:
             raise ValueError("the engine has no weights: load() them before sampling")
@@ -167,6 +201,9 @@ class Engine:
     def _check(self, number: int, request: Request) -> None:
         tokens, vocab = len(request.prompt), self.model.config.vocab_size
         check(request.sampling, vocab)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
+            raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
         if request.sampling.stop_strings and self.decode is None:
             raise UserError(
                 f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
@@ -194,9 +231,11 @@ class _Run:
         reply: Reply | None,
         on_tokens: OnTokens | None,
     ):
-        self.engine, self.model, self.weights, self.sizes = engine, engine.model, weights, engine.sizes
+        self.engine, self.model, self.weights, self.sizes = engine, engine.drawn, weights, engine.sizes
         self.reply, self.on_tokens = reply, on_tokens
-        episodes = [Episode(x, number, engine.length, engine.decode) for number, x in enumerate(requests)]
+        numbers = [engine.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
+        given = enumerate(zip(requests, numbers, strict=True))
+        episodes = [Episode(x, number, engine.length, engine.decode, adapter) for number, (x, adapter) in given]
         self.waiting = deque(episodes)
         self.expected = Counter(_prompt_key(x) for x in requests)
         self.prefixes: dict[tuple, Prefix] = {}
@@ -220,7 +259,7 @@ class _Run:
         self._fit(len(running) + len(new), max(episode.held for episode in running + new))
         if not new:
             return
-        self._compute([episode.request for episode in new])
+        self._compute(new)
         sources: dict[int, tuple[Rows, np.ndarray]] = {}
         for episode in new:
             slot, key = self.slots.index(None), _prompt_key(episode.request)
@@ -235,13 +274,12 @@ class _Run:
             rows.lengthen(self.model, self.sizes, self.length)
             self.state = put(self.state, rows.state, source)
 
-    def _compute(self, requests: Sequence[Request]) -> None:
+    def _compute(self, episodes: Sequence[Episode]) -> None:
         """The prefixes of prompts that are met for the first time."""
-        fresh = {_prompt_key(x): x for x in requests if _prompt_key(x) not in self.prefixes}
-        prompts = [np.asarray(x.prompt, np.int32) for x in fresh.values()]
-        found = compute(
-            self.model, self.weights, prompts, [x.sampling for x in fresh.values()], self.sizes, self.length
-        )
+        fresh = {_prompt_key(x.request): x for x in episodes if _prompt_key(x.request) not in self.prefixes}
+        prompts = [np.asarray(x.request.prompt, np.int32) for x in fresh.values()]
+        adapters, settings = [x.adapter for x in fresh.values()], [x.request.sampling for x in fresh.values()]
+        found = compute(self.model, self.weights, prompts, adapters, settings, self.sizes, self.length)
         self.prefixes |= zip(fresh, found, strict=True)
 
     def _fit(self, number: int, held: int) -> None:
@@ -311,7 +349,7 @@ class _Run:
             return None
         observation = self.reply(episode.number, episode.completion(self.engine.version))
         tokens = None if observation is None else episode.observe(np.asarray(observation, np.int32))
-        return None if tokens is None else Piece(tokens, episode.held - len(tokens))
+        return None if tokens is None else Piece(tokens, episode.held - len(tokens), episode.adapter)
 
     def _observe(self, answered: list[tuple[int, Piece]]) -> None:
         """Appends observations to their slots."""
@@ -329,9 +367,10 @@ class _Run:
 
 
 def _prompt_key(request: Request) -> tuple:
-    """Requests of one key share a prefix: equal prompts, and equal settings where the prompt's log-probs are asked."""
+    """Requests of one key share a prefix: equal prompts under one adapter, and equal settings where the prompt's
+    log-probs are asked."""
     prompt = np.asarray(request.prompt, np.int32).tobytes()
-    return (prompt, request.sampling if request.sampling.prompt_logprobs else None)
+    return (prompt, request.adapter, request.sampling if request.sampling.prompt_logprobs else None)
 
 
 _unstack = jax.jit(unstack, static_argnames="model")

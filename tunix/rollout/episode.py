@@ -30,6 +30,8 @@ class Request:
     """A draw depends on (seed, index, token index) alone."""
     index: int = 0
     """Tells requests of one seed apart."""
+    adapter: str | None = None
+    """Of those that lie beside the loaded weights, the one that answers; None for the loaded weights alone."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Episode:
     """Tokens of prompt and completion at most."""
     decode: Decode | None
     """For stop strings."""
+    adapter: int = 0
+    """Number of the request's, from 1; 0 for none."""
     tokens: list[int] = field(default_factory=list)
     """Behind the prompt: drawn and observed."""
     logprobs: list[float] = field(default_factory=list)
@@ -140,7 +144,7 @@ class Episode:
 def flow(slots: Sequence[Episode | None]) -> Flow:
     """What the device is told of the slots; those without an episode rest."""
     running = [(slot, episode) for slot, episode in enumerate(slots) if episode is not None]
-    held, left, drawn, index = np.zeros((4, len(slots)), np.int32)
+    held, left, drawn, index, adapter = np.zeros((5, len(slots)), np.int32)
     seeds = np.zeros((len(slots), 2), np.uint32)
     stops = np.full((len(slots), MOST_STOPS), -1, np.int32)
     settings = [Sampling()] * len(slots)
@@ -148,6 +152,6 @@ def flow(slots: Sequence[Episode | None]) -> Flow:
         request = episode.request
         held[slot], left[slot], drawn[slot], index[slot] = episode.held, episode.left, episode.drawn, request.index
         seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-        settings[slot] = request.sampling
+        settings[slot], adapter[slot] = request.sampling, episode.adapter
         stops[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
-    return Flow(held, left, drawn, seeds, index, stops, Transform.of(settings))
+    return Flow(held, left, drawn, seeds, index, adapter, stops, Transform.of(settings))

@@ -49,6 +49,8 @@ class Flow(NamedTuple):
     """`[S 2]` uint32: high and low word of the seed."""
     request: Host
     """`[S]` int32: index of the request."""
+    adapter: Host
+    """`[S]` int32: number of its adapter, from 1; 0 for none."""
     stops: Host
     """`[S M]` int32, padded with -1."""
     transform: Transform
@@ -71,10 +73,17 @@ def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> Sta
 
 @partial(jax.jit, static_argnames="model", donate_argnames="rows")
 def prefill(
-    model: Model, weights: Weights, rows: State, tokens: Int[Host, "R C"], start: Int[Host, "R"], count: Int[Host, "R"]
+    model: Model,
+    weights: Weights,
+    rows: State,
+    tokens: Int[Host, "R C"],
+    start: Int[Host, "R"],
+    count: Int[Host, "R"],
+    adapters: Int[Host, "R"],
 ) -> tuple[State, Float[Array, "R C D"]]:
     """Appends a chunk of `count` tokens to each row that holds `start`; also the states of all of the chunk."""
-    hidden, caches = extend(model, weights, rows.caches, jnp.asarray(tokens), jnp.asarray(start), jnp.asarray(count))
+    new = (jnp.asarray(x) for x in (tokens, start, count, adapters))
+    hidden, caches = extend(model, weights, rows.caches, *new)
     last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)[:, 0]
     return State(caches, last), hidden
 
@@ -157,7 +166,7 @@ def decode(
         new = _draw(model, weights, state, flow, keys, drawn + count, live)
         draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
         hidden, caches = extend(
-            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32)
+            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32), flow.adapter
         )
         count += live
         live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)

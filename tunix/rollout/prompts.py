@@ -25,6 +25,8 @@ class Piece(NamedTuple):
 
     tokens: np.ndarray
     start: int
+    adapter: int
+    """Number of the row's, from 1; 0 for none."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ def append(
     whole, last = sizes.cut(len(pieces[0].tokens))
     start = np.array([piece.start for piece in pieces], np.int32)
     total = np.array([len(piece.tokens) for piece in pieces], np.int32)
+    adapters = np.array([piece.adapter for piece in pieces], np.int32)
     padded = np.zeros((len(pieces), whole * sizes.chunk + last + 1), np.int32)
     for row, piece in zip(padded, pieces, strict=True):
         row[: len(piece.tokens)] = piece.tokens
@@ -73,7 +76,7 @@ def append(
         begin = chunk * sizes.chunk
         here = slice(begin, begin + (sizes.chunk if chunk < whole else last))
         count = np.minimum(total - begin, here.stop - begin)
-        rows, hidden = prefill(model, weights, rows, padded[:, here], start + np.int32(begin), count)
+        rows, hidden = prefill(model, weights, rows, padded[:, here], start + np.int32(begin), count, adapters)
         if settings:
             targets = padded[:, here.start + 1 : here.stop + 1]
             found.append(score(model, weights.top, hidden, targets, Transform.of(settings)))
@@ -84,6 +87,7 @@ def compute(
     model: Model,
     weights: Weights,
     prompts: Sequence[np.ndarray],
+    adapters: Sequence[int],
     settings: Sequence[Sampling],
     sizes: Sizes,
     length: int,
@@ -91,6 +95,7 @@ def compute(
     """The prefix of each prompt.
 
     Args:
+        adapters: of each.
         settings: of each; prompt log-probs are computed where they ask for them.
         length: of the caches, with room for the longest prompt.
     """
@@ -102,7 +107,8 @@ def compute(
     for batch in batches(range(len(prompts)), key):
         state = blank(model, len(batch), length, sizes.piece, sizes.dtype)
         scored = [settings[item] for item in batch if settings[item].prompt_logprobs]
-        state, found = append(model, weights, state, [Piece(prompts[item], 0) for item in batch], sizes, scored)
+        pieces = [Piece(prompts[item], 0, adapters[item]) for item in batch]
+        state, found = append(model, weights, state, pieces, sizes, scored)
         rows = Rows(state, length)
         for row, item in enumerate(batch):
             own = None if found is None else np.pad(found[row], (1, 0))[: len(prompts[item])]

@@ -77,9 +77,9 @@ class Warmth:
 
     def _prefilled(self, state: State, rows: int, tokens: int) -> State:
         """Rows behind chunks of all sizes that `tokens` are cut into."""
-        start, count = np.zeros(rows, np.int32), np.ones(rows, np.int32)
+        none, one = np.zeros(rows, np.int32), np.ones(rows, np.int32)
         for size in self.sizes.cuts(tokens):
-            state, _ = prefill(self.model, self.weights, state, np.zeros((rows, size), np.int32), start, count)
+            state, _ = prefill(self.model, self.weights, state, np.zeros((rows, size), np.int32), none, one, none)
         return state
 
     def _lengthen(self, state: State, width: int, length: int) -> None:
