@@ -1,0 +1,134 @@
+"""What a compiler made of a product, read from its optimized program: the types that are multiplied, and what is read.
+
+XLA prints a program as computations of instructions. A product is an instruction, the inside of a fusion (TPU, CPU), or
+a call of a library or a Triton kernel (NVIDIA). A weight that it reads as the program was given it, maybe copied, is
+converted on the way into the product; else the converted matrix was written to memory before.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PRODUCTS = ("dot", "convolution", "scaled-dot")
+LIBRARIES = ("__cublas", "__cudnn", "__onednn", "__triton")
+PASSING = (
+    *("copy", "bitcast", "copy-start", "copy-done", "reshape", "transpose", "tuple", "get-tuple-element"),
+    *("opt-barrier", "async-start", "async-done", "slice"),
+)
+"""What hands an array on, in the type that it has."""
+
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program."""
+
+    name: str
+    kind: str
+    """`bf16[16,8192]`."""
+    opcode: str
+    operands: tuple[str, ...]
+    calls: tuple[str, ...]
+    """Computations that it runs."""
+    text: str
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of a program."""
+
+    by: str
+    """`dot`, `convolution`, or the library's name."""
+    types: tuple[str, ...]
+    """What is multiplied, and what comes of it: `("s8", "s8", "s32")`."""
+    reads: tuple[str, ...]
+    """Types of the program's own arguments that its kernel reads."""
+    made: tuple[str, ...]
+    """Types and shapes that were written to memory for it: `f32[256,1024]`."""
+
+
+def products(program: str) -> list[Product]:
+    """Every product that the program's entry runs, in its order."""
+    computations, entry = _parsed(program)
+    return [product for one in computations[entry].values() for product in _of(one, computations, computations[entry])]
+
+
+def cycles(program: str) -> int | None:
+    """What the TPU compiler expects the entry to take; None where the program does not say, as on other devices."""
+    found = re.findall(r'"estimated_cycles":"(\d+)"', program[program.index("\nENTRY ") :])
+    return sum(map(int, found)) if found else None
+
+
+def elements(kind: str) -> int:
+    """6 of `f32[2,3]`."""
+    sizes = re.search(r"\[([\d,]*)\]", kind)
+    return math.prod(int(size) for size in sizes[1].split(",") if size) if sizes else 0
+
+
+def dtype(kind: str) -> str:
+    """`bf16` of `bf16[16,8192]{1,0}`; of a tuple, that of its first member."""
+    return kind.lstrip("(").split("[")[0]
+
+
+def _parsed(program: str) -> tuple[dict[str, Computation], str]:
+    computations: dict[str, Computation] = {}
+    entry, current = "", ""
+    for line in program.splitlines():
+        if (found := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+            current = found[2]
+            computations[current] = {}
+            entry = current if found[1] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            one = _instruction(found)
+            computations[current][one.name] = one
+    return computations, entry
+
+
+def _instruction(found: re.Match) -> Instruction:
+    """The operands end where their parenthesis closes; what follows are attributes."""
+    depth, rest = 1, found[5]
+    end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
+    names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",")]
+    calls = tuple(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", rest[end:]))
+    return Instruction(found[2], found[3].split("{")[0], found[4], tuple(names), calls, rest[end:])
+
+
+def _of(one: Instruction, computations: dict[str, Computation], entry: Computation) -> Iterator[Product]:
+    """The products of an instruction of the entry."""
+    sources = [_source(name, entry) for name in one.operands if name in entry]
+    reads = tuple(dtype(source.kind) for source in sources if source.opcode == "parameter")
+    made = tuple(source.kind for source in sources if source.opcode not in ("parameter", "constant", "iota"))
+    for product, home in _inside(one, entry, computations):
+        types = (*(dtype(home[name].kind) for name in product.operands[:2]), dtype(product.kind))
+        yield Product(_name(product), types, reads, made)
+
+
+def _inside(
+    one: Instruction, home: Computation, computations: dict[str, Computation]
+) -> Iterator[tuple[Instruction, Computation]]:
+    """The product that an instruction is, or those that it runs, with where they stand."""
+    if one.opcode in PRODUCTS or (one.opcode == "custom-call" and any(name in one.text for name in LIBRARIES)):
+        yield one, home
+        return
+    for name in one.calls:
+        for inner in computations.get(name, {}).values():
+            yield from _inside(inner, computations[name], computations)
+
+
+def _source(name: str, home: Computation) -> Instruction:
+    """What made an array, seen through whatever only hands it on."""
+    one = home[name]
+    while one.opcode in PASSING and one.operands and one.operands[0] in home:
+        one = home[one.operands[0]]
+    return one
+
+
+def _name(product: Instruction) -> str:
+    library = re.search(r'custom_call_target="([^"]+)"', product.text)
+    return library[1] if library else product.opcode
