@@ -6,6 +6,7 @@ run, since the machine may be shared. `--large` measures Llama 3.2 1B's shape in
 """
 
 import argparse
+import ctypes
 import json
 import resource
 import subprocess
@@ -41,7 +42,7 @@ LARGE = Shape("llama3.2-1b", preset("llama3.2-1b"), rows=2, length=512, dtype="b
 BYTES = {"nf4": 0.5, "int4": 0.5, "int8": 1.0, "fp8": 1.0, "float32": 4.0, "bfloat16": 2.0}
 SLOTS, PROMPT, NEW = 16, 16, 64
 COPIED = 1 << 30
-"""Bytes that are copied to see what they take: enough for pages that were free before not to matter."""
+"""Bytes that are copied to see what they take: enough for what else a process does meanwhile not to matter."""
 
 
 def matrices(shape: Shape) -> dict[tuple[int, int], int]:
@@ -84,11 +85,18 @@ def in_use() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def trimmed() -> None:
+    """Gives memory that was freed back to the system, where its library keeps it: copies would be made in it unseen."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def held(arrays: Any) -> float:
     """Bytes that arrays take, by what memory grows when they are copied: jax itself counts a 4-bit number as a byte."""
     number = max(COPIED // sum(x.nbytes for x in jax.tree.leaves(arrays)), 1)
     copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
     first = jax.block_until_ready(copy(arrays))
+    trimmed()
     before = in_use()
     copies = [jax.block_until_ready(copy(first)) for _ in range(number)]
     return (in_use() - before) / len(copies)

@@ -34,6 +34,9 @@ ADAPTERS = {
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
 parity = pytest.mark.parametrize("name", ADAPTERS)
+SPREAD = 0.2
+"""Of random adapters. At 0.3 both sides round to 1e-4 of what torch computes in float64 (Qwen2: ours 1.0e-4, PEFT's
+0.8e-4; Llama 0.9e-4 and 0.6e-4), so that their difference says nothing; at 0.2 it is below 4e-5 for all of them."""
 
 
 def adapted(folder, adapter, *, random=True):
@@ -47,7 +50,7 @@ def adapted(folder, adapter, *, random=True):
     if random:
         generator = np.random.default_rng(1)
         moved = {name: x for name, x in fresh.items() if not name.endswith("0")}
-        fresh |= {n: x + 0.2 * generator.standard_normal(x.shape, np.float32) for n, x in moved.items()}
+        fresh |= {n: x + SPREAD * generator.standard_normal(x.shape, np.float32) for n, x in moved.items()}
     return model, base, fresh
 
 
@@ -104,7 +107,7 @@ def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in (weight for weight in theirs.parameters() if weight.requires_grad):
-            weight.add_(0.15 * torch.randn(weight.shape))
+            weight.add_(SPREAD * torch.randn(weight.shape))
     theirs.save_pretrained(tmp_path / "adapter")
 
     _, params = load(tmp_path / "base")

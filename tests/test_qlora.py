@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 from trainers import RICH, sequences, trainer
 
+from tunix.algorithms.dpo.algorithm import DPO
+from tunix.algorithms.dpo.config import DPOConfig
+from tunix.algorithms.grpo.algorithm import GRPO
+from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.ppo.algorithm import PPO
+from tunix.algorithms.ppo.config import PPOConfig
+from tunix.algorithms.reward.algorithm import RewardModel
+from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.models.families import FAMILIES
-from tunix.models.model import is_adapter
+from tunix.models.model import is_adapter, is_own
 from tunix.models.quantized import is_scale, plain
 from tunix.types import Sampling, Sequence
 
@@ -22,6 +30,14 @@ QLORA = AdapterConfig(kind="qlora", rank=4, tile=16)
 LOSS = SFT(SFTConfig()).objective
 # RICH has every switch of the decoder on.
 SHAPES = {"rich": RICH, **{name: replace(family.small, vocab_size=96) for name, family in FAMILIES.items()}}
+ALGORITHMS = {
+    "sft": SFT(SFTConfig()),
+    "dpo": DPO(DPOConfig()),
+    "reward": RewardModel(RewardModelConfig()),
+    "grpo": GRPO(GRPOConfig(kl=0.1)),
+    "ppo": PPO(PPOConfig(critic="shared")),
+}
+HEADS = {"reward": {"critic": True, "speaks": False}, "ppo": {"critic": True}}
 
 
 def batch(seed=0):
@@ -44,6 +60,39 @@ def test_adapters_learn_and_the_base_stays(name):
         np.testing.assert_array_equal(ours.frozen[key], value)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_loss_moves_the_adapter_and_the_head_alone(name):
+    algorithm = ALGORITHMS[name]
+    ours = trainer(adapter=QLORA, rows=6, **HEADS.get(name, {}))
+    speaks = ours.machinery.model.speaks
+    short = sequences(6, longest=11)  # two, and the spare token of a score, fit in a row
+    rows = [algorithm.prepared(row) for row in (rollouts(ours, short) if speaks else short)]
+    packed = pack(rows, 6, 24, members=2 if algorithm.train_on == "pairs" else 1)
+    asked = ours.logprobs(rows, of="reference") if speaks else []
+    base, before = jax.tree.map(np.asarray, (ours.frozen, ours.state.params))
+    assert all(map(is_own, before))
+    for _ in range(3):  # B is 0, and so are A's gradients at first; under a head of zeros B's are too
+        norm = float(ours.step(packed, algorithm.objective)["train/grad_norm"])
+        assert np.isfinite(norm)
+        assert norm > 0
+    for key, value in base.items():
+        np.testing.assert_array_equal(ours.frozen[key], value)
+    for key, value in before.items():
+        assert np.any(ours.state.params[key] != value), key
+    # The reference is the same base with the adapter off.
+    for old, new in zip(asked, ours.logprobs(rows, of="reference") if speaks else [], strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def rollouts(ours, rows):
+    """Sequences with what a loss on rewards reads: the policy's and the reference's log-probs, and random numbers."""
+    rng = np.random.default_rng(0)
+    columns = {"old_logprobs": ours.logprobs(rows), "reference_logprobs": ours.logprobs(rows, of="reference")}
+    for name in ("advantages", "returns", "old_values"):
+        columns[name] = [rng.standard_normal(len(row.tokens)).astype(np.float32) for row in rows]
+    return [replace(row, per_token={name: x[i] for name, x in columns.items()}) for i, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize("base", ["nf4", "int8", "int4", "fp8"])
 def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
     adapter = QLORA.model_copy(update={"base": base})
@@ -56,8 +105,9 @@ def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
         mine, other = (float(one.step(batch(), LOSS)["train/loss"]) for one in (quantized, plainly))
         assert mine == pytest.approx(other, abs=1e-5)
     ones = sequences(4, seed=3)
-    for ours, theirs in zip(quantized.logprobs(ones), plainly.logprobs(ones), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    for of in ("policy", "reference"):
+        for ours, theirs in zip(quantized.logprobs(ones, of=of), plainly.logprobs(ones, of=of), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, fsdp=2, tensor=2)])

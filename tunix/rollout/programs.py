@@ -10,8 +10,9 @@ observations and drawn tokens all leave a slot in the same condition.
 Axes: S slots, R rows of a prefill, C tokens of a chunk, D model, K steps of a dispatch, M stop ids, A reported ids.
 """
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,27 @@ from tunix.models.model import Model, Params
 from tunix.rollout.sampling import Draw, Transform, draw, logprobs
 
 Host = jax.Array | np.ndarray
+Found = TypeVar("Found")
+
+IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""XLA's usual order on a CPU begins with all that waits for nothing, and would hold the matrices of all layers
+dequantized; in this one each comes when it is needed."""
+
+
+def compiled(**how: Any) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """`jax.jit` with these arguments, for a function that multiplies with the weights of a model."""
+
+    def decorate(function: Callable[..., Found]) -> Callable[..., Found]:
+        usual, in_turn = jax.jit(function, **how), jax.jit(function, **how, compiler_options=IN_TURN)
+
+        @wraps(function)
+        def call(model: Model, *rest: Any) -> Found:
+            rounded = model.quantized and jax.default_backend() == "cpu"
+            return (in_turn if rounded else usual)(model, *rest)
+
+        return call
+
+    return decorate
 
 
 class State(NamedTuple):
@@ -71,7 +93,7 @@ def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> Sta
     return State(empty(model.config, rows, length, piece, dtype), hidden)
 
 
-@partial(jax.jit, static_argnames="model", donate_argnames="rows")
+@compiled(static_argnames="model", donate_argnames="rows")
 def prefill(
     model: Model,
     weights: Weights,
@@ -136,7 +158,7 @@ def resize(model: Model, state: State, source: Int[Host, "S"], length: int, piec
     return State(jax.tree.map(one, state.caches, shapes), constrain(state.hidden[source], "rows", None))
 
 
-@partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
+@compiled(static_argnames=("model", "steps"), donate_argnames="state")
 def decode(
     model: Model,
     steps: int,
