@@ -10,7 +10,6 @@ Axes: B rows, T time, D inputs, F outputs, N query heads, K kv heads, H head dim
 """
 
 import argparse
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,7 +124,7 @@ def operations(rows: int, size: tuple[int, int]) -> dict[str, Operation]:
     return found
 
 
-def compiled(one: Operation, device: jax.Device) -> jax.stages.Compiled:
+def compiled(one: Operation, device: Any) -> jax.stages.Compiled:
     """The program of a device, which need not be attached."""
     place = SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), one.arguments)
@@ -149,7 +148,7 @@ def run(program: jax.stages.Compiled, given: Any) -> None:
     jax.block_until_ready(program(*given))
 
 
-def device_of(target: str) -> jax.Device:
+def device_of(target: str) -> Any:
     """A device of a TPU topology such as `v5e:2x2`, or an H100, to compile for."""
     jax.config.update("jax_platforms", "cpu")
     os.environ.update(TPU)
@@ -177,6 +176,7 @@ def main() -> None:
     """Compiles, measures where the device is here, and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="which matrices; by default small, and 1b to compile")
+    parser.add_argument("--uses", nargs="+", choices=ROWS, default=list(ROWS), help="with how many rows")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each operation")
     parser.add_argument("--compile", metavar="TARGET", help="v5e:2x2 or another TPU topology, or h100; nothing is run")
     parser.add_argument("--dump", type=Path, help="a folder for the optimized programs")
@@ -184,18 +184,18 @@ def main() -> None:
     device = device_of(arguments.compile) if arguments.compile else jax.devices()[0]
     console = Console(width=200)
     for name in arguments.sizes or (["1b"] if arguments.compile else ["small"]):
-        for use, rows in ROWS.items():
-            console.print(
-                table(arguments, device, f"{use}: {rows} rows, {' x '.join(map(str, SIZES[name]))}", name, rows)
-            )
+        for use in arguments.uses:
+            console.print(table(arguments, device, name, use))
 
 
-def table(arguments: argparse.Namespace, device: jax.Device, title: str, name: str, rows: int) -> Table:
+def table(arguments: argparse.Namespace, device: Any, name: str, use: str) -> Table:
     """One size and number of rows: the time of each operation, and how it is computed."""
+    rows, (inputs, outputs) = ROWS[use], SIZES[name]
+    title = f"{use}: {rows} rows, {inputs} x {outputs}; {device.device_kind}"
+    found = Table("", "ms", "cycles", "multiplies", "reads", "written before", title=title)
     programs: dict[str, str] = {}
     work: dict[str, Callable[[], None]] = {}
-    found = Table("", "ms", "cycles", "multiplies", "reads", "written before", title=f"{title}; {device.device_kind}")
-    for operation, one in operations(rows, SIZES[name]).items():
+    for operation, one in operations(rows, (inputs, outputs)).items():
         try:
             made = compiled(one, device)
         except jax.errors.JaxRuntimeError as error:
@@ -211,7 +211,7 @@ def table(arguments: argparse.Namespace, device: jax.Device, title: str, name: s
     for operation, program in programs.items():
         median = f"{np.median(seconds[operation]) * 1e3:.2f}" if operation in seconds else ""
         estimate = f"{cycles(program) or ''}"
-        found.add_row(operation, median, estimate, *told(program, math.prod(SIZES[name])))
+        found.add_row(operation, median, estimate, *told(program, inputs * outputs))
     return found
 
 

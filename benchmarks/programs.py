@@ -14,7 +14,7 @@ PRODUCTS = ("dot", "convolution", "scaled-dot")
 LIBRARIES = ("__cublas", "__cudnn", "__onednn", "__triton")
 PASSING = (
     *("copy", "bitcast", "copy-start", "copy-done", "reshape", "transpose", "tuple", "get-tuple-element"),
-    *("opt-barrier", "async-start", "async-done", "slice"),
+    *("opt-barrier", "async-start", "async-done", "slice", "slice-start", "slice-done"),
 )
 """What hands an array on, in the type that it has."""
 
@@ -124,7 +124,7 @@ def _inside(
 def _source(name: str, home: Computation) -> Instruction:
     """What made an array, seen through whatever only hands it on."""
     one = home[name]
-    while one.opcode in PASSING and one.operands and one.operands[0] in home:
+    while (one.opcode in PASSING or "ConcatBitcast" in one.text) and one.operands and one.operands[0] in home:
         one = home[one.operands[0]]
     return one
 
