@@ -38,9 +38,9 @@ RUNS = {
 def test_every_algorithm_trains_the_adapter_alone(name, tmp_path, capsys):
     train(RUNS[name](tmp_path))
     # 32 or 64 inputs in tiles of 16: half a byte and 4 / 16 bytes a weight
-    assert "matrices in nf4, 0.750 bytes a weight, each dequantized to float32" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "matrices in nf4, 0.750 bytes a weight" in said
+    assert "layers: nf4 weights, each matrix dequantized to float32 in memory before its product; attention:" in said
     rows = [row for row in metrics("run") if row["step"]]
     assert all(np.isfinite(row["train/grad_norm"]) for row in rows)
     assert max(row["train/grad_norm"] for row in rows) > 0

@@ -32,6 +32,7 @@ from tunix.evaluation import Evaluation
 from tunix.loop import Job, Stream
 from tunix.lora.adapt import started
 from tunix.mesh import build_mesh
+from tunix.models import native
 from tunix.models.model import Params
 from tunix.models.quantized import bytes_per_weight, is_scale
 from tunix.precompute import Answers, precompute
@@ -104,6 +105,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
     trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher)
     display.say(_described(trainer, found, mesh, total))
+    display.say(_products(trainer, mesh))
     if isinstance(algorithm, DPO) and algorithm.precomputes:
         algorithm.answers = _asked_reference(recipe, found, trainer, folder, display)
     evaluation = _evaluation(recipe, found, algorithm, collector)
@@ -323,6 +325,13 @@ def _samples(
     return Samples(prompts, expected, trainer, tokenizer, greedy, folder / "samples.jsonl", display)
 
 
+def _products(trainer: Trainer, mesh: Mesh) -> str:
+    """How the layers multiply on these devices."""
+    model = trainer.machinery.model
+    rounded = [] if model.quantization is None else [(model.quantization.base, None)]
+    return native.line(rounded, model.dtype, mesh.devices.flat[0].platform)
+
+
 def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
     """What is about to run, in a line or two."""
     trained = sum(x.size for x in trainer.state.params.values())
@@ -332,12 +341,7 @@ def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
         size = readable(sum(x.size for x in trainer.teacher.params.values()))
         weights += f"; a teacher of {size} ({trainer.teacher.model.config.family})"
     if (rounding := trainer.machinery.model.quantization) is not None:
-        dtype = trainer.machinery.model.dtype
-        # So everywhere: no product of 4 or 8 bits is used, whatever the device has.
-        weights += (
-            f"; the base's matrices in {rounding.base}, {bytes_per_weight(trainer.frozen):.3f} bytes a weight, each "
-            f"dequantized to {dtype} before its product"
-        )
+        weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(trainer.frozen):.3f} bytes a weight"
     devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (
