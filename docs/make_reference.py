@@ -40,12 +40,15 @@ from tunix.config import (
 )
 from tunix.lora.config import AdapterConfig
 from tunix.models.families import PRESETS, SIZE_NAMES
+from tunix.models.rules import QuantizationConfig, Rule
 from tunix.recipe import Recipe
 
 PAGE = Path(__file__).with_name("recipe.md")
 SECTIONS: dict[str, type[Config]] = {
     "model": ModelConfig,
     "adapter": AdapterConfig,
+    "quantization": QuantizationConfig,
+    "quantization rules": Rule,
     "data": DataConfig,
     "algorithm (sft)": SFTConfig,
     "algorithm (grpo)": GRPOConfig,

@@ -48,6 +48,7 @@ FLOORS = (
         "estimates",
         "measures",
         "evals",
+        "quantize",
         "generate",
         "compare",
         "chat",

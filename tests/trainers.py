@@ -9,6 +9,8 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_own
+from tunix.models.rules import Rules
+from tunix.models.simulated import simulated
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut
@@ -79,6 +81,7 @@ def trainer(
     length: int = 24,
     optimizer: OptimizerConfig | None = None,
     adapter: AdapterConfig | None = None,
+    rules: Rules | None = None,
     dtype: DType = "float32",
     param_dtype: DType = "float32",
     remat: bool = False,
@@ -91,7 +94,7 @@ def trainer(
     placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
     adapted = adapt(adapter, config) if adapter else None
     switches = {"remat": remat, "critic": critic, "speaks": speaks, "quantization": quantization(adapter)}
-    model = Model(config, dtype=dtype, adapt=adapted, **switches)
+    model = Model(config, dtype=dtype, adapt=adapted, simulated=simulated(rules), **switches)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
     trained = {name: x for name, x in params.items() if adapter is None or is_own(name)}
     frozen = {name: x for name, x in params.items() if name not in trained}
@@ -107,6 +110,7 @@ def trainer(
         length=length,
         seed=seed,
         adapter=adapter,
+        rules=rules,
         reference=reference,
     )
     return Trainer(machinery, trained, frozen)

@@ -119,6 +119,23 @@ def eval_arguments(parser: Parser) -> None:
     _asking_arguments(parser)
 
 
+def quantize_arguments(parser: Parser) -> None:
+    """Of `tunix quantize`."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
+    rules = (
+        "MODULE=TYPE, MODULE=TYPE:TILE or MODULE=TYPE/ACTIVATIONS, separated by commas, the first that matches counts, "
+        "as in 'o_proj=none,mlp.*=int4:64,.*=int8/int8'; or a .yaml file with a list `rules` (.*=int8)"
+    )
+    parser.add_argument("--rules", default=".*=int8", metavar="RULES", help=rules)
+    reads = "rows that the loss is measured on, before and after; of a run its held-out rows, where nothing is given"
+    parser.add_argument("--data", metavar="DATA", help=reads)
+    parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
+    _adapter_argument(parser)
+    dtype = "of the written weights and of the computation (float32): bfloat16 is half as large, and no longer exact"
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
+
+
 def chat_arguments(parser: Parser) -> None:
     """Of `tunix chat`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")

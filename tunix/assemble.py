@@ -35,6 +35,7 @@ from tunix.mesh import build_mesh
 from tunix.models import native
 from tunix.models.model import Params
 from tunix.models.quantized import bytes_per_weight, is_scale
+from tunix.models.simulated import check_unrounded
 from tunix.precompute import Answers, precompute
 from tunix.recipe import Recipe
 from tunix.reward_model import judge
@@ -51,7 +52,8 @@ from tunix.trainer.progress import Display, readable
 from tunix.types import Sampling
 
 MISMATCH: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.5}
-"""The largest difference of trainer and sampler that is rounding."""
+"""The largest difference of trainer and sampler that is rounding. Where inputs are rounded to 8 bits, that of bfloat16:
+two values that differ in their last bit may fall to either side."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def build_trainer(
     decoder = with_stops(source)
     critic = None if algorithm is None else algorithm.critic
     heads = {"critic": critic in ("shared", "alone"), "speaks": critic != "alone"}
-    model = replace(adapted(decoder, recipe.model, recipe.adapter), **heads)
+    check_unrounded(source.folder, source.rules, recipe.quantization)
+    model = replace(adapted(decoder, recipe.model, recipe.adapter, recipe.quantization), **heads)
     full = recipe.adapter is None
     trained = recipe.model.param_dtype or "float32"
     frozen = recipe.model.param_dtype or recipe.model.dtype
@@ -219,6 +222,7 @@ def build_trainer(
         length=length,
         seed=recipe.seed,
         adapter=recipe.adapter,
+        rules=recipe.quantization,
         files=source.files,
         base=source.name,
         reference=algorithm is not None and algorithm.needs_reference,
@@ -232,7 +236,8 @@ def build_trainer(
 
 def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:
     """A model of its own that values states. It starts from the policy's weights, and shares a frozen base with it."""
-    model = replace(policy.model, critic=True, speaks=False)
+    # Only what is sampled from is to be rounded.
+    model = replace(policy.model, critic=True, speaks=False, simulated=())
     dtype: DType = recipe.model.param_dtype or "float32"
     new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
     mine = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
@@ -265,7 +270,8 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
     read |= {"seed": recipe.seed, "epochs": recipe.epochs}
     if algorithm.train_on != "prompt":
         return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=layout(algorithm), **read)
-    tolerance = recipe.rollout.mismatch_tolerance or MISMATCH[recipe.model.dtype]
+    rounds = recipe.quantization is not None and recipe.quantization.inputs
+    tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
     return RolloutStream(
         Rollouts(
             prompts=[],
@@ -342,6 +348,8 @@ def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
         weights += f"; a teacher of {size} ({trainer.teacher.model.config.family})"
     if (rounding := trainer.machinery.model.quantization) is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(trainer.frozen):.3f} bytes a weight"
+    if (rules := trainer.machinery.rules) is not None:
+        weights += f"; {rules.told}, rounded before products of {trainer.machinery.model.dtype}"
     devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (

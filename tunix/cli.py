@@ -22,6 +22,7 @@ from tunix.arguments import (
     export_arguments,
     generate_arguments,
     inspect_arguments,
+    quantize_arguments,
     recipe_arguments,
     run_arguments,
     score_arguments,
@@ -219,6 +220,15 @@ def _eval(parsed: Parsed) -> None:
     evaluate(_asked(parsed, parsed.slots), wanted, parsed.out)
 
 
+def _quantize(parsed: Parsed) -> None:
+    from tunix.evals import Wanted
+    from tunix.quantize import quantize
+    from tunix.speaker import Asked
+
+    asked = Asked(parsed.model, parsed.adapter, parsed.dtype)
+    quantize(asked, parsed.out, parsed.rules, Wanted(data=parsed.data, rows=parsed.rows))
+
+
 def _chat(parsed: Parsed) -> None:
     from tunix.chat import chat
 
@@ -286,6 +296,12 @@ COMMANDS = {
         "tunix eval runs/quickstart",
         eval_arguments,
         _eval,
+    ),
+    "quantize": Command(
+        "round a model's matrices to few bits, and measure what that costs",
+        "tunix quantize google/gemma-3-1b-it rounded --rules 'mlp.*=int4:64,.*=int8' --data rows.jsonl",
+        quantize_arguments,
+        _quantize,
     ),
     "chat": Command(
         "talk with a model",

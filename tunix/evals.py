@@ -2,7 +2,7 @@
 
 A run brings its own rows, rewards, environment and way of rendering, so that `tunix eval RUN` repeats its evaluation;
 what is said on the command line goes before. Any other model is asked as `tunix generate` asks it. What is wanted
-(`Wanted`) and what a run brings become `_Setting`; `measures.py` measures; a table is printed, with the standard error
+(`Wanted`) and what a run brings become `Setting`; `measures.py` measures; a table is printed, with the standard error
 of each number over the rows, and `--out` gets the rows.
 """
 
@@ -70,7 +70,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """What is evaluated, on what, and how."""
 
     speaker: Speaker
@@ -103,7 +103,7 @@ def evaluate(asked: Asked, wanted: Wanted, out: Path | None = None) -> dict[str,
         refuse_out(out)
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
-    setting = _setting(asked, wanted)
+    setting = prepared(asked, wanted)
     found: dict[Task, Found] = {task: _measured(setting, task, wanted) for task in setting.tasks}
     metrics = {name: value for one in found.values() for name, value in one.metrics.items()}
     if out is not None:
@@ -112,8 +112,12 @@ def evaluate(asked: Asked, wanted: Wanted, out: Path | None = None) -> dict[str,
     return {name: one.value for name, one in metrics.items()}
 
 
-def _setting(asked: Asked, wanted: Wanted) -> _Setting:
-    """What the command line says, and what the run brings where it says nothing."""
+def prepared(asked: Asked, wanted: Wanted) -> Setting:
+    """What the command line says, and what the run brings where it says nothing.
+
+    Raises:
+        UserError: the model or the rows are not to be had, or they do not go together.
+    """
     recipe = _recipe(asked.model)
     rows = _rows(asked.model, recipe, wanted)
     rewards = wanted.rewards or (recipe.reward if recipe else None)
@@ -131,7 +135,17 @@ def _setting(asked: Asked, wanted: Wanted) -> _Setting:
     limit = wanted.rows or (recipe.eval.rows if recipe and wanted.data is None else None)
     over: TrainOn = "all" if read == "all" else "completion"
     stopping = speaker.stopping(sampling) if {*tasks} & {*ASKING} else sampling
-    return _Setting(speaker, Table(rows, config, limit), tasks, over, rewards, play, stopping, n)
+    return Setting(speaker, Table(rows, config, limit), tasks, over, rewards, play, stopping, n)
+
+
+def brings_rows(model: str) -> bool:
+    """Whether a model is a run that has held-out completions."""
+    recipe = _recipe(model)
+    return (
+        recipe is not None
+        and recipe.algorithm.reads == "completions"
+        and bool(recipe.data.eval or recipe.data.eval_split)
+    )
 
 
 def _recipe(model: str) -> Recipe | None:
@@ -215,7 +229,7 @@ def _check(wanted: Wanted, tasks: tuple[Task, ...], n: int, sampling: Sampling, 
         raise UserError(f"--k {max(wanted.ks)} is more than the {n} answers of --n")
 
 
-def _measured(setting: _Setting, task: Task, wanted: Wanted) -> Found:
+def _measured(setting: Setting, task: Task, wanted: Wanted) -> Found:
     """One task."""
     if task == "loss":
         return loss(setting.speaker, setting.table, setting.train_on)
@@ -233,7 +247,7 @@ def _measured(setting: _Setting, task: Task, wanted: Wanted) -> Found:
     return found.passes(threshold, wanted.ks or tuple(sorted({1, setting.n})))
 
 
-def _shown(setting: _Setting, found: Mapping[Task, Found]) -> str:
+def _shown(setting: Setting, found: Mapping[Task, Found]) -> str:
     """The table: a number in a line, with its standard error over the rows."""
     lines = [f"{setting.speaker.asked.model} on {setting.table.rows.name}"]
     width = max(len(name) for one in found.values() for name in one.metrics)
@@ -247,7 +261,7 @@ def _shown(setting: _Setting, found: Mapping[Task, Found]) -> str:
     return "\n".join(lines)
 
 
-def _write(out: Path, setting: _Setting, found: Mapping[Task, Found], metrics: Mapping[str, Estimate]) -> None:
+def _write(out: Path, setting: Setting, found: Mapping[Task, Found], metrics: Mapping[str, Estimate]) -> None:
     """Numbers and rows as JSON, or the rows alone as JSON lines."""
     rows = [{"task": task, **row} for task, one in found.items() for row in one.rows]
     if out.suffix == ".jsonl":

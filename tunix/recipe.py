@@ -35,6 +35,7 @@ from tunix.config import (
 from tunix.errors import UserError, nearest
 from tunix.lora.config import AdapterConfig
 from tunix.models.families import preset, small, with_sizes
+from tunix.models.rules import QuantizationConfig
 from tunix.reading import outranked, overridden, problems, read_mapping, write_yaml
 from tunix.shrink import CAPPED, shrunk, tiny_model
 from tunix.stages import SOURCE, resolved_stages
@@ -54,6 +55,8 @@ class Recipe(Config):
 
     model: ModelConfig
     adapter: AdapterConfig | None = None
+    quantization: QuantizationConfig | None = None
+    """Trains a model that is to be rounded, with the rounding in it."""
     data: DataConfig
     algorithm: SerializeAsAny[AlgorithmConfig] = SFTConfig()
     teacher: TeacherConfig | None = None
@@ -144,6 +147,11 @@ class Recipe(Config):
         recipes = tuple(part for part in checked if isinstance(part, Recipe))
         if len(recipes) < len(checked):
             raise UserError("\n".join(f"{where}: {line}" for line in _gathered(checked)))
+        if early := [index for index, stage in enumerate(recipes[:-1]) if stage.quantization is not None]:
+            raise UserError(
+                f"{where}: stages.{early[0]}.quantization: a later stage would train on from rounded weights; quantize "
+                f"in stages.{len(recipes) - 1}, the last, alone"
+            )
         return recipes[0].model_copy(update={"output": sections["output"], "stages": recipes}) if staged else recipes[0]
 
     def sections(self) -> dict[str, Any]:
@@ -277,6 +285,12 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
         yield (
             f"optimizer.warmup: {warmup:g} steps of warm-up do not end before the run's {recipe.steps}; "
             "below 1 it is a share of them"
+        )
+    if recipe.quantization is not None and recipe.adapter is not None:
+        yield (
+            f"quantization: {recipe.quantization.mode} trains the weights that it rounds, and under an adapter they "
+            "are frozen: leave one of them out. `adapter: {kind: qlora}` rounds a frozen base; `tunix quantize` rounds "
+            "a model whose adapter is merged"
         )
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"

@@ -30,6 +30,8 @@ from tunix.models.families import preset, read_config, read_json, small, with_si
 from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize
+from tunix.models.rules import Rules, read_rules
+from tunix.models.simulated import simulated, supported
 from tunix.reading import read_mapping
 
 TEMPLATES: dict[Family, TemplateName] = {
@@ -59,6 +61,8 @@ class Source:
     """PEFT folder that is merged into the weights."""
     rounding: Quantization | None = None
     """How the weights were rounded when the adapter in `merged` was trained by a run (QLoRA): it belongs to these."""
+    rules: Rules | None = None
+    """How the weights in `folder` were rounded, where they lie on a grid (QAT, or `tunix quantize`)."""
     name: str = ""
     """What an adapter trained on these weights calls its base: a hub id or an absolute path; empty for random ones."""
     files: Path | None = None
@@ -99,7 +103,8 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
     if adapter is not None and (doubt := foreign_base(adapter, name)):
         print(doubt, file=sys.stderr)
-    return Source(read_config(folder), load_tokenizer(folder), folder, merged, rounding, name, folder)
+    rules = read_rules(folder)
+    return Source(read_config(folder), load_tokenizer(folder), folder, merged, rounding, rules, name, folder)
 
 
 def exported(run: Path) -> Path:
@@ -220,7 +225,8 @@ def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
         dtype: of the computation and the weights.
     """
     scores = gives_scores(source)
-    model = Model(source.decoder, dtype=dtype, critic=scores, speaks=not scores)
+    inputs = simulated(source.rules, weights=False)
+    model = Model(source.decoder, dtype=dtype, simulated=inputs, critic=scores, speaks=not scores)
     params, _ = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
     return model, params
 
@@ -248,16 +254,21 @@ def must_speak(source: Source, name: str) -> None:
         )
 
 
-def adapted(decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None) -> Model:
+def adapted(
+    decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None, rules: Rules | None = None
+) -> Model:
     """The model that a recipe trains.
 
+    Args:
+        rules: how it is rounded while it trains.
+
     Raises:
-        UserError: this device cannot compute with what the base is rounded to.
+        UserError: this device cannot compute with what the base, or the model, is rounded to.
     """
     adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
     if rounding is not None:
         check_supported(rounding)
-    how = {"adapt": adaptation, "quantization": rounding}
+    how = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
     return Model(decoder, dtype=config.dtype, remat=config.remat == "block", **how)
 
 

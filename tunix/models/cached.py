@@ -44,7 +44,8 @@ def unstack(model: Model, params: Params) -> Weights:
     """Copies of the weights (or of some), layer by layer, in the compute dtype; the final norm keeps its own."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        return constrain(jnp.copy(x) if name == "norm/w" else jnp.copy(in_compute(name, x, model.dtype)), *axes)
+        held = x if name == "norm/w" else in_compute(name, model.on_grid(name, x), model.dtype)
+        return constrain(jnp.copy(held), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
@@ -108,16 +109,16 @@ def extend(
     tokens: Int[Array, "B C"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],
-) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
     adapters: Int[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
     """Hidden states of new tokens after the final norm, and the caches with them.
 
     Args:
         tokens: the new ones of each row, padded on the right.
         start: tokens that a row's cache holds already.
         count: how many of a row's are real, 0 to C; the others are not written, and their states mean nothing.
-    """
         adapters: of a mixture (`lora/mixture.py`) the number of each row's, from 1; 0 for the bare base.
+    """
     c = model.config
     offsets = jnp.arange(tokens.shape[1], dtype=start.dtype)
     positions, real = start[:, None] + offsets, offsets < count[:, None]
@@ -138,7 +139,6 @@ def extend(
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
 
-class _View(NamedTuple):
 def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
     """A layer's weights with what each row takes of a mixture's adapters, `[B ...]`."""
     if adapters is None:
@@ -146,6 +146,7 @@ def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
     return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in own.items()}
 
 
+class _View(NamedTuple):
     """What new tokens write to and see of one kind of cache."""
 
     columns: Int[Array, "B C"]

@@ -7,7 +7,7 @@ a segment.
 Axes: B rows, T time, V vocabulary, D model, F ffn, N query heads, K kv heads, H head dim, L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from tunix.models.layers import (
     weight,
 )
 from tunix.models.quantized import Quantization, in_compute
+from tunix.models.simulated import Simulated
 
 KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
 """What a layer keeps for its backward pass: the products' results. Norms, rope, softmax and activations are made again;
@@ -137,6 +138,7 @@ class Decoder(nnx.Module):
         *,
         adapt: Adapt | None = None,
         quantization: Quantization | None = None,
+        simulated: Mapping[str, Simulated] | None = None,
         remat: bool = False,
         critic: bool = False,
         speaks: bool = True,
@@ -144,6 +146,7 @@ class Decoder(nnx.Module):
         """Args:
         adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
         quantization: how the layers' matrices are rounded, if they are; norms and tables never are.
+        simulated: how some of them compute as if they were rounded, by name (QAT).
         remat: keep only each layer's input, and recompute the layer in the backward pass.
         critic: has a value head.
         speaks: has the table of logits, where it is not the embedding's.
@@ -159,8 +162,11 @@ class Decoder(nnx.Module):
         def stack(rngs: nnx.Rngs) -> Block:
             block = Block(config, rngs)
             block = block if adapt is None else adapt(block, rngs)
+            projections = block.projections()
+            for name, how in (simulated or {}).items():
+                projections[name].simulate(name, how)
             if quantization is not None:
-                for name, projection in block.projections().items():
+                for name, projection in projections.items():
                     projection.quantize(name, quantization)
             return block
 
@@ -188,9 +194,12 @@ class Decoder(nnx.Module):
         x = constrain(x, "rows", None, None)
         choose = self._layer_kinds(segments.positions)
         graph, stacked = nnx.split(self.layers)
+        projections = self.layers.projections()
 
         def cast(path: tuple, w: jax.Array) -> jax.Array:
-            return in_compute(path[-1].key, w, dtype)
+            module, name = path[0].key, path[-1].key
+            w = projections[module].on_grid(w) if module in projections and name == "w" else w
+            return in_compute(name, w, dtype)
 
         def layer(x: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
             weights, local, number = inputs

@@ -28,6 +28,7 @@ from tunix.models.families import FAMILIES, to_hf
 from tunix.models.family import SCORE, Tensor
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantized import SCALE, is_scale
+from tunix.models.rules import Rules, write_rules
 from tunix.models.tensor_files import (
     INDEX,
     SINGLE,
@@ -262,6 +263,7 @@ def save_folder(
     source: Path | None,
     dtype: DType | None,
     scores: bool = False,
+    rules: Rules | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -275,6 +277,7 @@ def save_folder(
         source: the folder that training started from, or None.
         dtype: of the written weights; None for the one that each has.
         scores: the value head is written, as a reward model's; a critic's is no part of a language model.
+        rules: how the weights were rounded; the folder says it.
         max_shard_bytes: above this, several files and an index.
 
     Raises:
@@ -291,6 +294,8 @@ def save_folder(
             pad = padding(config, source)
             fields |= classifier_fields(config, pad)
             write_padding(folder, pad)
+        if rules is not None:
+            write_rules(folder, rules)
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _write_shards(folder, list(_entries(config, params, dtype)), max_shard_bytes)
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from tunix.mesh import Axes
 from tunix.models.config import Rope
 from tunix.models.quantized import Quantization, check_tile, dequantize, quantize, scale_axes
+from tunix.models.simulated import Simulated
 
 BLOCK_Q = 128
 """Queries of an attention block at least: a block skips the keys after its last query, nearly half of all scores."""
@@ -50,9 +51,9 @@ class Adapter(NamedTuple):
     """DoRA."""
     anchored: bool = False
     """PiSSA."""
-
     mixed: bool = False
     """Several lie side by side, and each row takes its own (`lora/mixture.py`)."""
+
 
 class Projection(nnx.Module):
     """`einsum(spec, x, w) + b`. The contracted axes of `w` come first."""
@@ -65,10 +66,10 @@ class Projection(nnx.Module):
     """What A and B began as, B's with the other sign (PiSSA); they do not train."""
     w_lora_m: nnx.Variable
     """The magnitude of each output (DoRA)."""
-    w_scale: nnx.Variable
     w_lora_share: nnx.Variable
     w_lora_gain: nnx.Variable
     """Where adapters lie side by side: how much of each channel a row takes, and DoRA's gain of its adapter."""
+    w_scale: nnx.Variable
     """The scales of a quantized `w`."""
 
     def __init__(
@@ -90,6 +91,8 @@ class Projection(nnx.Module):
         self.watched = False
         """While qwix looks for products to adapt: it sees `jnp.einsum` only."""
         self.quantized = False
+        self.simulated: Simulated | None = None
+        """What it computes as if it were rounded; `on_grid` is for whoever hands the weights in."""
         self.adapter: Adapter | None = None
         self.settled = False
         """Whether `w_lora_m` holds what `gain` returns, as for decoding."""
@@ -98,6 +101,7 @@ class Projection(nnx.Module):
         """Args:
         drawn: a key for each token, where an adapter with dropout trains.
         """
+        x = x if self.simulated is None else self.simulated.inputs(x)
         y: jax.Array = (jnp.einsum if self.watched else project)(self.spec, x, self.weight(x))
         if self.adapter is not None:
             y = y + self.adapter.scale * self._adapter(x, self.adapter, drawn)
@@ -118,6 +122,21 @@ class Projection(nnx.Module):
         self.w_scale = nnx.Param(scales, axes=scale_axes(axes, self.contracted))
         self.quantized = True
 
+    def simulate(self, name: str, how: Simulated) -> None:
+        """From now on it computes as if it were rounded.
+
+        Raises:
+            UserError: no tile fits its matrix; `name` is how the layer calls it.
+        """
+        if how.weights is not None:
+            check_tile(name, math.prod(self.w.shape[: self.contracted]), how.weights, key="quantization.rules")
+        self.simulated = how
+
+    def on_grid(self, w: jax.Array) -> jax.Array:
+        """Its matrix as it multiplies, before it is cast: on a grid where one is simulated. Whoever casts weights asks:
+        the trainer in each pass, the sampler when they are published."""
+        return w if self.simulated is None else self.simulated.weight(w, self.contracted)
+
     def weight(self, x: jax.Array) -> jax.Array:
         """The matrix that multiplies `x`."""
         if not self.quantized:
@@ -130,6 +149,8 @@ class Projection(nnx.Module):
         """DoRA's `m / |W + s A B|` of each output, in float32; the length is that of the weights that multiply `x`, and
         has no gradient (section 4.3 of https://arxiv.org/abs/2402.09353)."""
         assert self.adapter is not None
+        if self.adapter.mixed:
+            return self.w_lora_gain[...][:, None]
         if self.settled:
             return self.w_lora_m[...]
         a, b = self._pair(self.adapter)
@@ -147,10 +168,10 @@ class Projection(nnx.Module):
         if adapter.dropout and drawn is not None:
             x = dropped(x, drawn, adapter)
         narrow = project(f"{of_x},{summed}r->BTr", x, a)
+        if adapter.mixed:
+            narrow = narrow * self.w_lora_share[...][:, None]
         return project(f"BTr,r{kept}->{of_y}", narrow, b)
 
-        if self.adapter.mixed:
-            return self.w_lora_gain[...][:, None]
     def _pair(self, adapter: Adapter) -> tuple[jax.Array, jax.Array]:
         """A and B, beside what they began as where that is taken off."""
         a, b = self.w_lora_a[...], self.w_lora_b[...]
@@ -168,8 +189,6 @@ def dropped(x: Float[Array, "B T *inputs"], drawn: TokenKeys, adapter: Adapter) 
 
     share = 1 - adapter.dropout
     draw = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, share, x.shape[2:])))
-        if adapter.mixed:
-            narrow = narrow * self.w_lora_share[...][:, None]
     return jnp.where(draw(fold_tokens(drawn, adapter.number)), x / share, 0).astype(x.dtype)
 
 

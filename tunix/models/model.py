@@ -22,8 +22,9 @@ from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
 from tunix.models.head import token_logprobs
-from tunix.models.layers import Segments, TokenKeys
+from tunix.models.layers import Projection, Segments, TokenKeys
 from tunix.models.quantized import SCALE, Quantization, is_scale, quantize
+from tunix.models.simulated import Simulated
 
 Params = dict[str, jax.Array]
 
@@ -51,6 +52,8 @@ class Model:
     """How blocks are adapted (`lora.adapt`), if they are."""
     quantization: Quantization | None = None
     """How the layers' matrices are rounded, if they are."""
+    simulated: tuple[tuple[str, Simulated], ...] = ()
+    """How some projections compute as if they were rounded, by name (QAT); `models.simulated.simulated` makes it."""
     critic: bool = False
     """Has a value head."""
     speaks: bool = True
@@ -188,9 +191,23 @@ class Model:
         contracted = len(self.shapes[name]) - len(self.shapes[name + SCALE]) + 1
         return quantize(w, self.quantization, contracted)
 
+    def on_grid(self, name: str, w: jax.Array) -> jax.Array:
+        """One layer's parameter as it multiplies, before it is cast, by its stacked name: see `Projection.on_grid`."""
+        return self._simulating[name].on_grid(w) if name in self._simulating else w
+
+    @cached_property
+    def _simulating(self) -> dict[str, Projection]:
+        """The projections that round, by the name of their matrix."""
+        found = self._layers.projections()
+        return {f"layers/{name}/w": found[name] for name, _ in self.simulated}
+
+    @cached_property
+    def _layers(self) -> Block:
+        return nnx.eval_shape(lambda: self._build(nnx.Rngs(0)).layers)
+
     @cached_property
     def _layer_graph(self) -> nnx.GraphDef:
-        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0)).layers))[0]
+        return nnx.split(self._layers)[0]
 
     def layer(self, weights: Params, settled: bool = True) -> Block:
         """One block from its own weights, named as in `layers/` but without the axis L.
@@ -209,6 +226,7 @@ class Model:
             rngs,
             adapt=self.adapt,
             quantization=self.quantization,
+            simulated=dict(self.simulated),
             remat=self.remat,
             critic=self.critic,
             speaks=self.speaks,

@@ -104,25 +104,30 @@ def tile_of(inputs: int, most: int) -> int:
     return next(tile for tile in range(min(inputs, most), 0, -1) if inputs % tile == 0)
 
 
-def check_tile(name: str, inputs: int, how: Quantization) -> None:
+def check_tile(name: str, inputs: int, how: Quantization, key: str = "adapter.tile") -> None:
     """Refuses a matrix that no tile fits.
 
     Args:
         name: of the projection.
         inputs: C.
+        key: what the recipe asked with.
 
     Raises:
         UserError: its largest tile is so small that the scales would be as large as the values.
     """
     if (tile := tile_of(inputs, how.tile)) < SMALLEST_TILE:
         raise UserError(
-            f"adapter.tile: {how.tile} leaves tiles of {tile} for the {inputs} inputs of {name}, because no larger "
+            f"{key}: {how.tile} leaves tiles of {tile} for the {inputs} inputs of {name}, because no larger "
             f"number up to it divides them: choose one of {SMALLEST_TILE} or more that does"
         )
 
 
-def check_supported(how: Quantization) -> None:
+def check_supported(how: Quantization, key: str = "adapter.base") -> None:
     """Refuses a type that this device's compiler does not know: rounds a few numbers, and back.
+
+    Args:
+        how: what is wanted.
+        key: what the recipe asked with.
 
     Raises:
         UserError: it does not.
@@ -132,7 +137,7 @@ def check_supported(how: Quantization) -> None:
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         reason, others = str(error).splitlines()[0], ", ".join(base for base in ROUNDED if base != how.base)
         raise UserError(
-            f"adapter.base: {how.base} cannot be computed on this {jax.devices()[0].device_kind} ({reason}): choose "
+            f"{key}: {how.base} cannot be computed on this {jax.devices()[0].device_kind} ({reason}): choose "
             f"another of {others}"
         ) from error
 

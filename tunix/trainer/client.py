@@ -4,7 +4,7 @@ Weights are in two dicts: `state.params` trains (all of them, or an adapter's) a
 the base under an adapter, shared by all that read it. Every verb returns as soon as the device has its work.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,6 +21,8 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import save_adapter
 from tunix.models.hf import save_folder
 from tunix.models.model import Model, Params, is_own
+from tunix.models.rounding import rounded
+from tunix.models.rules import Rules
 from tunix.rollout.engine import Engine
 from tunix.rollout.episode import Decode
 from tunix.rollout.warm import Workload
@@ -49,6 +51,8 @@ class Machinery:
     """T of packed rows."""
     seed: int
     adapter: AdapterConfig | None = None
+    rules: Rules | None = None
+    """How the model is rounded while it trains, as an export says it."""
     files: Path | None = None
     """Folder whose tokenizer files an export takes along."""
     base: str = ""
@@ -143,14 +147,23 @@ class Trainer:
         return metrics
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
-        """The loss and its metrics over all batches, as `eval/...`, e.g. `eval/loss`; waits for the result."""
+        """The loss and its metrics over all batches, as `eval/...`, e.g. `eval/loss`; waits for the result.
+
+        Of a model that is rounded while it trains, also the loss of the weights behind it, as `eval/unrounded`.
+        """
         batches = list(batches)
+        found = self._evaluated(batches, loss, self._evaluate)
+        if self.machinery.model.simulated:
+            found["eval/unrounded"] = self._evaluated(batches, loss, self._evaluate_unrounded)["eval/loss"]
+        return found
+
+    def _evaluated(self, batches: List[Batch], loss: Loss, compiled: Callable) -> dict[str, float]:
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
         total: dict[str, jax.Array] = {}
         for batch in batches:
             passes, held = self._read(replace(batch, counts=counts), loss)
             with jax.set_mesh(self.machinery.mesh):
-                sums = self._evaluate(self._state.params, held, passes, loss)
+                sums = compiled(self._state.params, held, passes, loss)
                 total = self._add(total, sums) if total else sums
         return {f"eval/{name.removeprefix('train/')}": float(value) for name, value in total.items()}
 
@@ -222,7 +235,8 @@ class Trainer:
     def export(self, path: Path, adapter: bool = False) -> None:
         """Writes a Hugging Face folder, an adapter merged into its base; or the adapter alone as a PEFT folder.
 
-        A reward model's is a sequence classifier's.
+        A model that is rounded while it trains is written as it computes: its weights on their grid. A reward model's
+        folder is a sequence classifier's.
 
         Raises:
             ValueError: the adapter is asked for where none is trained.
@@ -230,7 +244,7 @@ class Trainer:
         m = self.machinery
         if not adapter:
             merged = self._whole()
-            how = {"source": m.files, "dtype": m.model.dtype, "scores": not m.model.speaks}
+            how = {"source": m.files, "dtype": m.model.dtype, "scores": not m.model.speaks, "rules": m.rules}
             save_folder(path, m.model.config, merged, **how)
         elif m.adapter is None:
             raise ValueError("there is no adapter to export: all weights were trained")
@@ -293,6 +307,11 @@ class Trainer:
         return jax.jit(self._compute.evaluate, static_argnames="loss")
 
     @cached_property
+    def _evaluate_unrounded(self):
+        plain = replace(self._compute, model=replace(self.machinery.model, simulated=()))
+        return jax.jit(plain.evaluate, static_argnames="loss")
+
+    @cached_property
     def _engine(self) -> Engine:
         m = self.machinery
         platform = m.mesh.devices.flat[0].platform
@@ -309,10 +328,11 @@ class Trainer:
         return replace(self._scorer, model=replace(self.machinery.model, adapt=None, critic=False))
 
     def _whole(self) -> Params:
-        """All weights, an adapter merged into its base."""
+        """All weights as they compute: an adapter merged into its base, matrices on their grid."""
         m = self.machinery
         if m.adapter is None:
-            return self.params
+            with jax.set_mesh(m.mesh):
+                return rounded(m.model, self.params)[0] if m.model.simulated else self.params
         if m.model.quantization is None:
             return jax.jit(partial(merge, adapter=m.adapter))(self.params)
         with jax.set_mesh(m.mesh):
