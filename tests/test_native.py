@@ -86,13 +86,13 @@ def test_programs_are_read_by_hand():
         ),
         (
             ("int8", "int8", "bfloat16", "gpu"),
-            "int8 weights and int8 activations, dequantized to bfloat16 before each product (the gpu's own int8 "
-            "product is not used)",
+            "int8 weights and int8 activations, rounded and dequantized to bfloat16 before each product (the gpu's own "
+            "int8 product is not used)",
         ),
         (
             ("fp8", "fp8", "bfloat16", "cpu"),
-            "fp8 weights and fp8 activations, dequantized to bfloat16 before each product (which cpu multiplies as "
-            "float32)",
+            "fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product (which cpu "
+            "multiplies as float32)",
         ),
     ],
 )
@@ -102,10 +102,14 @@ def test_a_product_is_told(asked, told):
 
 def test_the_line_of_a_run():
     assert line([], "float32", "cpu") == "products of the layers: float32; attention: einsums, no fused kernel"
-    assert line([("nf4", None), ("int8", "int8")], "bfloat16", "gpu") == (
-        "products of the layers: nf4 weights, each matrix dequantized to bfloat16 in memory before its product; "
-        "int8 weights and int8 activations, dequantized to bfloat16 before each product (the gpu's own int8 product is "
-        "not used); attention: einsums, no fused kernel"
+    assert line([("nf4", None), ("fp8", "fp8")], "bfloat16", "tpu") == (
+        "products of the layers: nf4 weights, each matrix dequantized to bfloat16 on the way into its product, or with "
+        "few rows before it; fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product; "
+        "attention: einsums, no fused kernel"
+    )
+    assert line([("int4", None)], "float32", "cpu", simulated=True) == (
+        "products of the layers: int4 weights, rounded and dequantized to float32 before each product; "
+        "attention: einsums, no fused kernel"
     )
 
 

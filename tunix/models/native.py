@@ -4,7 +4,8 @@ The facts are those of docs/kernels.md, which has the evidence; a test compares 
 bits are listed beside those that models use, so that a run can say what it leaves unused. Loads without jax.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from tunix.config import BaseType, DType
@@ -14,6 +15,7 @@ Way = Literal["native", "inside", "before", "either", "float32", "bfloat16", "te
 converted matrix is written to memory first. `either`: inside with many rows, before with few, as in decoding. A type:
 both operands are multiplied as that."""
 
+ATTENTION = "einsums, no fused kernel"
 PLACES: Mapping[Way | None, str] = {
     "inside": "on the way into its product",
     "before": "in memory before its product",
@@ -21,19 +23,29 @@ PLACES: Mapping[Way | None, str] = {
 }
 
 
-def line(kinds: Iterable[tuple[BaseType | None, BaseType | None]], compute: DType, platform: str) -> str:
+def line(
+    kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, platform: str, *, simulated: bool = False
+) -> str:
     """What a run says of its products.
 
     Args:
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
-        compute: dtype of the computation.
-        platform: `cpu`, `gpu` or `tpu`, as jax calls it.
+        compute, platform, simulated: as in `product`.
     """
-    told = "; ".join(product(*kind, compute, platform) for kind in kinds) or product(None, None, compute, platform)
-    return f"products of the layers: {told}; attention: einsums, no fused kernel"
+    how = partial(product, compute=compute, platform=platform, simulated=simulated)
+    return (
+        f"products of the layers: {'; '.join(how(*kind) for kind in kinds or [(None, None)])}; attention: {ATTENTION}"
+    )
 
 
-def product(weights: BaseType | None, activations: BaseType | None, compute: DType, platform: str) -> str:
+def product(
+    weights: BaseType | None,
+    activations: BaseType | None,
+    compute: DType,
+    platform: str,
+    *,
+    simulated: bool = False,
+) -> str:
     """How one kind of product is computed: `nf4 weights, each matrix dequantized to float32 before its product, ...`.
 
     Args:
@@ -41,15 +53,17 @@ def product(weights: BaseType | None, activations: BaseType | None, compute: DTy
         activations: likewise.
         compute: dtype of the computation.
         platform: `cpu`, `gpu` or `tpu`, as jax calls it.
+        simulated: the weights are held as they were, and rounded in each pass; so are activations always.
     """
     if weights is None:
         return compute + _multiplied(compute, platform)
-    if activations is None:
+    if activations is None and not simulated:
         place = PLACES.get(WAYS[f"{weights} weights"].get(platform), "before its product")
         return f"{weights} weights, each matrix dequantized to {compute} {place}{_multiplied(compute, platform)}"
-    unused = WAYS[f"{activations} x {weights}"].get(platform) == "native"
+    rounded = f"{weights} weights" + (f" and {activations} activations" if activations else "")
+    unused = activations is not None and WAYS[f"{activations} x {weights}"].get(platform) == "native"
     return (
-        f"{weights} weights and {activations} activations, dequantized to {compute} before each product"
+        f"{rounded}, rounded and dequantized to {compute} before each product"
         + _multiplied(compute, platform)
         + (f" (the {platform}'s own {activations} product is not used)" if unused else "")
     )
