@@ -143,14 +143,14 @@ def test_what_is_sampled_is_what_is_trained(name):
         np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
-def assert_same_as_full_forward(ours, prompts, drawn):
+def assert_same_as_full_forward(ours, prompts, drawn, atol=1e-4):
     """The sampler's log-probs beside the trainer's."""
     whole = [
         Sequence(np.concatenate([prompt, found.tokens]), np.arange(len(prompt) + len(found.tokens)) >= len(prompt))
         for prompt, found in zip(prompts, drawn, strict=True)
     ]
     for prompt, found, logprobs in zip(prompts, drawn, ours.logprobs(whole), strict=True):
-        np.testing.assert_allclose(found.logprobs, logprobs[len(prompt) :], atol=1e-4)
+        np.testing.assert_allclose(found.logprobs, logprobs[len(prompt) :], atol=atol)
 
 
 def test_a_checkpoint_holds_the_adapter_alone(tmp_path):

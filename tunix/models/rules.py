@@ -109,9 +109,13 @@ class Rules(Config):
     @property
     def told(self) -> str:
         """What is rounded, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
-        rules = self.modules.values()
-        kinds = [f"{x.weights}{f' with inputs in {x.activations}' if x.activations else ''}" for x in rules]
-        return f"{len(rules)} of a layer's {len(PROJECTIONS)} matrices compute as {', '.join(dict.fromkeys(kinds))}"
+        kinds = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds]
+        return f"{len(self.modules)} of a layer's {len(PROJECTIONS)} matrices compute as {', '.join(kinds)}"
+
+    @property
+    def kinds(self) -> list[tuple[BaseType | None, ActivationType | None]]:
+        """What weights and activations are rounded to, each pair once."""
+        return list(dict.fromkeys((rule.weights, rule.activations) for rule in self.modules.values()))
 
 
 class QuantizationConfig(Rules):
