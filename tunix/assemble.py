@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.catalogue import algorithm_class
-from tunix.config import DType
+from tunix.config import BaseType, DType
 from tunix.data.pipeline import (
     PLAIN,
     Batches,
@@ -333,9 +333,13 @@ def _samples(
 
 def _products(trainer: Trainer, mesh: Mesh) -> str:
     """How the layers multiply on these devices."""
-    model = trainer.machinery.model
-    rounded = [] if model.quantization is None else [(model.quantization.base, None)]
-    return native.line(rounded, model.dtype, mesh.devices.flat[0].platform)
+    model, rules = trainer.machinery.model, trainer.machinery.rules
+    kinds: list[tuple[BaseType | None, BaseType | None]] = []
+    if rules is not None:
+        kinds = list(dict.fromkeys((rule.weights, rule.activations) for rule in rules.modules.values()))
+    elif model.quantization is not None:
+        kinds = [(model.quantization.base, None)]
+    return native.line(kinds, model.dtype, mesh.devices.flat[0].platform, simulated=rules is not None)
 
 
 def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
@@ -349,7 +353,7 @@ def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
     if (rounding := trainer.machinery.model.quantization) is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(trainer.frozen):.3f} bytes a weight"
     if (rules := trainer.machinery.rules) is not None:
-        weights += f"; {rules.told}, rounded before products of {trainer.machinery.model.dtype}"
+        weights += f"; {rules.told}"
     devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (
