@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.catalogue import algorithm_class
-from tunix.config import BaseType, DType
+from tunix.config import DType
 from tunix.data.pipeline import (
     PLAIN,
     Batches,
@@ -333,13 +333,11 @@ def _samples(
 
 def _products(trainer: Trainer, mesh: Mesh) -> str:
     """How the layers multiply on these devices."""
-    model, rules = trainer.machinery.model, trainer.machinery.rules
-    kinds: list[tuple[BaseType | None, BaseType | None]] = []
-    if rules is not None:
-        kinds = list(dict.fromkeys((rule.weights, rule.activations) for rule in rules.modules.values()))
-    elif model.quantization is not None:
-        kinds = [(model.quantization.base, None)]
-    return native.line(kinds, model.dtype, mesh.devices.flat[0].platform, simulated=rules is not None)
+    model = trainer.machinery.model
+    rounded = [] if model.quantization is None else [(model.quantization.base, None)]
+    if (rules := trainer.machinery.rules) is not None:
+        return native.line(rules.kinds, model.dtype, mesh.devices.flat[0].platform, simulated=True)
+    return native.line(rounded, model.dtype, mesh.devices.flat[0].platform)
 
 
 def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
