@@ -17,7 +17,8 @@ from tunix.recipe import Recipe
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ALGORITHMS = ("sft", "dpo", "kto", "reward", "grpo", "ppo", "distill")
-PAGES = ("README.md", "docs/recipe.md", "docs/kernels.md", *(f"tunix/algorithms/{name}/README.md" for name in ALGORITHMS))
+DOCS = ("docs/recipe.md", "docs/kernels.md")
+PAGES = ("README.md", *DOCS, *(f"tunix/algorithms/{name}/README.md" for name in ALGORITHMS))
 HUB_ID = "Qwen/Qwen3-0.6B"
 
 
