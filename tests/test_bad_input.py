@@ -667,7 +667,7 @@ SCORES: Table = {
     "adapter of another base": (
         lambda here: adapter(here, wide=64),
         ["base", "train.jsonl", "--adapter", "adapter"],
-        ["q_proj.lora_A.weight expected (2, 32), found (2, 64)"],
+        ["q_proj.lora_A.weight expected (2, 32), found (2, 64)", "Is this the base of the adapter? It names none."],
     ),
     "other kind": (
         lambda here: adapter(here, lambda said: said.update(peft_type="IA3")),

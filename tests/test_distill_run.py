@@ -1,16 +1,27 @@
 """Distillation from a recipe: on given text and on the student's own, killed and resumed, with mistakes told early."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe
+from transformers import AutoModelForCausalLM
 
+from tunix.assemble import build_trainer
 from tunix.cli import main
 from tunix.config import MeshConfig
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.mesh import build_mesh
 from tunix.recipe import Recipe
+from tunix.source import of_recipe
+from tunix.teaching import teacher_source
+from tunix.trainer.client import Trainer
 
 TEACHER = {"path": "teacher", "dtype": "float32"}
 GIVEN: dict[str, Any] = {"algorithm": {"name": "distill"}, "teacher": TEACHER}
@@ -85,6 +96,68 @@ def test_a_teacher_on_devices_of_its_own(tmp_path: Path, teacher: Path):
     train(together, "output=apart", "mesh={fsdp: 4}", "teacher.mesh={fsdp: 2, tensor: 2}")
     for one, two in zip(stepped("together"), stepped("apart"), strict=True):
         assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-4)
+
+
+LAID: dict[str, Any] = {
+    "model": {"path": "base", "dtype": "float32"},
+    "algorithm": {"name": "distill"},
+    "teacher": {"path": "adapter", "dtype": "float32"},
+    "adapter": {"rank": 2},
+    "steps": 3,
+}
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A PEFT folder on the student's own base."""
+    model_folder(tmp_path / "base")
+    torch.manual_seed(0)
+    settings = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained("base"), settings).save_pretrained("adapter")
+    return tmp_path / "adapter"
+
+
+def built(words: str) -> Trainer:
+    """The trainer of a recipe, on one device."""
+    recipe = Recipe.load(words)
+    source = of_recipe(recipe.model, None, Path("tokenizer"), None)
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    return build_trainer(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
+
+
+def test_an_adapter_of_the_students_base_teaches_without_a_second_base(tmp_path: Path, adapter: Path):
+    words = recipe(tmp_path, LAID)
+    shared = built(words)
+    assert shared.teacher is not None
+    assert all(shared.teacher.params[name] is x for name, x in shared.frozen.items())
+    own = set(shared.teacher.params) - set(shared.frozen)
+    assert own == {f"layers/{name}/w_lora_{letter}" for name in ("q", "up") for letter in "ab"}
+    train(words, "output=shared")
+    # The same teacher from another folder is read on its own, with its adapter merged.
+    shutil.copytree("base", "elsewhere")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "elsewhere"}))
+    train(words, "output=apart")
+    for one, two in zip(stepped("shared"), stepped("apart"), strict=True):
+        assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
+    assert stepped("shared")[0]["train/loss"] > 1e-3  # the student starts at the base, which the teacher is not
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapter": None},  # the base trains
+        {"adapter": {"kind": "qlora", "rank": 2, "tile": 16}},  # it is rounded, and the teacher's is not
+        {"teacher.dtype": "bfloat16"},
+    ],
+    ids=["full", "rounded", "dtype"],
+)
+def test_a_base_that_differs_is_read_for_the_teacher(tmp_path: Path, adapter: Path, changes: dict[str, Any]):
+    apart = built(recipe(tmp_path, {**LAID, **changes}))
+    assert apart.teacher is not None
+    held = {id(x) for x in apart.params.values()}
+    assert not any(id(x) in held for x in apart.teacher.params.values())
+    assert set(apart.teacher.params) == {name for name in apart.teacher.model.shapes if "lora" not in name}
 
 
 # Mistakes.

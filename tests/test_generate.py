@@ -175,16 +175,23 @@ def test_an_adapter_is_merged(base: Path, tmp_path: Path):
 
 
 def test_adapters_are_compared_on_one_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Each answers as it does alone, also where their ranks, and so their programs, differ."""
-    for seed, (name, rank) in enumerate({"one": 4, "two": 4, "three": 2}.items()):
+    """Each answers as it does alone: those that share a batch, of several ranks, and one with a table of its own."""
+    kinds = {
+        "one": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
+        "tabled": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        "two": {"r": 2, "target_modules": ["up_proj"], "use_dora": True},
+    }
+    for seed, (name, kind) in enumerate(kinds.items()):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_pretrained(base)
-        laid = get_peft_model(
-            model, LoraConfig(r=rank, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
-        )
+        laid = get_peft_model(model, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **kind))
+        with torch.no_grad():
+            for key, weight in laid.named_parameters():
+                if "modules_to_save" in key:
+                    weight.mul_(1.5)
         laid.save_pretrained(tmp_path / name)
     rows = [{"input_ids": ids} for ids in IDS]
-    alone = {name: generated(base, rows, *GREEDY, "--adapter", name) for name in ("one", "two", "three")}
+    alone = {name: generated(base, rows, *GREEDY, "--adapter", name) for name in kinds}
     words = [word for name in alone for word in ("--adapter", name)]
     found = generated(base, rows, *GREEDY, *words)
     assert [(line["row"], line["adapter"]) for line in found] == [(i, name) for i in range(len(IDS)) for name in alone]
@@ -196,9 +203,11 @@ def test_adapters_are_compared_on_one_base(base: Path, tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["generate", str(base), "hi", *GREEDY, *words]) == 0
     shown = capsys.readouterr().out
-    assert [part.split(" ")[0] for part in shown.split("--- ")[1:]] == ["one", "two", "three"]
+    assert [part.split(" ")[0] for part in shown.split("--- ")[1:]] == ["one", "tabled", "two"]
     assert main(["generate", str(base), "hi", *words, "--adapter", "one"]) == 2
     assert "--adapter one is given twice" in capsys.readouterr().err
+    assert main(["generate", "one", "hi", *words]) == 2
+    assert "one ends in an adapter: export it (tunix export) before adding others" in capsys.readouterr().err
 
 
 def test_a_folder_without_tokenizer_serves_ids_alone(base: Path, bare: Path):

@@ -146,10 +146,10 @@ def test_another_mixture_and_moved_adapters_compile_nothing():
     requests = mixture(beside)
     before = engine.run(requests)
     copied = engine.weights.layers[0]["q/w"]
+    other = {name: Laid(x.settings, {key: 0.5 * y for key, y in x.params.items()}) for name, x in beside.items()}
     compilations = Compilations()
     for names in ([None] * 9, ["turned"] * 9, ["wide", "turned", "wide"] * 3):
         engine.run([replace(request, adapter=name) for request, name in zip(requests, names, strict=True)])
-    other = {name: Laid(x.settings, {key: 0.5 * y for key, y in x.params.items()}) for name, x in beside.items()}
     engine.load(base, 2, beside=other)
     after = engine.run(requests)
     assert compilations.since_warmup == 0
@@ -176,7 +176,7 @@ def test_two_trainers_and_an_engine_on_one_frozen_base():
     assert all(one.frozen[name] is x for one in ours.values() for name, x in frozen.items())
 
     model = replace(alone["one"].machinery.model, adapt=None)
-    engine = small_engine(model, frozen, length=24)
+    engine = engine_file.Engine(model, one_device(), slots=3, length=24)
     engine.load(frozen, 1, beside={name: Laid(kinds[name], one.state.params) for name, one in ours.items()})
     assert engine.weights.top["embed/w"] is frozen["embed/w"]
     (prompt,) = prompts(96, (6,))
@@ -184,8 +184,8 @@ def test_two_trainers_and_an_engine_on_one_frozen_base():
         sampling = Sampling(max_tokens=8)
         (found,) = engine.run([Request(prompt, sampling, seed=1, adapter=name)])
         whole = Sequence(np.concatenate([prompt, found.tokens]), np.arange(14) >= 6)
-        asked, of = ([ours[name]], "policy") if name else (ours.values(), "reference")
-        for (logprobs,) in (client.logprobs([whole], of=of) for client in asked):
+        references = [one.logprobs([whole], of="reference") for one in ours.values()]
+        for (logprobs,) in references if name is None else [ours[name].logprobs([whole])]:
             np.testing.assert_allclose(found.logprobs, logprobs[6:], atol=1e-4)
 
 

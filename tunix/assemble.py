@@ -31,6 +31,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.evaluation import Evaluation
 from tunix.loop import Job, Stream
 from tunix.lora.adapt import started
+from tunix.lora.belonging import mark
 from tunix.mesh import build_mesh
 from tunix.models import native
 from tunix.models.model import Params
@@ -44,7 +45,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.warm import Workload
 from tunix.samples import Samples, prompts_of, readable_tokens
 from tunix.source import TOKENIZER, Source, adapted, gives_scores, of_recipe, weights, with_stops
-from tunix.teaching import build_teacher, divided, teacher_source
+from tunix.teaching import Below, build_teacher, divided, teacher_source
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.passes import Cut, rows_per_pass
@@ -225,13 +226,19 @@ def build_trainer(
         rules=recipe.quantization,
         files=source.files,
         base=source.name,
+        mark=_mark(source) if recipe.adapter is not None else None,
         reference=algorithm is not None and algorithm.needs_reference,
         slots=recipe.rollout.slots,
         decode=None if tokenizer is None else tokenizer.decode,
     )
     own = _critic(recipe, machinery, params, base, updates) if critic == "own" else None
-    taught = None if teacher is None else build_teacher(recipe, teacher, mesh, length)
+    taught = None if teacher is None else build_teacher(recipe, teacher, mesh, length, Below(source, model, base))
     return Trainer(machinery, params, base, own, taught)
+
+
+def _mark(source: Source) -> str | None:
+    """What an adapter is told of its base; nothing where no folder holds that."""
+    return mark(source.name, source.folder, source.decoder) if source.folder and source.merged is None else None
 
 
 def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:
@@ -346,8 +353,10 @@ def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
     frozen = sum(x.size for name, x in trainer.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
     if trainer.teacher is not None:
-        size = readable(sum(x.size for x in trainer.teacher.params.values()))
-        weights += f"; a teacher of {size} ({trainer.teacher.model.config.family})"
+        held = trainer.teacher.params
+        own = [x.size for name, x in held.items() if trainer.frozen.get(name) is not x]
+        shared = " beside the same base" if len(own) < len(held) else ""
+        weights += f"; a teacher of {readable(sum(own))}{shared} ({trainer.teacher.model.config.family})"
     if (rounding := trainer.machinery.model.quantization) is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(trainer.frozen):.3f} bytes a weight"
     if (rules := trainer.machinery.rules) is not None:

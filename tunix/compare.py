@@ -1,21 +1,27 @@
 """`tunix generate MODEL --adapter A --adapter B`: the same prompts to several adapters of one base, side by side.
 
-The base is read once and stays as it is; each adapter is laid beside it, unmerged, and drawn from in turn. Completion j
-of row i draws by (seed, i n + j, token index) under every adapter, as with that adapter alone.
+The base is read once and stays as it is. The adapters lie beside it, unmerged, and share the engine's batches; one that
+brings tables of its own, which no batch can mix, is drawn from after the others. Completion j of row i draws by
+(seed, i n + j, token index) under every adapter, as with that adapter alone.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from tunix.best import Question
 from tunix.drawing import Bar
 from tunix.errors import UserError
 from tunix.files import write_text_atomic
 from tunix.generate import line, opened
-from tunix.lora.config import AdapterConfig
-from tunix.models.model import is_adapter
+from tunix.lora.belonging import foreign_base
+from tunix.lora.mixture import Laid
+from tunix.models.model import Params, is_adapter
 from tunix.rollout.engine import Engine
 from tunix.rollout.episode import Request
 from tunix.source import beside
@@ -65,22 +71,42 @@ def compare(
 
 
 def _answers(speaker: Speaker, adapters: List[Path], requests: List[Request]) -> Answers:
-    """All adapters' completions; adapters of one kind share an engine, and its copy of the base."""
+    """All adapters' completions."""
+    source = speaker.source
+    if source.merged is not None:
+        raise UserError(f"{speaker.asked.model} ends in an adapter: export it (tunix export) before adding others")
+    assert source.folder is not None  # only recipes begin with random weights
+    for doubt in (foreign_base(path, source.name, source.folder, source.decoder) for path in adapters):
+        if doubt:
+            print(doubt, file=sys.stderr)
     model, params, mesh = speaker.weights()
     # All are read before the first is drawn from, so that the last one's mistake does not cost the others' time.
-    read = [(path, *beside(model, params, mesh, path)) for path in adapters]
+    read = {path: Laid(*beside(model, params, mesh, path)) for path in adapters}
     decode = speaker.tokenizer.decode if speaker.tokenizer else None
-    engine: Engine | None = None
-    kind: AdapterConfig | None = None
+    engine = Engine(model, mesh, slots=speaker.slots, length=speaker.limit, decode=decode)
     answers: Answers = {}
     with closing(Bar("generate", len(requests) * len(adapters))) as bar:
-        for version, (path, settings, adapted, own) in enumerate(read):
-            if engine is None or settings != kind:
-                engine, kind = Engine(adapted, mesh, slots=speaker.slots, length=speaker.limit, decode=decode), settings
-            engine.load({**params, **own}, version, moving=[name for name in own if not is_adapter(name)])
-            answers[path] = engine.run(requests)
-            bar.show((version + 1) * len(requests))
-    return answers
+        for version, (tables, laid) in enumerate(_mixtures(read)):
+            engine.load({**params, **tables}, version, moving=tables, beside=laid)
+            before = len(requests) * len(answers)
+
+            def hear(number: int, _: np.ndarray, before: int = before) -> None:
+                bar.show(before + max(0, number + 1 - speaker.slots))  # requests begin in their order
+
+            found = engine.run([replace(one, adapter=name) for name in laid for one in requests], on_tokens=hear)
+            answers |= {Path(name): found[i * len(requests) :][: len(requests)] for i, name in enumerate(laid)}
+    return {path: answers[path] for path in adapters}
+
+
+def _mixtures(read: Mapping[Path, Laid]) -> Iterator[tuple[Params, dict[str, Laid]]]:
+    """(tables, adapters by name) that share batches: all that bring no tables, then each that does."""
+    tables = {path: {name: x for name, x in laid.params.items() if not is_adapter(name)} for path, laid in read.items()}
+    if plain := {str(path): laid for path, laid in read.items() if not tables[path]}:
+        yield {}, plain
+    for path, whole in tables.items():
+        if whole:
+            settings, params = read[path]
+            yield whole, {str(path): Laid(settings, {name: x for name, x in params.items() if name not in whole})}
 
 
 def _lines(speaker: Speaker, questions: List[Question], answers: Answers, n: int) -> Iterator[str]:

@@ -23,10 +23,12 @@ from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.lora.adapt import adapt, merge, quantization
+from tunix.lora.belonging import foreign_base, named_base
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import HEAD, load_adapter
+from tunix.lora.peft_config import CONFIG
 from tunix.models.config import DecoderConfig
-from tunix.models.families import preset, read_config, read_json, small, with_sizes
+from tunix.models.families import preset, read_config, small, with_sizes
 from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize
@@ -83,28 +85,29 @@ class Source:
 
 
 def pretrained(path: str, adapter: Path | None = None) -> Source:
-    """What a hub id, a folder or the folder of a run stands for.
+    """What a hub id, a folder or the folder of a run stands for; a PEFT folder, for its base with it.
 
     Args:
         adapter: a PEFT folder on top.
 
     Raises:
-        UserError: there is no such folder, or the run has not exported yet.
+        UserError: there is no such folder, the run has not exported yet, or the adapter belongs to another base.
     """
     merged, rounding, local = adapter, None, Path(path).expanduser()
     if (local / "recipe.yaml").is_file():
         local = exported(local)
         path = str(local)
-        if (local / "adapter_config.json").is_file():
-            if merged is not None:
-                raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
-            path, merged, rounding = _base(local), local, _rounding(local)
+    if (local / CONFIG).is_file() and not (local / "config.json").is_file():
+        if merged is not None:
+            raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
+        path, merged, rounding = _base(local), local, _rounding(local)
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
-    if adapter is not None and (doubt := foreign_base(adapter, name)):
+    decoder = read_config(folder)
+    if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
         print(doubt, file=sys.stderr)
     rules = read_rules(folder)
-    return Source(read_config(folder), load_tokenizer(folder), folder, merged, rounding, rules, name, folder)
+    return Source(decoder, load_tokenizer(folder), folder, merged, rounding, rules, name, folder)
 
 
 def exported(run: Path) -> Path:
@@ -291,8 +294,10 @@ def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mes
 
 
 def _rounding(export: Path) -> Quantization | None:
-    """How the run that exported an adapter had rounded the base."""
-    return quantization(AdapterConfig.model_validate(read_mapping(export.parent / "recipe.yaml")["adapter"]))
+    """How the run that exported an adapter had rounded the base; None where the folder is in no run."""
+    recipe = export.parent / "recipe.yaml"
+    adapter = read_mapping(recipe).get("adapter") if recipe.is_file() else None
+    return quantization(AdapterConfig.model_validate(adapter)) if adapter else None
 
 
 def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
@@ -330,8 +335,8 @@ def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
     return jax.jit(lambda base, mine: merge({**base, **mine}, config), donate_argnums=0)(params, placed)
 
 
-def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Model, Params]:
-    """A PEFT folder's adapter beside weights that stay as they are: what it is, the model, and its own parameters.
+def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Params]:
+    """A PEFT folder's adapter beside weights that stay as they are: what it is, and its own parameters.
 
     Args:
         model: of the base.
@@ -343,29 +348,23 @@ def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[Ada
     settings, arrays = load_adapter(adapter, model.config)
     if HEAD in arrays:
         raise reward_model(adapter)
-    laid = replace(model, adapt=adapt(settings, model.config))
-    places = laid.shardings(mesh)
+    places = replace(model, adapt=adapt(settings, model.config)).shardings(mesh)
     own = {
         name: jax.device_put(jnp.asarray(array, params[name].dtype if name in params else None), places[name])
         for name, array in arrays.items()
     }
-    return settings, laid, own
+    return settings, own
 
 
 def _base(adapter: Path) -> str:
-    """The base that a PEFT folder names; empty where it names none."""
-    return str(read_json(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
+    """The base of a PEFT folder that was given in the place of a model.
 
-
-def foreign_base(adapter: Path, name: str) -> str:
-    """What there is to say where an adapter names another base than the one that it is put on; else nothing.
-
-    Only the last part of a name is compared: a model's folder is often moved, and seldom called something else.
+    Raises:
+        UserError: it names none.
     """
-    named = _base(adapter)
-    if not named or Path(named).name == Path(name).name:
-        return ""
-    return f"note: {adapter} was trained on {named} and is put on {name}: their shapes fit, their weights may not"
+    if not (named := named_base(adapter)):
+        raise UserError(f"{adapter} is an adapter that names no base: give the base, and --adapter {adapter}")
+    return named
 
 
 def _family(config: ModelConfig) -> Family:

@@ -1,15 +1,20 @@
 """The teacher of a recipe: its vocabulary beside the student's, its devices, its weights."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import jax
 from jax.sharding import Mesh
 
 from tunix.algorithms.distill.config import TeacherConfig
-from tunix.config import ModelConfig
+from tunix.config import DType, ModelConfig
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
+from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
+from tunix.models.model import Model, Params
 from tunix.recipe import Recipe
-from tunix.source import Source, from_scratch, loaded, pretrained
+from tunix.source import Source, beside, from_scratch, loaded, pretrained
 from tunix.trainer.passes import Cut, rows_per_pass
 from tunix.trainer.teacher import Teacher
 
@@ -51,8 +56,19 @@ def teacher_source(recipe: Recipe, student: Source) -> Source | None:
     return source
 
 
-def build_teacher(recipe: Recipe, source: Source, students: Mesh, length: int) -> Teacher:
-    """The teacher with its weights on its mesh.
+class Below(NamedTuple):
+    """What the student's adapter lies on; the teacher's may lie on it too."""
+
+    source: Source
+    """Of the student."""
+    model: Model
+    """The student."""
+    params: Params
+    """Its frozen weights; none where all train."""
+
+
+def build_teacher(recipe: Recipe, source: Source, students: Mesh, length: int, below: Below) -> Teacher:
+    """The teacher with its weights on its mesh; a frozen base that is the student's too is there once.
 
     Args:
         source: what `teacher_source` found.
@@ -62,10 +78,36 @@ def build_teacher(recipe: Recipe, source: Source, students: Mesh, length: int) -
     config = recipe.teacher
     assert config is not None
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
-    model, params = loaded(source, config.dtype, mesh)
+    if config.mesh is None and _same_base(source, config.dtype, below):
+        model, params = _laid(source, below, mesh)
+    else:
+        model, params = loaded(source, config.dtype, mesh)
     size, packing = recipe.sequences_per_update, recipe.data.packing
     rows = rows_per_pass(mesh, size, recipe.micro_batch_size, length, packing)
     return Teacher(model, params, Cut(rows, mesh), length, students)
+
+
+def _same_base(teacher: Source, dtype: DType, below: Below) -> bool:
+    """Whether the teacher is the student's frozen weights, as they are or with an adapter of its own."""
+    student, frozen = below.source, below.params.values()
+    return (
+        student.stands_alone
+        and teacher.folder is not None
+        and teacher.folder.resolve() == student.folder.resolve()
+        and teacher.rounding == below.model.quantization
+        and below.model.dtype == dtype
+        and bool(frozen)
+        and all(x.dtype == dtype for name, x in below.params.items() if name not in below.model.kinds)
+    )
+
+
+def _laid(teacher: Source, below: Below, mesh: Mesh) -> tuple[Model, Params]:
+    """The teacher as an adapter, not merged, on the student's weights; or as these alone."""
+    model = replace(below.model, adapt=None, critic=False)
+    if teacher.merged is None:
+        return model, below.params
+    settings, own = beside(model, below.params, mesh, teacher.merged)
+    return replace(model, adapt=adapt(settings, model.config)), {**below.params, **own}
 
 
 def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.lora.adapt import plain_pairs, tables
+from tunix.lora.belonging import FILE, named_base
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft_config import CONFIG, described, text
 from tunix.models.config import DecoderConfig
@@ -37,6 +38,7 @@ def save_adapter(
     config: DecoderConfig,
     base: str,
     scores: bool = False,
+    mark: str | None = None,
 ) -> None:
     """Writes a PEFT folder that loads on transformers' model of the family.
 
@@ -47,11 +49,14 @@ def save_adapter(
         config: the model below.
         base: hub id or path of the model below, as PEFT will look for it.
         scores: the value head goes along, as a reward model's.
+        mark: what `lora.belonging` says of the base, if it is known.
 
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
     with atomic_folder(path) as folder:
+        if mark is not None:
+            (folder / FILE).write_text(mark, encoding="utf-8")
         (folder / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
         write_tensors(folder / WEIGHTS, list(_entries(params, adapter, config, scores)))
 
@@ -79,7 +84,8 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
     for tensor, shape in parts.values():
         wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in range(config.num_layers)}
     _drop_copy(stored, wanted, adapter, config, folder)
-    check_tensors(stored, wanted, folder / WEIGHTS)
+    hint = f"Is this the base of the adapter? It names {named_base(folder) or 'none'}."
+    check_tensors(stored, wanted, folder / WEIGHTS, hint)
     extra = sorted(set(stored) - set(wanted))
     if extra:
         raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")

@@ -113,7 +113,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     Raises:
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
-    stored = _named(tensors_of_folder(folder), model.config)
+    stored = named_tensors(folder, model.config)
     _check(model, stored, dtypes, folder)
     table = FAMILIES[model.config.family].tensors
     loaded: Params = {}
@@ -182,10 +182,14 @@ def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSh
         return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
 
 
-def _named(stored: Mapping[str, Stored], config: DecoderConfig) -> dict[str, Stored]:
-    """The tensors by their names in a text-only folder; parts that are not text, and buffers, are left out."""
+def named_tensors(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
+    """A folder's tensors by their names in a text-only one; parts that are not text, and buffers, are left out.
+
+    Raises:
+        UserError: it holds no weights, or a file is missing or damaged.
+    """
     named: dict[str, Stored] = {}
-    for key, tensor in stored.items():
+    for key, tensor in tensors_of_folder(folder).items():
         name = rename(key, FAMILIES[config.family].prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named[name] = tensor

@@ -95,18 +95,26 @@ def tensors_of_file(file: Path) -> dict[str, Stored]:
         return {key: Stored(file, key, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
 
 
-def check_tensors(stored: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], where: Path) -> None:
-    """Raises UserError unless each wanted tensor is there, in its shape and in a dtype that weights may have."""
+def check_tensors(
+    stored: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], where: Path, hint: str = ""
+) -> None:
+    """Raises UserError unless each wanted tensor is there, in its shape and in a dtype that weights may have.
+
+    Args:
+        hint: added where names or shapes do not fit.
+    """
     missing = [name for name in wanted if name not in stored]
     if missing:
         raise UserError(
             f"{where}: {len(missing)} tensor(s) that the config asks for are missing: {some(missing)}. "
-            f"{len(stored)} are there, {len(wanted)} are needed."
+            f"{len(stored)} are there, {len(wanted)} are needed. {hint}".rstrip()
         )
     wrong = [name for name, shape in wanted.items() if stored[name].shape != shape]
     if wrong:
         found = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].shape}" for name in wrong[:3])
-        raise UserError(f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {found}.")
+        raise UserError(
+            f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {found}. {hint}".rstrip()
+        )
     foreign = [name for name in wanted if stored[name].dtype not in DTYPES]
     if foreign:
         raise UserError(

@@ -57,6 +57,8 @@ class Machinery:
     """Folder whose tokenizer files an export takes along."""
     base: str = ""
     """What an exported adapter names as its base."""
+    mark: str | None = None
+    """What it knows of that base (`lora.belonging`); None where nobody else has it."""
     slots: int | None = None
     """Completions that are sampled at a time; None for what fills this kind of device."""
     decode: Decode | None = None
@@ -249,7 +251,8 @@ class Trainer:
         elif m.adapter is None:
             raise ValueError("there is no adapter to export: all weights were trained")
         else:
-            save_adapter(path, self._state.params, m.adapter, m.model.config, m.base, scores=not m.model.speaks)
+            of = {"base": m.base, "scores": not m.model.speaks, "mark": m.mark}
+            save_adapter(path, self._state.params, m.adapter, m.model.config, **of)
 
     @property
     def params(self) -> Params:
