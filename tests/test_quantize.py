@@ -88,6 +88,10 @@ def test_rounded_inputs_are_read_back(dtype, tmp_path):
 
 def test_a_run_rounds_evaluates_and_exports(tmp_path, capsys):
     model_folder(tmp_path / "base")
+    # Token ids: a run on strings and a folder with a chat template would render them differently.
+    for name, number in (("train", 32), ("held", 6)):
+        ids = [[97 + (i + j) % 7 for j in range(12)] for i in range(number)]
+        write_rows(tmp_path / f"{name}.jsonl", [{"input_ids": row, "labels": [-100] * 4 + row[4:]} for row in ids])
     recipe = {"model": {"path": "base", "dtype": "float32"}, "quantization": QAT, "steps": 6, **EVAL}
     train(str(write_recipe(tmp_path / "r.yaml", recipe)))
     said = " ".join(capsys.readouterr().err.split())
@@ -146,13 +150,12 @@ def test_rounding_a_folder_by_hand(tmp_path, capsys):
 
 def test_rules_from_words_and_files(tmp_path):
     words = read_words("o_proj=none, mlp.*=int4:64/int8,.*=nf4")
-    assert words == Rules(
-        rules=[
-            {"module": "o_proj"},
-            {"module": "mlp.*", "weights": "int4", "tile": 64, "activations": "int8"},
-            {"module": ".*", "weights": "nf4", "tile": 128},  # 4 bits want tiles; 8 take a scale for each output
-        ]
-    )
+    wanted = [
+        {"module": "o_proj"},
+        {"module": "mlp.*", "weights": "int4", "tile": 64, "activations": "int8"},
+        {"module": ".*", "weights": "nf4", "tile": 128},  # 4 bits want tiles; 8 take a scale for each output
+    ]
+    assert words == Rules.model_validate({"rules": wanted})
     assert {name: rule.weights for name, rule in words.modules.items()} == {
         **dict.fromkeys(("gate", "up", "down"), "int4"),
         **dict.fromkeys(("q", "k", "v"), "nf4"),
