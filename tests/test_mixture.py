@@ -86,7 +86,8 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
-        if b.prompt_logprobs is not None:
+        assert (a.prompt_logprobs is None) == (b.prompt_logprobs is None)
+        if a.prompt_logprobs is not None and b.prompt_logprobs is not None:
             np.testing.assert_allclose(a.prompt_logprobs, b.prompt_logprobs, atol=1e-4)
 
 
@@ -145,6 +146,7 @@ def test_another_mixture_and_moved_adapters_compile_nothing():
     engine.warm(Workload(requests=9, prompts=9, prompt_length=37, length=64))
     requests = mixture(beside)
     before = engine.run(requests)
+    assert engine.weights is not None
     copied = engine.weights.layers[0]["q/w"]
     other = {name: Laid(x.settings, {key: 0.5 * y for key, y in x.params.items()}) for name, x in beside.items()}
     compilations = Compilations()
@@ -178,6 +180,7 @@ def test_two_trainers_and_an_engine_on_one_frozen_base():
     model = replace(alone["one"].machinery.model, adapt=None)
     engine = engine_file.Engine(model, one_device(), slots=3, length=24)
     engine.load(frozen, 1, beside={name: Laid(kinds[name], one.state.params) for name, one in ours.items()})
+    assert engine.weights is not None
     assert engine.weights.top["embed/w"] is frozen["embed/w"]
     (prompt,) = prompts(96, (6,))
     for name in (*ours, None):

@@ -91,7 +91,8 @@ def _same_base(teacher: Source, dtype: DType, below: Below) -> bool:
     """Whether the teacher is the student's frozen weights, as they are or with an adapter of its own."""
     student, frozen = below.source, below.params.values()
     return (
-        student.stands_alone
+        student.merged is None
+        and student.folder is not None
         and teacher.folder is not None
         and teacher.folder.resolve() == student.folder.resolve()
         and teacher.rounding == below.model.quantization

@@ -175,6 +175,7 @@ def decode(
     """
     flow = jax.tree.map(jnp.asarray, flow)
     keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
+    adapters = jnp.asarray(flow.adapter)
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, state, flow, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
     start = (jnp.int32(0), state, left > 0, jnp.zeros_like(left), draws)
@@ -188,7 +189,7 @@ def decode(
         new = _draw(model, weights, state, flow, keys, drawn + count, live)
         draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
         hidden, caches = extend(
-            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32), flow.adapter
+            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32), adapters
         )
         count += live
         live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)

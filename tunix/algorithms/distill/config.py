@@ -92,7 +92,8 @@ class TeacherConfig(Config):
     """A frozen model of the student's vocabulary, of any family and size."""
 
     path: str | None = None
-    """Hub id, local folder, the folder of a run, or a PEFT folder. An adapter on the student's frozen base shares it."""
+    """Hub id, local folder, the folder of a run, or a PEFT folder. An adapter on the student's frozen base shares
+    it."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random`: nothing to learn from, but everything runs; `--tiny` sets it."""
     family: Family | None = None
