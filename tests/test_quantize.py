@@ -101,10 +101,8 @@ def test_a_run_rounds_evaluates_and_exports(tmp_path, capsys):
     assert all(row["eval/unrounded"] != row["eval/loss"] for row in rows)
     # The first evaluation is that of rounding the folder, and of the folder as it is.
     assert main(["quantize", "base", "ptq", "--rules", "o_proj=none,.*=int4:16", "--data", "held.jsonl"]) == 0
-    told = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out)
-    assert [float(x) for x in told.groups()] == pytest.approx(
-        [rows[0]["eval/unrounded"], rows[0]["eval/loss"]], abs=1e-4
-    )
+    (told,) = re.findall(r"held-out loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out)
+    assert [float(x) for x in told] == pytest.approx([rows[0]["eval/unrounded"], rows[0]["eval/loss"]], abs=1e-4)
     # The export has the loss of the last one, wherever it is measured; and is what the checkpoint gives.
     assert main(["eval", "run", "--out", "run.json"]) == 0
     loss = json.loads(Path("run.json").read_text())["metrics"]["loss"]["value"]
