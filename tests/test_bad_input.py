@@ -674,10 +674,10 @@ SCORES: Table = {
         ["base", "train.jsonl", "--adapter", "adapter"],
         ["adapter_config.json: peft_type = 'IA3'", "LORA"],
     ),
-    "dora": (
+    "dora without magnitudes": (
         lambda here: adapter(here, lambda said: said.update(use_dora=True)),
         ["base", "train.jsonl", "--adapter", "adapter"],
-        ["use_dora = True is not supported"],
+        ["2 tensor(s)", "q_proj.lora_magnitude_vector", "4 are there, 6 are needed"],
     ),
     "adapter on an adapter": (
         ended_in_an_adapter,

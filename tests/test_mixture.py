@@ -119,9 +119,13 @@ def test_draws_replies_and_a_mesh_change_nothing():
     for request, one in zip(requests, together, strict=True):
         assert_same(engine.run([request], reply), [one])
     mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
-    homes = model.shardings(mesh)
-    placed = {name: jax.device_put(x, homes[name]) for name, x in base.items()}
-    assert_same(mixed_engine(model, placed, beside, slots=4, mesh=mesh).run(requests, reply), together)
+
+    def placed(own: Model, params):
+        homes = own.shardings(mesh)
+        return {name: jax.device_put(x, homes[name]) for name, x in params.items()}
+
+    there = {name: Laid(s, placed(replace(model, adapt=adapt(s, PLAIN)), own)) for name, (s, own) in beside.items()}
+    assert_same(mixed_engine(model, placed(model, base), there, slots=4, mesh=mesh).run(requests, reply), together)
 
 
 def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
