@@ -41,6 +41,17 @@ overrides = [
 steps, every, reward_steps = 4, 2, 4
 """
 
+QLORA = """\
+overrides = [
+    "model.sizes={{vocab_size: 512, d_model: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, ffn: 64}}",
+    "batch_size=16",
+    "eval={{every: 4, rows: 16, samples: 0}}",
+    "optimizer.learning_rate=1e-2",
+]
+output = Path("{output}")
+base_steps, steps = 4, 8
+"""
+
 
 def small(more: str, then: str, sft: int = 4) -> str:
     """The settings of a notebook on the quickstart.
@@ -149,3 +160,26 @@ def test_preferences(tmp_path: Path):
     assert len(shown(cells["pairs"], "text/markdown").splitlines()) == 2 + 4
     gain = literal_eval(shown(cells["gain"]))
     assert gain["mean of the best"] > gain["mean of all"]
+
+
+def test_qlora(tmp_path: Path):
+    cells = executed("05", ROOT, QLORA.format(output=tmp_path))
+    table = [row.split(" | ") for row in shown(cells["types"], "text/markdown").splitlines()[2:]]
+    sizes = {name.strip("| "): float(size) for name, size, _ in table}
+    # 32 inputs are one tile: four bytes to 32 weights beside a weight's own.
+    assert sizes == {"int8": 1.125, "fp8": 1.125, "nf4": 0.625, "int4": 0.625}
+    errors = {name.strip("| "): float(error.strip("% |")) for name, _, error in table}
+    assert 0 < errors["int8"] < errors["fp8"] < min(errors["nf4"], errors["int4"])
+    assert max(errors.values()) < 20
+    for name in ("grid", "curves"):
+        assert any("image/png" in output.get("data", {}) for output in cells[name].outputs)
+    told = literal_eval(shown(cells["memory"]))
+    # Of each layer's matrices 32 x (32 + 16 + 16 + 32 + 64 + 64) weights in tiles of 32, and 64 x 32 in a tile of 64.
+    assert told["bytes a weight"] == pytest.approx((7168 * 0.625 + 2048 * 0.5625) / 9216, abs=1e-4)
+    assert told["frozen bytes by type"]["uint4"] == 2 * 9216 / 2
+    # A and B of each: 16 x (inputs + outputs).
+    assert told["trained weights"] == 2 * 16 * (64 + 48 + 48 + 64 + 96 + 96 + 96)
+    assert literal_eval(shown(cells["adapter"])) == {"tensors": 2 * 7 * 2, "A": (16, 32), "B": (64, 16)}
+    merged = literal_eval(shown(cells["merge"]))
+    assert merged["left over"] < 1e-6 < merged["moved by the adapter"]
+    assert merged["moved by rounding"] > 1e-3

@@ -9,9 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tunix
 from tunix.cli import COMMANDS
+from tunix.config import OptimizerConfig
+from tunix.lora.config import AdapterConfig
 from tunix.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +87,14 @@ def test_its_preferences_run(checkout: Path, tmp_path: Path):
     # ln 2, within what bfloat16 leaves of the difference of two equal models.
     assert result.metrics[0]["train/loss"] == pytest.approx(0.6931, abs=0.05)
     assert {"rewards/accuracy", "rewards/margin"} <= result.metrics[0].keys()
+
+
+def test_its_adapters_are_ours():
+    found = re.findall(r"`(adapter|optimizer): (\{[^`]+\})`", README)
+    assert len(found) >= 10
+    for section, values in found:
+        kind = {"adapter": AdapterConfig, "optimizer": OptimizerConfig}[section]
+        assert kind.model_validate(yaml.safe_load(values))
 
 
 def test_its_commands_are_ours():
