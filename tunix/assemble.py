@@ -340,11 +340,11 @@ def _samples(
 
 def _products(trainer: Trainer, mesh: Mesh) -> str:
     """How the layers multiply on these devices."""
-    model = trainer.machinery.model
-    rounded = [] if model.quantization is None else [(model.quantization.base, None)]
+    model, platform = trainer.machinery.model, mesh.devices.flat[0].platform
     if (rules := trainer.machinery.rules) is not None:
-        return native.line(rules.kinds, model.dtype, mesh.devices.flat[0].platform, simulated=True)
-    return native.line(rounded, model.dtype, mesh.devices.flat[0].platform)
+        return native.line(rules.kinds, model.dtype, platform, simulated=True)
+    rounding = model.quantization
+    return native.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
 def _described(trainer: Trainer, found: Inputs, mesh: Mesh, total: int) -> str:
