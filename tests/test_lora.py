@@ -144,7 +144,7 @@ def saved(tmp_path):
     ("field", "value"),
     [
         ("peft_type", "IA3"),
-        ("task_type", "SEQ_CLS"),
+        ("task_type", "TOKEN_CLS"),
         ("bias", "all"),
         ("use_dora", True),
         ("modules_to_save", ["lm_head"]),
