@@ -5,6 +5,7 @@ jaxtyping and beartype check shapes and types of every function of tunix that is
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ import jax
 from jaxtyping import install_import_hook
 
 install_import_hook("tunix", "beartype.beartype")
+
+# What a shell starts in the background ignores ctrl-c, and so would what these tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 30_000
