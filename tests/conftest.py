@@ -3,7 +3,10 @@
 jaxtyping and beartype check shapes and types of every function of tunix that is called; a wrong axis fails the test.
 """
 
+import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +24,30 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path("~/.cache/tunix/tests").expanduser()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
+import jax
 from jaxtyping import install_import_hook
 
 install_import_hook("tunix", "beartype.beartype")
+
+# What a shell starts in the background ignores ctrl-c, and so would what these tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 30_000
+"""Linux allows a process 65530 by default. XLA on a CPU takes several for each compiled program and does not look
+whether it got them: the process ends with a segmentation fault, most of the way through the suite."""
 
 
 @pytest.fixture(autouse=True)
 def _away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative outputs such as runs/ land in the test's own folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """Compiled programs are let go of before they are too many; those used again come from the cache on the disk."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

@@ -190,7 +190,7 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_pat
     bytes_tokenizer("gemma").save(teacher)
     assert main(["run", recipe(tmp_path, GIVEN)]) == 2
     told = capsys.readouterr().err
-    assert "teacher.path: teacher has another vocabulary than the student" in told
+    assert "teacher.path: teacher has another vocabulary than the model that trains" in told
     assert "id 3 is '<start_of_turn>' there and '<|start_header_id|>' here" in told
 
 

@@ -37,6 +37,8 @@ FLOORS = (
         "loop",
         "teaching",
         "precompute",
+        "referring",
+        "vocabulary",
         "assemble",
         "run",
         "score",

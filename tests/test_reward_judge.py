@@ -117,15 +117,15 @@ def test_what_is_too_long_fails_and_is_no_zero(tmp_path):
         judged(tmp_path / "reward", model_length=65)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_policy_learns_from_a_reward_model(name, tmp_path):
+@pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "ppo"}, {"name": "dpo", "online": True}], ids=str)
+def test_a_policy_learns_from_a_reward_model(algorithm, tmp_path):
     """The reward model is a run of ours that likes capitals; beside it a function, each under its name."""
     train(str(write_reward(tmp_path)))
     for file in ("train.jsonl", "held.jsonl"):
         write_rows(tmp_path / file, [{"prompt": f"{letters}>"} for letters in ("abc", "bcd", "cde", "def")])
-    algorithm = {"grpo": {"name": "grpo", "group_size": 4}, "ppo": {"name": "ppo", "group_size": 4}}[name]
     reward = {"model": "reward", "model_weight": 0.5, "functions": ["rewards.py:letters"]}
-    train(str(write_policy(tmp_path, steps=2, algorithm=algorithm, reward=reward, data__eval="held.jsonl")))
+    changes = {"algorithm": {**algorithm, "group_size": 4}, "reward": reward, "data__eval": "held.jsonl"}
+    train(str(write_policy(tmp_path, steps=2, **changes)))
     rows = [row for row in metrics("run") if "train/loss" in row]
     assert len(rows) == 2
     for row in rows:

@@ -39,6 +39,7 @@ from tunix.models.quantized import bytes_per_weight, is_scale
 from tunix.models.simulated import check_unrounded
 from tunix.precompute import Answers, precompute
 from tunix.recipe import Recipe
+from tunix.referring import reference_source, reference_weights
 from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
@@ -98,6 +99,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     play = Player(environment, found.tokenizer, kwargs) if environment else None
     drawn = sampling(recipe, found, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, drawn)
+    reference = algorithm.reference_path and reference_source(algorithm.reference_path, found.source)
     # What is wrong with every row (no tokenizer, no chat template, a mistyped column) is told before weights are read.
     first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
     account(first, found.tokenizer, recipe.data, read_of_rows(recipe, algorithm), size)
@@ -106,7 +108,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = _stream(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
-    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher)
+    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher, reference or None)
     display.say(_described(trainer, found, mesh, total))
     display.say(_products(trainer, mesh))
     if isinstance(algorithm, DPO) and algorithm.precomputes:
@@ -135,7 +137,9 @@ def _asked_reference(recipe: Recipe, found: Inputs, trainer: Trainer, folder: Pa
     read = (found.tokenizer, recipe.data, "pairs", found.source.decoder.vocab_size)
     held_out = () if found.held_out is None else sequences_of(found.held_out, *read, limit=recipe.eval.rows)
     sequences = itertools.chain(sequences_of(found.train, *read), held_out)
-    return precompute(sequences, trainer, recipe.model.dtype, recipe.data.train, folder, display)
+    answers = precompute(sequences, trainer, recipe.model.dtype, recipe.data.train, folder, display)
+    trainer.forget_reference()
+    return answers
 
 
 def _workload(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
@@ -189,6 +193,7 @@ def build_trainer(
     algorithm: Algorithm | None = None,
     tokenizer: Tokenizer | None = None,
     teacher: Source | None = None,
+    reference: Source | None = None,
 ) -> Trainer:
     """The model with its weights on the mesh, and the optimizer.
 
@@ -197,6 +202,7 @@ def build_trainer(
         algorithm: what will be asked of it; None where it is only exported.
         tokenizer: what stop strings are looked for with.
         teacher: of whom it learns.
+        reference: what it is compared with, in place of the weights that it starts from.
     """
     decoder = with_stops(source)
     critic = None if algorithm is None else algorithm.critic
@@ -233,7 +239,8 @@ def build_trainer(
     )
     own = _critic(recipe, machinery, params, base, updates) if critic == "own" else None
     taught = None if teacher is None else build_teacher(recipe, teacher, mesh, length, Below(source, model, base))
-    return Trainer(machinery, params, base, own, taught)
+    compared = None if reference is None else reference_weights(reference, model, mesh)
+    return Trainer(machinery, params, base, own, taught, compared)
 
 
 def _mark(source: Source) -> str | None:

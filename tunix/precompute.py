@@ -2,8 +2,9 @@
 
 Sequences in file order -> chunks -> log-probs of their trained tokens -> one shard a chunk, `00000.safetensors`, in a
 folder that is named by a digest of what they follow from: the rows as they are rendered, every weight, the precision.
-A shard is written in one go, so that what was interrupted goes on behind the last one. The reference is the base under
-an adapter, else the weights as the run starts from them: nothing is held for it afterwards.
+A shard is written in one go, so that what was interrupted goes on behind the last one. The reference is another model
+where the recipe names one, the base under an adapter, else the weights as the run starts from them: nothing is held for
+it afterwards.
 
 Axes: T time.
 """
@@ -65,7 +66,8 @@ def precompute(
         UserError: a shard is damaged or of something else, or the disk refuses it.
     """
     asked = {key(sequence): sequence for sequence in sequences}
-    about = digest([digest(asked), digest_of_weights(_reference(trainer)), precision])
+    weights = trainer.reference if trainer.has_reference else trainer.params
+    about = digest([digest(asked), digest_of_weights(weights), precision])
     folder = _folder(data, run, about, display)
     values: list[np.ndarray] = []
     for number, chunk in enumerate(_chunks(list(asked.values()))):
@@ -114,10 +116,6 @@ def _checksum(array: jax.Array) -> jax.Array:
     return jnp.sum((bits ^ (bits >> 15)) * (2 * place + 1), dtype=jnp.uint32)
 
 
-def _reference(trainer: Trainer) -> Params:
-    return trainer.frozen if trainer.machinery.adapter else trainer.params
-
-
 def _chunks(sequences: List[Sequence]) -> Iterator[List[Sequence]]:
     for start in range(0, len(sequences), CHUNK):
         yield sequences[start : start + CHUNK]
@@ -125,7 +123,7 @@ def _chunks(sequences: List[Sequence]) -> Iterator[List[Sequence]]:
 
 def _computed(chunk: List[Sequence], trainer: Trainer) -> list[np.ndarray]:
     """Of each sequence the log-probs of its trained tokens."""
-    found = trainer.logprobs(chunk, "reference" if trainer.machinery.adapter else "policy")
+    found = trainer.logprobs(chunk, "reference" if trainer.has_reference else "policy")
     return [values[trained(sequence)] for values, sequence in zip(found, chunk, strict=True)]
 
 

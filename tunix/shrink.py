@@ -115,7 +115,7 @@ def _tiny_adapter(adapter: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tiny_algorithm(algorithm: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
     """The `algorithm` section with fewer and shorter rollouts."""
-    tiny = dict(algorithm)
+    tiny = {**algorithm, **({"reference_path": None} if "reference_path" in algorithm else {})}
     for key, cap in {**_ROLLOUT_KEYS, "updates": batch_size}.items():
         if tiny.get(key) is not None:
             tiny[key] = min(tiny[key], cap)

@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import DType, ModelConfig
-from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
@@ -17,6 +16,7 @@ from tunix.recipe import Recipe
 from tunix.source import Source, beside, from_scratch, loaded, pretrained
 from tunix.trainer.passes import Cut, rows_per_pass
 from tunix.trainer.teacher import Teacher
+from tunix.vocabulary import check_tokens
 
 Devices = list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax makes it as a variable
 
@@ -118,7 +118,7 @@ def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:
     """
     sizes = teacher.decoder.vocab_size, student.decoder.vocab_size
     if teacher.tokenizer is not None and student.tokenizer is not None:
-        _check_tokens(name, teacher.tokenizer, student.tokenizer)
+        check_tokens("teacher.path", name, teacher.tokenizer, student.tokenizer)
     elif teacher.folder is not None and sizes[0] != sizes[1]:
         raise UserError(
             f"teacher.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "
@@ -128,15 +128,4 @@ def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:
         raise UserError(
             f"teacher: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
             "tokenizer: take a teacher with the student's vocabulary"
-        )
-
-
-def _check_tokens(name: str, teacher: Tokenizer, student: Tokenizer) -> None:
-    theirs, mine = ({i: token for token, i in tokenizer.hf.get_vocab().items()} for tokenizer in (teacher, student))
-    place = next((i for i in range(max(*theirs, *mine) + 1) if theirs.get(i) != mine.get(i)), None)
-    if place is not None:
-        there, here = (repr(side[place]) if place in side else "no token" for side in (theirs, mine))
-        raise UserError(
-            f"teacher.path: {name} has another vocabulary than the student: id {place} is {there} there and {here} "
-            "here. Probabilities of ids are compared: take a teacher with the student's tokenizer"
         )

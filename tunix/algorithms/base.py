@@ -70,6 +70,11 @@ class Algorithm(ABC):
         return False
 
     @property
+    def reference_path(self) -> str | None:
+        """Another model that is asked in their place."""
+        return None
+
+    @property
     def critic(self) -> str | None:
         """`own` for a model of its own that values states, `shared` for a head on the policy's trunk, `alone` where the
         model gives values and no log-probs, None for none."""

@@ -78,6 +78,7 @@ class Trainer:
         frozen: Params,
         critic: "Trainer | None" = None,
         teacher: Teacher | None = None,
+        reference: Params | None = None,
     ):
         """Takes over `params`: they are donated to the first step.
 
@@ -86,10 +87,11 @@ class Trainer:
             frozen: the others; empty without an adapter.
             critic: a model of its own that values states; None where the model has a value head, or none is asked.
             teacher: a frozen model that is learned from.
+            reference: weights that are asked in place of those that the run starts from; without adapter and heads.
         """
         self.machinery, self.frozen, self.critic, self.teacher = machinery, frozen, critic, teacher
-        copied = machinery.reference and machinery.adapter is None
-        self._reference = self._snapshot(params) if copied else None
+        copied = machinery.reference and machinery.adapter is None and reference is None
+        self._reference = self._snapshot(params) if copied else reference
         with jax.set_mesh(machinery.mesh):
             self._state = self._new_state(params)
         self._key = jax.device_put(jax.random.key(machinery.seed), self._everywhere)
@@ -177,7 +179,7 @@ class Trainer:
     ) -> list[np.ndarray]:
         """`[T]` log-probs of each sequence's tokens, 0 for the first.
 
-        `reference` is the base under the adapter, or the weights that the run started from.
+        `reference` is as the property says.
 
         Raises:
             ValueError: a reference or a teacher is asked for where none is held.
@@ -261,15 +263,25 @@ class Trainer:
 
     @property
     def reference(self) -> Params:
-        """The base under the adapter, or the weights that the run started from.
+        """The weights that were given as such, else the base under the adapter, or those that the run started from.
 
         Raises:
-            ValueError: neither is held.
+            ValueError: none is held.
         """
-        found = self.frozen if self.machinery.adapter is not None else self._reference
-        if found is None:
-            raise ValueError("no reference is held: build the trainer with reference=True")
-        return found
+        if self._reference is not None:
+            return self._reference
+        if self.machinery.adapter is not None:
+            return self.frozen
+        raise ValueError("no reference is held: build the trainer with reference=True")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is one beside the policy itself."""
+        return self._reference is not None or self.machinery.adapter is not None
+
+    def forget_reference(self) -> None:
+        """Lets go of weights that were given as the reference, where it has been asked all that it will be."""
+        self._reference = None
 
     def _read(self, batch: Batch, loss: Loss) -> tuple[Passes, Held]:
         """What a compiled function reads of a batch, and what it holds beside the weights that train."""

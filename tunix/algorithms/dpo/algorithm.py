@@ -58,6 +58,11 @@ class DPO(Algorithm):
         return self.config.has_reference and not self.precomputes
 
     @property
+    def reference_path(self) -> str | None:
+        """As the recipe says."""
+        return self.config.reference_path
+
+    @property
     def precomputes(self) -> bool:
         """Whether the reference is asked once for all rows."""
         return self.config.reference == "precompute"
@@ -97,7 +102,7 @@ class DPO(Algorithm):
         for batch in batches:
             with data.clock.part("update"):
                 metrics: Metrics = client.step(batch, self.objective)
-                gate(metrics, batch, data, self.needs_reference)
+                gate(metrics, batch, data, self.needs_reference and self.reference_path is None)
             numbers |= metrics
         numbers |= {f"perf/{part}_seconds": seconds for part, seconds in data.clock.items()}
         return Update(numbers, batches, rows(groups, ranks, data.shown), notes(groups, data.weights, signal))

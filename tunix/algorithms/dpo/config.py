@@ -44,6 +44,9 @@ class DPOConfig(RuledConfig):
     reference: Literal["snapshot", "precompute"] = "snapshot"
     """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, asked at every step.
     `precompute`: asked once for all rows before the first step, and kept beside them."""
+    reference_path: str | None = None
+    """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
+    starts from, or the base under an adapter."""
     online: bool = False
     """The policy writes the completions; the best and the worst of a prompt, by the rewards, are its pair."""
     group_size: Positive = 2
@@ -74,6 +77,11 @@ class DPOConfig(RuledConfig):
             ("reference",),
             lambda s: s["loss"] in REFERENCED and not s["online"],
             "here: it is read by the losses with a reference, of given pairs",
+        ),
+        Rule(
+            ("reference_path",),
+            lambda s: s["loss"] in REFERENCED,
+            f"with this loss: it is read by {', '.join(REFERENCED)}",
         ),
         Rule(("group_size",), lambda s: bool(s["online"]), "without online: true"),
     )

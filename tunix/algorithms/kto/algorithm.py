@@ -45,6 +45,11 @@ class KTO(Algorithm):
         return True
 
     @property
+    def reference_path(self) -> str | None:
+        """As the recipe says."""
+        return self.config.reference_path
+
+    @property
     def objective(self) -> Loss:
         """The loss, with the reference's log-probs."""
         return Loss(self.loss, reference=True)

@@ -23,6 +23,10 @@ class KTOConfig(AlgorithmConfig):
     undesirable_weight: Weight = 1.0
     """Weight of undesirable completions."""
 
+    reference_path: str | None = None
+    """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
+    starts from, or the base under an adapter."""
+
     @property
     def reads(self) -> Reads:
         """A completion and its label."""
