@@ -174,15 +174,41 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
         a, b, m = (params.get(f"{name}_lora_{letter}") for letter in "abm")
         if a is None or b is None:
             return w
-        flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
-        delta = jnp.einsum("LDr,LrF->LDF", flat_a.astype(jnp.float32), flat_b.astype(jnp.float32))
-        whole = w.astype(jnp.float32) + lows[name.split("/")[1]].scale * delta.reshape(w.shape)
+        whole = w.astype(jnp.float32) + _delta(a, b, lows[name.split("/")[1]]).reshape(w.shape)
         if m is not None:
             length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(1, a.ndim - 1)), keepdims=True))
             whole = whole / length * m.reshape(length.shape)
         return whole.astype(w.dtype)
 
     return {name: merged(name) for name in params if not is_adapter(name) and not is_scale(name)}
+
+
+def unmerge(merged: Params, own: Params, adapter: AdapterConfig) -> Params:
+    """The base that `merge` made `merged` of, to within a rounding of its dtype: `s A B` is taken off again.
+
+    Args:
+        own: the adapter's weights.
+
+    Raises:
+        ValueError: the base cannot be told from what was merged.
+    """
+    if adapter.dora or adapter.also:
+        raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
+    pairs, lows = plain_pairs(own, adapter), adapter.modules
+
+    def before(name: str, w: jax.Array) -> jax.Array:
+        if f"{name}_lora_a" not in pairs:
+            return w
+        delta = _delta(pairs[f"{name}_lora_a"], pairs[f"{name}_lora_b"], lows[name.split("/")[1]])
+        return (w.astype(jnp.float32) - delta.reshape(w.shape)).astype(w.dtype)
+
+    return {name: before(name, w) for name, w in merged.items()}
+
+
+def _delta(a: Float[Array, "L ..."], b: Float[Array, "L ..."], low: Low) -> Float[Array, "L D F"]:
+    """`s A B` of a stacked weight in float32, its inputs flattened and its outputs too."""
+    flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
+    return low.scale * jnp.einsum("LDr,LrF->LDF", flat_a.astype(jnp.float32), flat_b.astype(jnp.float32))
 
 
 def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:
