@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tunix.recipe import Recipe
 
+SLOW = ("qlora_grpo_llama",)
+"""Compiles for minutes; what is of its own there, tests/test_qlora_run.py sees in a smaller run."""
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 
@@ -36,7 +38,11 @@ def by_example(path: Path) -> bool:
 
 
 def of_kind(kind: Callable[[Path], bool]) -> Iterable[object]:
-    return [pytest.param(path, id=path.stem) for path in RECIPES if kind(path)]
+    return [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SLOW else ())
+        for path in RECIPES
+        if kind(path)
+    ]
 
 
 def finished(path: Path, *overrides: str, first: str = "steps=4") -> Path:

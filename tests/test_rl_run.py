@@ -4,6 +4,7 @@ The plain run samples at temperature 0.7, so that whatever equals it has mirrore
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_rl import write_policy
-from tiny_runs import lines, losses, metrics, model_folder, train
+from tiny_runs import ADAPTER, lines, losses, metrics, model_folder, train
 from transformers import AutoModelForCausalLM
 
 from tunix.cli import main
@@ -90,9 +91,9 @@ def test_a_sampler_with_other_weights_stops_the_run(
 ):
     real = Engine.load
 
-    def load(self: Engine, params: Params, version: int) -> None:
+    def load(self: Engine, params: Params, version: int, moving: Collection[str]) -> None:
         name = next(name for name in params if name.endswith("down/w"))
-        real(self, {**params, name: params[name] * 1.05}, version)
+        real(self, {**params, name: params[name] * 1.05}, version, moving)
 
     monkeypatch.setattr(Engine, "load", load)
     write_policy(tmp_path, **PLAIN)
@@ -135,7 +136,7 @@ def test_adapters_are_sampled_unmerged_and_start_at_the_reference(tmp_path: Path
     assert first["kl/reference"] < 1e-9
     assert second["kl/reference"] > 1e-6
     assert max(first["mismatch/max"], second["mismatch/max"]) < 1e-4
-    assert {path.name for path in Path("run/export").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in Path("run/export").iterdir()} == ADAPTER
 
 
 # --- PPO ------------------------------------------------------------------------------------------------------------

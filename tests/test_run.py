@@ -15,7 +15,20 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tiny_runs import EVAL, files, lines, losses, metrics, model_folder, row, rows, train, write_recipe, write_rows
+from tiny_runs import (
+    ADAPTER,
+    EVAL,
+    files,
+    lines,
+    losses,
+    metrics,
+    model_folder,
+    row,
+    rows,
+    train,
+    write_recipe,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunix.cli import main
@@ -332,7 +345,7 @@ def test_an_adapter_trains_alone_and_goes_to_peft_and_back(tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", {"model": model, "adapter": adapter, **EVAL})
     train("r.yaml")
     names = {path.name for path in (tmp_path / "run/export").iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    assert names == ADAPTER
     saved = json.loads((tmp_path / "run/checkpoints/4/state/_METADATA").read_text())["tree_metadata"]
     keys = [[part["key"] for part in leaf["key_metadata"]] for leaf in saved.values()]
     trained = {f"layers/{name}/w_lora_{letter}" for name in ("q", "v", "down") for letter in "ab"}

@@ -41,6 +41,8 @@ RECIPE: dict[str, Any] = {
     "steps": 4,
     "output": "run",
 }
+ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tunix_base.json"}
+"""Files of an exported adapter."""
 EVAL = {"data.eval": "held.jsonl", "eval": {"every": 2, "samples": 2, "sample_tokens": 6}}
 
 
