@@ -99,7 +99,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     play = Player(environment, found.tokenizer, kwargs) if environment else None
     drawn = sampling(recipe, found, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, drawn)
-    reference = algorithm.reference_path and reference_source(algorithm.reference_path, found.source)
+    named = algorithm.reference_path
+    reference = None if named is None else reference_source(named, found.source)
     # What is wrong with every row (no tokenizer, no chat template, a mistyped column) is told before weights are read.
     first, size = Rows(found.train.name, [found.train[0]]), found.source.decoder.vocab_size
     account(first, found.tokenizer, recipe.data, read_of_rows(recipe, algorithm), size)
@@ -108,7 +109,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = _stream(recipe, found, algorithm, collector)
     total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
-    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher, reference or None)
+    trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher, reference)
     display.say(_described(trainer, found, mesh, total))
     display.say(_products(trainer, mesh))
     if isinstance(algorithm, DPO) and algorithm.precomputes:

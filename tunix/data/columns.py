@@ -78,6 +78,7 @@ def as_label(value: Any, name: str) -> float:
 
 
 def as_string(value: Any, name: str) -> str:
+    """The text itself; nothing is turned into one."""
     if not isinstance(value, str):
         raise UserError(f"{name} is {value!r:.80}, not a string")
     return value
