@@ -2,8 +2,8 @@
 
 Memory is measured in a process of its own for each kind, beside what follows from the shapes alone: of the weights with
 what trains of them (gradients aside, AdamW's two moments), and of a frozen base's matrices. Steps take turns within one
-run, since the machine may be shared. `--large` measures Llama 3.2 1B's shape in bfloat16, one kind after the other, by
-one step and one draw; `--kinds` leaves some out: full training takes 15 GB there.
+run, since the machine may be shared. `--large` measures Llama 3.2 1B's shape in bfloat16, all trained weights too, one
+kind after the other, by one step and one draw; `--kinds` leaves some out.
 """
 
 import argparse
@@ -39,7 +39,7 @@ KINDS: dict[str, AdapterConfig | None] = {
     "nf4": AdapterConfig(kind="qlora", base="nf4", rank=LORA.rank),
     "int8": AdapterConfig(kind="qlora", base="int8", rank=LORA.rank),
 }
-LARGE = Shape("llama3.2-1b", preset("llama3.2-1b"), rows=1, length=256, dtype="bfloat16")
+LARGE = Shape("llama3.2-1b", preset("llama3.2-1b"), rows=1, length=256, dtype="bfloat16", whole="bfloat16")
 BYTES = {"nf4": 0.5, "int4": 0.5, "int8": 1.0, "fp8": 1.0, "float32": 4.0, "bfloat16": 2.0}
 SLOTS, PROMPT, NEW = 16, 16, 64
 COPIED = 1 << 30
@@ -61,7 +61,7 @@ def base_bytes(shape: Shape, kind: str) -> float:
     total = 0.0
     for (inputs, outputs), number in matrices(shape).items():
         if adapter is None or adapter.base is None or adapter.tile is None:
-            each = inputs * outputs * BYTES["float32" if adapter is None else shape.dtype]
+            each = inputs * outputs * BYTES[shape.whole if adapter is None else shape.dtype]
         else:
             each = inputs * outputs * (BYTES[adapter.base] + 4 / tile_of(inputs, adapter.tile))
         total += number * each
@@ -69,11 +69,11 @@ def base_bytes(shape: Shape, kind: str) -> float:
 
 
 def state_bytes(shape: Shape, kind: str) -> float:
-    """What all weights and the moments take, by arithmetic: 12 bytes for each weight that trains."""
+    """What all weights and the moments take, by arithmetic: two moments of its own type for each that trains."""
     c, adapter = shape.config, KINDS[kind]
     rest = c.vocab_size * c.d_model * (1 if c.tied else 2) + (2 * c.num_layers + 1) * c.d_model
     if adapter is None:
-        return 12 * (base_bytes(shape, kind) / 4 + rest)
+        return 3 * (base_bytes(shape, kind) + rest * BYTES[shape.whole])
     trained = sum(number * adapter.rank * sum(size) for size, number in matrices(shape).items())
     return base_bytes(shape, kind) + rest * BYTES[shape.dtype] + 12 * trained
 

@@ -34,6 +34,8 @@ class Shape:
     length: int
     dtype: DType = "float32"
     """Of the computation and of a frozen base."""
+    whole: DType = "float32"
+    """Of the weights where all of them train; adapters are float32."""
 
     def tokens(self) -> np.ndarray:
         """`[B T]` random ids."""
@@ -57,7 +59,7 @@ class Shape:
         rows: int | None = None,
         reference: bool = False,
     ) -> Trainer:
-        """A trainer with random weights on one device, those that train in float32, the whole batch in one pass.
+        """A trainer with random weights on one device, the whole batch in one pass.
 
         Args:
             adapter: on a frozen base; None trains all weights.
@@ -70,7 +72,8 @@ class Shape:
         adaptation = None if adapter is None else adapt(adapter, self.config)
         model = Model(self.config, dtype=self.dtype, adapt=adaptation, quantization=quantization(adapter))
         mine = [name for name in model.shapes if is_adapter(name) or adapter is None]
-        dtypes: dict[str, DType] = {name: "float32" if name in mine else self.dtype for name in model.shapes}
+        trains: DType = self.whole if adapter is None else "float32"
+        dtypes: dict[str, DType] = {name: trains if name in mine else self.dtype for name in model.shapes}
         params = model.init(jax.random.key(0), dtypes, mesh)
         trained = {name: params[name] for name in mine}
         machinery = Machinery(

@@ -44,7 +44,7 @@ def adapter(tmp_path: Path) -> Path:
     settings = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained("base"), settings).save_pretrained("adapter")
     base = tmp_path / "base"
-    (tmp_path / "adapter" / FILE).write_text(mark(str(base), base, read_config(base)))
+    (tmp_path / "adapter" / FILE).write_text(mark(str(base), base, read_config(base), None))
     return tmp_path / "adapter"
 
 

@@ -20,7 +20,7 @@ from tunix.models.model import Model
 from tunix.models.quantized import Quantization, dequantize, quantize
 from tunix.models.rounding import rounded
 from tunix.models.rules import Rules
-from tunix.models.simulated import Simulated, simulated
+from tunix.models.simulated import LARGEST, Simulated, simulated
 from tunix.types import Sampling
 
 LOSS = SFT(SFTConfig()).objective
@@ -56,14 +56,11 @@ def test_a_matrix_is_rounded_and_its_gradient_is_not(base):
 
 
 def test_each_token_has_a_scale_of_its_own():
-    x = jnp.array([[[1.0, -0.5, 0.3, 0.0], [10.0, 4.0, -10.0, 1.0]]])
+    x = jnp.array([[[1.0, -0.4, 0.3, 0.0], [10.0, 4.0, -10.0, 1.0]]])
     how = Simulated(None, "int8")
-    # The first token's step is 1 / 127.5: 127.5 -> 127 (the range's end), -63.75 -> -64, 38.25 -> 38. The second's is
-    # 10 / 127.5: 127, 51, -127.5 -> -128 (even), 12.75 -> 13.
-    wanted = [
-        [127 / 127.5, -64 / 127.5, 38 / 127.5, 0],
-        [127 * 10 / 127.5, 51 * 10 / 127.5, -128 * 10 / 127.5, 13 * 10 / 127.5],
-    ]
+    # The first token's step is 1 / 127: 127, -50.8 -> -51, 38.1 -> 38. The second's is 10 / 127: 127, 50.8 -> 51, -127,
+    # 12.7 -> 13. No largest value lies between two numbers.
+    wanted = [[1, -51 / 127, 38 / 127, 0], [10, 510 / 127, -10, 130 / 127]]
     np.testing.assert_allclose(how.inputs(x)[0], np.array(wanted, np.float32), rtol=1e-6)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(3 * how.inputs(x)))(x), 3 * jnp.ones_like(x))
 
@@ -79,7 +76,7 @@ def test_the_product_is_that_of_integers_or_small_floats(kind):
     how = Simulated(Quantization(kind, 32), kind)
     kinds = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
     theirs = qwix.dot_general(
-        qwix.quantize(x, kinds[kind], channelwise_axes=(0, 1)),
+        qwix.quantize(x, kinds[kind], channelwise_axes=(0, 1), calibration_method=LARGEST[kind]),
         qwix.quantize(w, kinds[kind], channelwise_axes=(1,)),
         (((2,), (0,)), ((), ())),
     )

@@ -1,5 +1,7 @@
 """QLoRA through the command line: in every algorithm, exported, killed and gone on with, and what is refused."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,12 @@ from test_preference_run import write_preferences
 from test_reward_run import write_reward
 from tiny_models import one_device
 from tiny_rl import write_policy
-from tiny_runs import lines, losses, metrics, model_folder, train, write_recipe
+from tiny_runs import lines, losses, metrics, model_folder, train, write_recipe, write_rows
 from transformers import AutoModelForCausalLM
 
 from tunix.cli import main
 from tunix.config import ModelConfig
+from tunix.lora.belonging import FILE
 from tunix.lora.config import AdapterConfig
 from tunix.source import adapted, pretrained, weights
 
@@ -63,10 +66,12 @@ def test_the_merged_folder_is_the_model_that_was_trained(tmp_path, capsys):
     assert "the nf4 base was dequantized" in said
     assert "moves the matrices by 0.00%" in said  # float32 holds them as they are
     # A run stands for what it trained: the rounded base, not the folder's.
-    for name in ("run", "merged", "base"):
-        assert main(["score", name, "held.jsonl", "--out", f"{name}.jsonl"]) == 0
-    run, merged, base = ([row["sum"] for row in lines(Path(f"{name}.jsonl"))] for name in ("run", "merged", "base"))
+    asked = {"run": ["run"], "merged": ["merged"], "base": ["base"], "beside": ["base", "--adapter", "run/export"]}
+    for name, (model, *more) in asked.items():
+        assert main(["score", model, "held.jsonl", "--out", f"{name}.jsonl", *more]) == 0
+    run, merged, base, beside = ([row["sum"] for row in lines(Path(f"{name}.jsonl"))] for name in asked)
     np.testing.assert_allclose(run, merged, rtol=1e-5)
+    np.testing.assert_allclose(run, beside, rtol=1e-5)  # the adapter knows how its base was rounded
     assert np.abs(np.subtract(run, base)).max() > 0.1
     model = AutoModelForCausalLM.from_pretrained("merged").eval()
     before = load_file("base/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
@@ -98,3 +103,29 @@ def test_what_does_not_fit_the_matrices(changes, words, tmp_path, capsys):
     usual = {"adapter": dict(QLORA), "steps": 1}
     assert main(["run", str(write_recipe(tmp_path / "r.yaml", {**usual, **changes}))]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_adapters_share_a_base_that_was_rounded_alike(tmp_path, capsys):
+    model_folder(tmp_path / "base")
+    recipe = {"model": {"path": "base", "dtype": "float32"}, "adapter": QLORA, **STEPS}
+    train(str(write_recipe(tmp_path / "r.yaml", recipe)))
+    shutil.copytree("run/export", "twin")
+    write_rows(tmp_path / "asked.jsonl", [{"input_ids": [97, 98, 99]}, {"input_ids": [100, 32]}])
+    greedy = ["--input", "asked.jsonl", "--temperature", "0", "--max-tokens", "5"]
+    both = ["--adapter", "run/export", "--adapter", "twin"]
+    for model, out, more in (("run", "alone", []), ("base", "both", both)):
+        assert main(["generate", model, *greedy, "--out", f"{out}.jsonl", *more]) == 0
+    alone, together = (lines(Path(f"{name}.jsonl")) for name in ("alone", "both"))
+    assert [row["tokens"] for row in together] == [row["tokens"] for row in alone for _ in range(2)]
+    for ours, theirs in zip(together, (row for row in alone for _ in range(2)), strict=True):
+        np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
+    said = json.loads(Path("twin", FILE).read_text())
+    assert said["rounded"] == {"base": "nf4", "tile": 16}
+    Path("twin", FILE).write_text(json.dumps({**said, "rounded": None}))
+    capsys.readouterr()
+    assert main(["generate", "base", *greedy, "--out", "no.jsonl", *both]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "(run/export: nf4 in tiles of 16; twin: no rounding): ask each alone" in told
+    Path("twin", FILE).write_text(json.dumps({**said, "rounded": {"base": "nf5", "tile": 16}}))
+    assert main(["score", "base", "asked.jsonl", "--out", "no.jsonl", "--adapter", "twin"]) == 2
+    assert "tunix_base.json is damaged" in " ".join(capsys.readouterr().err.split())

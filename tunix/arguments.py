@@ -131,6 +131,7 @@ def quantize_arguments(parser: Parser) -> None:
     reads = "rows that the loss is measured on, before and after; of a run its held-out rows, where nothing is given"
     parser.add_argument("--data", metavar="DATA", help=reads)
     parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
+    _packed_argument(parser)
     _adapter_argument(parser)
     dtype = "of the written weights and of the computation (float32): bfloat16 is half as large, and no longer exact"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
@@ -141,6 +142,11 @@ def chat_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
     _adapter_argument(parser)
     _sampling_arguments(parser, max_tokens=1024)
+
+
+def _packed_argument(parser: Parser) -> None:
+    packed = "write rounded weights in few bits (compressed-tensors, which transformers and vLLM read); not for nf4"
+    parser.add_argument("--packed", action="store_true", help=packed)
 
 
 def _adapter_argument(parser: Parser) -> None:
@@ -176,6 +182,7 @@ def export_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
     parser.add_argument("--adapter", action="store_true", help="the adapter alone, as a PEFT folder")
+    _packed_argument(parser)
     parser.add_argument("--step", type=_count, metavar="N", help="of which checkpoint; the last one by default")
 
 

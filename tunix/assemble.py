@@ -35,7 +35,7 @@ from tunix.lora.belonging import mark
 from tunix.mesh import build_mesh
 from tunix.models import native
 from tunix.models.model import Params
-from tunix.models.quantized import bytes_per_weight, is_scale
+from tunix.models.quantized import Quantization, bytes_per_weight, is_scale
 from tunix.models.simulated import check_unrounded
 from tunix.precompute import Answers, precompute
 from tunix.recipe import Recipe
@@ -233,7 +233,7 @@ def build_trainer(
         rules=recipe.quantization,
         files=source.files,
         base=source.name,
-        mark=_mark(source) if recipe.adapter is not None else None,
+        mark=_mark(source, model.quantization) if recipe.adapter is not None else None,
         reference=algorithm is not None and algorithm.needs_reference,
         slots=recipe.rollout.slots,
         decode=None if tokenizer is None else tokenizer.decode,
@@ -244,9 +244,11 @@ def build_trainer(
     return Trainer(machinery, params, base, own, taught, compared)
 
 
-def _mark(source: Source) -> str | None:
+def _mark(source: Source, rounding: Quantization | None) -> str | None:
     """What an adapter is told of its base; nothing where no folder holds that."""
-    return mark(source.name, source.folder, source.decoder) if source.folder and source.merged is None else None
+    if source.folder is None or source.merged is not None:
+        return None
+    return mark(source.name, source.folder, source.decoder, rounding)
 
 
 def _critic(recipe: Recipe, policy: Machinery, params: Params, base: Params, updates: int) -> Trainer:

@@ -226,7 +226,7 @@ def _quantize(parsed: Parsed) -> None:
     from tunix.speaker import Asked
 
     asked = Asked(parsed.model, parsed.adapter, parsed.dtype)
-    quantize(asked, parsed.out, parsed.rules, Wanted(data=parsed.data, rows=parsed.rows))
+    quantize(asked, parsed.out, parsed.rules, Wanted(data=parsed.data, rows=parsed.rows), packed=parsed.packed)
 
 
 def _chat(parsed: Parsed) -> None:
@@ -257,7 +257,7 @@ def _sampling(parsed: Parsed) -> "Sampling":
 def _export(parsed: Parsed) -> None:
     from tunix.run import export
 
-    export(parsed.run, parsed.out, adapter=parsed.adapter, step=parsed.step)
+    export(parsed.run, parsed.out, adapter=parsed.adapter, packed=parsed.packed, step=parsed.step)
 
 
 COMMANDS = {

@@ -19,12 +19,13 @@ from tunix.drawing import Bar
 from tunix.errors import UserError
 from tunix.files import write_text_atomic
 from tunix.generate import line, opened
-from tunix.lora.belonging import foreign_base
+from tunix.lora.belonging import foreign_base, rounding_of
 from tunix.lora.mixture import Laid
 from tunix.models.model import Params, is_adapter
+from tunix.models.quantized import Quantization
 from tunix.rollout.engine import Engine
 from tunix.rollout.episode import Request
-from tunix.source import beside
+from tunix.source import as_rounded, beside
 from tunix.speaker import Asked, Speaker
 from tunix.types import Completion, Sampling
 
@@ -79,7 +80,10 @@ def _answers(speaker: Speaker, adapters: List[Path], requests: List[Request]) ->
     for doubt in (foreign_base(path, source.name, source.folder, source.decoder) for path in adapters):
         if doubt:
             print(doubt, file=sys.stderr)
+    rounding = _rounding(adapters)
     model, params, mesh = speaker.weights()
+    if rounding is not None:
+        params = as_rounded(params, model.config, rounding)
     # All are read before the first is drawn from, so that the last one's mistake does not cost the others' time.
     read = {path: Laid(*beside(model, params, mesh, path)) for path in adapters}
     decode = speaker.tokenizer.decode if speaker.tokenizer else None
@@ -96,6 +100,20 @@ def _answers(speaker: Speaker, adapters: List[Path], requests: List[Request]) ->
             found = engine.run([replace(one, adapter=name) for name in laid for one in requests], on_tokens=hear)
             answers |= {Path(name): found[i * len(requests) :][: len(requests)] for i, name in enumerate(laid)}
     return {path: answers[path] for path in adapters}
+
+
+def _rounding(adapters: List[Path]) -> Quantization | None:
+    """How the base was rounded that all adapters were trained on (QLoRA); None for as it is.
+
+    Raises:
+        UserError: they were trained on different ones.
+    """
+    found = {path: rounding_of(path) for path in adapters}
+    if len(set(found.values())) > 1:
+        told = {path: f"{how.base} in tiles of {how.tile}" if how else "no rounding" for path, how in found.items()}
+        listed = "; ".join(f"{path}: {how}" for path, how in told.items())
+        raise UserError(f"--adapter: their base was rounded differently while they trained ({listed}): ask each alone")
+    return found[adapters[0]]
 
 
 def _mixtures(read: Mapping[Path, Laid]) -> Iterator[tuple[Params, dict[str, Laid]]]:

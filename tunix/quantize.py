@@ -2,8 +2,8 @@
 
 Rules come as words (`q_proj=int8,mlp.*=int4:64`) or from a YAML file with a list `rules`, written as in a recipe. The
 folder is an ordinary one, of the size that its dtype asks for: each weight is the number that its grid holds, and
-`tunix_quantization.json` beside them says which. Where rows are there, the loss is measured before, and after on the
-folder that was written.
+`tunix_quantization.json` beside them says which. `--packed` writes the few bits themselves. Where rows are there, the
+loss is measured before, and after on the folder that was written.
 """
 
 import re
@@ -22,6 +22,7 @@ from tunix.models.hf import save_folder
 from tunix.models.modules import PROJECTIONS
 from tunix.models.rounding import rounded
 from tunix.models.rules import RULES_FILE, Rule, Rules
+from tunix.models.schemes import check_packs
 from tunix.models.simulated import Simulated, supported
 from tunix.reading import problems, read_mapping
 from tunix.speaker import Asked, Speaker
@@ -29,7 +30,7 @@ from tunix.speaker import Asked, Speaker
 WORD = re.compile(r"(?P<module>.+)=(?P<weights>\w+)(:(?P<tile>\d+))?(/(?P<activations>\w+))?")
 
 
-def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted) -> dict[str, float]:
+def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted, packed: bool = False) -> dict[str, float]:
     """Rounds, writes `out`, and prints what it cost.
 
     Args:
@@ -37,6 +38,7 @@ def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted) -> dict[str, f
         out: the folder to write; it must not exist.
         rules: as words, or the name of a YAML file.
         wanted: the rows that the loss is measured on; a run brings its own.
+        packed: writes few bits; else each weight as the number on its grid.
 
     Returns:
         The numbers by name: `error/q` and so on, and where there are rows `loss/before` and `loss/after`.
@@ -45,6 +47,8 @@ def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted) -> dict[str, f
         UserError: the model or the rows are not to be had, the rules mean nothing, or `out` exists.
     """
     read = read_words(rules)
+    if packed:
+        check_packs(read)
     refuse_taken(out)
     measured = prepared(asked, replace(wanted, task="loss")) if wanted.data or brings_rows(asked.model) else None
     speaker = Speaker(asked)
@@ -55,7 +59,7 @@ def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted) -> dict[str, f
         )
     how = supported(read)
     before = None if measured is None else loss(measured.speaker, measured.table, measured.train_on)
-    moved = _written(speaker, out, read, how)
+    moved = _written(speaker, out, read, how, packed)
     found = {f"error/{name}": error for name, error in moved.items()}
     if measured is not None and before is not None:
         after = _loss_of(measured, out)
@@ -95,12 +99,14 @@ def _of_words(text: str) -> list[Mapping[str, Any]]:
     return rules
 
 
-def _written(speaker: Speaker, out: Path, rules: Rules, how: tuple[tuple[str, Simulated], ...]) -> dict[str, float]:
+def _written(
+    speaker: Speaker, out: Path, rules: Rules, how: tuple[tuple[str, Simulated], ...], packed: bool
+) -> dict[str, float]:
     """Writes the folder; by how much each module moved."""
     model, params, _ = speaker.weights()
-    params, moved = rounded(replace(model, simulated=how), params)
-    source = speaker.source
-    save_folder(out, model.config, params, source=source.files, dtype=model.dtype, scores=not model.speaks, rules=rules)
+    on_grid, moved = rounded(replace(model, simulated=how), params)
+    to = {"source": speaker.source.files, "dtype": model.dtype, "scores": not model.speaks, "rules": rules}
+    save_folder(out, model.config, params if packed else on_grid, packed=packed, **to)
     return {name.split("/")[1]: error for name, error in moved.items()}
 
 

@@ -26,6 +26,7 @@ from tunix.errors import UserError
 from tunix.files import refuse_taken, write_text_atomic
 from tunix.loop import Loop
 from tunix.mesh import build_mesh
+from tunix.models.schemes import check_packs
 from tunix.recipe import Recipe
 from tunix.recorder import Recorder
 from tunix.samples import unigram_entropy
@@ -72,7 +73,7 @@ def run(recipe: Recipe, *, fresh: bool = False) -> RunResult:
         return _run_stages(recipe.stages)
 
 
-def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = None) -> None:
+def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False, step: int | None = None) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapter as a PEFT folder.
 
     The run may be going on meanwhile, or have been made on other devices; its rows need not be there any more.
@@ -81,6 +82,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
         run: the run folder.
         out: the folder to write; it must not exist.
         adapter: the adapter alone; else it is merged into the base.
+        packed: rounded weights in few bits; else each is the number on its grid.
         step: of which checkpoint; the newest by default.
 
     Raises:
@@ -95,6 +97,10 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
         run = Path(recipe.output)
     if adapter and recipe.adapter is None:
         raise UserError(f"{run} trained all weights: there is no adapter to export; leave --adapter out")
+    if packed:
+        if adapter or recipe.quantization is None:
+            raise UserError(f"{run} trained no rounded weights (`quantization` in its recipe); leave --packed out")
+        check_packs(recipe.quantization)
     refuse_taken(out)
     with ExitStack() as stack:
         display = stack.enter_context(closing(Display("export", 0, 0)))
@@ -107,7 +113,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, step: int | None = No
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
         trainer = build_trainer(recipe, source, build_mesh(MeshConfig()), wanted, algorithm)
         trainer.state, _ = checkpoints.restore(wanted, trainer.state)
-        trainer.export(out, adapter=adapter)
+        trainer.export(out, adapter=adapter, packed=packed)
         _tell_merging(trainer, display)
         display.say(f"step {wanted} of {run} is in {out}")
 

@@ -23,7 +23,7 @@ from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load
 from tunix.errors import UserError
 from tunix.files import atomic_folder
 from tunix.lora.adapt import adapt, merge, quantization
-from tunix.lora.belonging import foreign_base, named_base
+from tunix.lora.belonging import foreign_base, named_base, rounding_of
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import HEAD, load_adapter
 from tunix.lora.peft_config import CONFIG
@@ -62,7 +62,7 @@ class Source:
     merged: Path | None = None
     """PEFT folder that is merged into the weights."""
     rounding: Quantization | None = None
-    """How the weights were rounded when the adapter in `merged` was trained by a run (QLoRA): it belongs to these."""
+    """How the weights were rounded when the adapter in `merged` was trained (QLoRA): it belongs to these."""
     rules: Rules | None = None
     """How the weights in `folder` were rounded, where they lie on a grid (QAT, or `tunix quantize`)."""
     name: str = ""
@@ -93,19 +93,20 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
     Raises:
         UserError: there is no such folder, the run has not exported yet, or the adapter belongs to another base.
     """
-    merged, rounding, local = adapter, None, Path(path).expanduser()
+    merged, local = adapter, Path(path).expanduser()
     if (local / "recipe.yaml").is_file():
         local = exported(local)
         path = str(local)
     if (local / CONFIG).is_file() and not (local / "config.json").is_file():
         if merged is not None:
             raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
-        path, merged, rounding = _base(local), local, _rounding(local)
+        path, merged = _base(local), local
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
     decoder = read_config(folder)
     if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
         print(doubt, file=sys.stderr)
+    rounding = None if merged is None else rounding_of(merged)
     rules = read_rules(folder)
     return Source(decoder, load_tokenizer(folder), folder, merged, rounding, rules, name, folder)
 
@@ -293,15 +294,12 @@ def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mes
     return params
 
 
-def _rounding(export: Path) -> Quantization | None:
-    """How the run that exported an adapter had rounded the base; None where the folder is in no run."""
-    recipe = export.parent / "recipe.yaml"
-    adapter = read_mapping(recipe).get("adapter") if recipe.is_file() else None
-    return quantization(AdapterConfig.model_validate(adapter)) if adapter else None
+def as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
+    """The weights with the layers' matrices as they are after rounding, in the same dtype; takes their place."""
+    return jax.jit(partial(_as_rounded, decoder=decoder, how=how), donate_argnums=0)(params)
 
 
 def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
-    """The weights with the layers' matrices as they are after rounding, in the same dtype."""
     model = Model(decoder, quantization=how)
 
     def one(name: str, w: jax.Array) -> jax.Array:
@@ -326,8 +324,7 @@ def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
     if model.speaks and HEAD in arrays:
         raise reward_model(source.merged)
     if source.rounding is not None:
-        how = {"decoder": source.decoder, "how": source.rounding}
-        params = jax.jit(partial(_as_rounded, **how), donate_argnums=0)(params)
+        params = as_rounded(params, source.decoder, source.rounding)
     places = Model(source.decoder, adapt=adapt(config, source.decoder), critic=True).shardings(mesh)
     arrays = {name: array.astype(params[name].dtype) if name in params else array for name, array in arrays.items()}
     placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}

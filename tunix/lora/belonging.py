@@ -1,4 +1,5 @@
-"""Which base an adapter belongs to: a few numbers of every matrix, written beside it and compared when it is loaded.
+"""Which base an adapter belongs to: a few numbers of every matrix, written beside it and compared when it is loaded;
+and how the base was rounded when the adapter was trained (QLoRA), so that it is rounded again under it.
 
 They are compared by their distance and not as a digest, because a base that was saved again in another dtype is the
 same, and the sibling that it was fine-tuned to may be meant. So what is near passes, what has moved is noted, and only
@@ -18,11 +19,14 @@ import numpy as np
 from jaxtyping import Float
 
 from tunix.errors import UserError
+from tunix.lora.adapt import quantization
+from tunix.lora.config import AdapterConfig
 from tunix.lora.peft_config import CONFIG
 from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES, read_json
 from tunix.models.hf import named_tensors
 from tunix.models.modules import MODULES
+from tunix.models.quantized import Quantization
 from tunix.models.tensor_files import DTYPES, Stored
 
 FILE = "tunix_base.json"
@@ -42,16 +46,19 @@ class Mark(NamedTuple):
 
     base: str
     """Its name: a hub id or a path."""
+    rounding: Quantization | None
+    """How its matrices were rounded; None where they were not, or another tool wrote the adapter."""
     numbers: Numbers | None
     """None where another tool wrote the adapter."""
 
 
-def mark(name: str, folder: Path, config: DecoderConfig) -> str:
+def mark(name: str, folder: Path, config: DecoderConfig, rounding: Quantization | None) -> str:
     """The text of FILE for adapters of a base.
 
     Args:
         name: hub id or path of the base.
         folder: where it is.
+        rounding: what the adapter is trained on, of these weights.
 
     Raises:
         UserError: the folder's files are missing or damaged.
@@ -59,12 +66,23 @@ def mark(name: str, folder: Path, config: DecoderConfig) -> str:
     numbers = _numbers(folder, config)
     assert numbers is not None, "the base was loaded, so its tensors are there"
     held = base64.b64encode(numbers.astype(ml_dtypes.bfloat16).tobytes()).decode()
-    return json.dumps({"base": name, "matrices": len(numbers), "numbers": held}, indent=2) + "\n"
+    rounded = None if rounding is None else {"base": rounding.base, "tile": rounding.tile}
+    told = {"base": name, "rounded": rounded, "matrices": len(numbers), "numbers": held}
+    return json.dumps(told, indent=2) + "\n"
 
 
 def named_base(adapter: Path) -> str:
     """The base that a PEFT folder names; empty where it names none."""
     return str(read_json(adapter / CONFIG).get("base_model_name_or_path") or "")
+
+
+def rounding_of(adapter: Path) -> Quantization | None:
+    """How the base was rounded when an adapter was trained on it; None where nothing says that it was.
+
+    Raises:
+        UserError: the file that says it is damaged.
+    """
+    return _mark_of(adapter).rounding
 
 
 def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) -> str:
@@ -129,10 +147,12 @@ def _some(stored: Stored) -> Float[np.ndarray, "8"]:
 
 def _mark_of(adapter: Path) -> Mark:
     if not (adapter / FILE).is_file():
-        return Mark(named_base(adapter), None)
+        return Mark(named_base(adapter), None, None)
     said = read_json(adapter / FILE)
     try:
         held = np.frombuffer(base64.b64decode(said["numbers"], validate=True), ml_dtypes.bfloat16)
-        return Mark(str(said["base"]), held.astype(np.float32).reshape(-1, VALUES))
+        rounded = said.get("rounded")
+        rounding = None if rounded is None else quantization(AdapterConfig(kind="qlora", **rounded))
+        return Mark(str(said["base"]), rounding, held.astype(np.float32).reshape(-1, VALUES))
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise UserError(f"{adapter / FILE} is damaged ({error}): copy the adapter again, or remove this file") from None

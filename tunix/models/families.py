@@ -18,6 +18,7 @@ from tunix.models.gemma import GEMMA, GEMMA2
 from tunix.models.gemma3 import GEMMA3
 from tunix.models.llama import LLAMA
 from tunix.models.qwen import QWEN2, QWEN3
+from tunix.models.schemes import SECTION, check_section
 
 SIZE_NAMES = (
     "vocab_size",
@@ -51,6 +52,8 @@ def read_config(folder: Path) -> DecoderConfig:
 def from_hf(raw: Mapping[str, Any], file: Path) -> DecoderConfig:
     """The config of a parsed config.json with one of our model types; `file` is named in errors."""
     fields = Fields(raw, file)
+    if raw.get(SECTION) is not None:
+        check_section(fields.mapping(SECTION), file)
     config = FAMILIES[MODEL_TYPES[raw["model_type"]]].read(fields)
     fields.finish()
     _check(config, str(file))

@@ -71,6 +71,11 @@ class Tensor:
         return array.transpose([axes.index(axis) for axis in self._order]).reshape(self.their_shape(array.shape))
 
     @property
+    def contracted(self) -> int:
+        """How many of our first axes are a matrix's inputs, which come last in the file."""
+        return len(self._groups[-1])
+
+    @property
     def _groups(self) -> list[list[str]]:
         listed = re.findall(r"\([^)]*\)|\S+", self.theirs)
         return [[] if group == "1" else group.strip("()").split() for group in listed]

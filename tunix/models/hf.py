@@ -27,8 +27,11 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES, to_hf
 from tunix.models.family import SCORE, Tensor
 from tunix.models.model import Model, Params, is_adapter, is_own
-from tunix.models.quantized import SCALE, is_scale
+from tunix.models.packed import VALUES, entries, unpacked
+from tunix.models.quantized import SCALE, Quantization, is_scale, quantize, tile_of
 from tunix.models.rules import Rules, write_rules
+from tunix.models.schemes import SECTION, Packing, check_packs, section
+from tunix.models.simulated import simulated
 from tunix.models.tensor_files import (
     INDEX,
     SINGLE,
@@ -184,12 +187,13 @@ def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSh
 
 def named_tensors(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
     """A folder's tensors by their names in a text-only one; parts that are not text, and buffers, are left out.
+    Packed matrices are there as the numbers that they stand for.
 
     Raises:
         UserError: it holds no weights, or a file is missing or damaged.
     """
     named: dict[str, Stored] = {}
-    for key, tensor in tensors_of_folder(folder).items():
+    for key, tensor in unpacked(tensors_of_folder(folder)).items():
         name = rename(key, FAMILIES[config.family].prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named[name] = tensor
@@ -268,6 +272,7 @@ def save_folder(
     dtype: DType | None,
     scores: bool = False,
     rules: Rules | None = None,
+    packed: bool = False,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -281,11 +286,12 @@ def save_folder(
         source: the folder that training started from, or None.
         dtype: of the written weights; None for the one that each has.
         scores: the value head is written, as a reward model's; a critic's is no part of a language model.
-        rules: how the weights were rounded; the folder says it.
+        rules: how the weights are rounded; the folder says it.
+        packed: they are yet to be rounded, and are written in few bits.
         max_shard_bytes: above this, several files and an index.
 
     Raises:
-        UserError: something is at `path`, or the disk refuses.
+        UserError: something is at `path`, the disk refuses, or a type has no packed format.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
@@ -300,30 +306,66 @@ def save_folder(
             write_padding(folder, pad)
         if rules is not None:
             write_rules(folder, rules)
+        packing = _packing(config, params, rules) if packed else {}
+        if packing:
+            head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
+            fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _write_shards(folder, list(_entries(config, params, dtype)), max_shard_bytes)
+        _write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
 
 
-def _entries(config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None) -> Iterator[Entry]:
+def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
+    """How the layers' matrices are packed, by our short names."""
+    assert rules is not None, "rules say what is packed"
+    check_packs(rules)
+    table, found = FAMILIES[config.family].tensors, {}
+    for ours, how in simulated(rules):
+        name = f"layers/{ours}/w"
+        outputs, inputs = table[name].their_shape(params[name].shape[1:])
+        assert how.weights is not None
+        found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
+    return found
+
+
+def _entries(
+    config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
+) -> Iterator[Entry]:
     """The tensors in the order of the model: embedding, layer by layer, norm, head."""
-    table = FAMILIES[config.family].tensors
+    table, packed = FAMILIES[config.family].tensors, {f"layers/{ours}/w": how for ours, how in packing.items()}
 
-    def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Entry:
+    def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
-        make = partial(_to_host, params[name], layer, tensor.write, written)
-        return Entry(tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[written], make)
+        if name in packed:
+            rounded = partial(_rounded, params[name], layer, tensor, packed[name])
+            yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], rounded)
+        else:
+            make = partial(_to_host, params[name], layer, tensor.write, written)
+            yield Entry(tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[written], make)
 
     ends = {name: array.shape for name, array in params.items() if not name.startswith("layers/")}
     inner = {name: array.shape[1:] for name, array in params.items() if name.startswith("layers/")}
-    yield entry("embed/w", None, ends.pop("embed/w"))
+    yield from entry("embed/w", None, ends.pop("embed/w"))
     for layer in range(config.num_layers):
-        yield from (entry(name, layer, shape) for name, shape in inner.items())
-    yield from (entry(name, None, shape) for name, shape in sorted(ends.items(), reverse=True))
+        for name, shape in inner.items():
+            yield from entry(name, layer, shape)
+    for name, shape in sorted(ends.items(), reverse=True):
+        yield from entry(name, None, shape)
 
 
 def _to_host(array: jax.Array, layer: int | None, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:
-    value = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
-    return write(np.asarray(value.astype(dtype)))
+    return write(np.asarray(_of_layer(array, layer).astype(dtype)))
+
+
+def _rounded(array: jax.Array, layer: int, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of a layer's matrix as they lie in a file."""
+    assert how.rule.weights is not None
+    rounding = Quantization(how.rule.weights, how.tile)
+    values, scales = jax.jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
+    return tensor.write(np.asarray(values)), np.asarray(scales).reshape(len(scales), -1).T
+
+
+def _of_layer(array: jax.Array, layer: int | None) -> jax.Array:
+    return array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
 
 
 def _write_shards(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:

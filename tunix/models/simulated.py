@@ -20,6 +20,9 @@ from tunix.errors import UserError
 from tunix.models.quantized import ROUNDED, SMALLEST_TILE, Quantization, check_supported, dequantize, quantize
 from tunix.models.rules import RULES_FILE, ActivationType, Rules
 
+LARGEST: dict[ActivationType, str] = {"int8": f"absmax,{127.5 / 127}", "fp8": "absmax"}
+"""Of a token, what its type's last number stands for: the largest value. qwix lets that lie half a step beyond an
+integer's last, between two numbers: trainer and sampler, which sum in another order, would not take the same one."""
 WHOLE = 1 << 31
 """A tile that is larger than any matrix: all inputs share a scale."""
 
@@ -50,8 +53,8 @@ class Simulated:
             return x
 
         def rounded(x: jax.Array) -> jax.Array:
-            found = qwix.quantize(x.astype(jnp.float32), ROUNDED[kind], channelwise_axes=(0, 1))
-            return qwix.dequantize(found)
+            how = {"channelwise_axes": (0, 1), "calibration_method": LARGEST[kind]}
+            return qwix.dequantize(qwix.quantize(x.astype(jnp.float32), ROUNDED[kind], **how))
 
         return straight_through(rounded, x)
 

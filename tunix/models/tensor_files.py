@@ -25,6 +25,14 @@ from tunix.models.family import Piece
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 """The dtypes that weights may have in a file."""
+WRITTEN: Mapping[str, Any] = {
+    **DTYPES,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}
+"""With those that rounded weights are written in."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,15 @@ class Stored:
     @contextmanager
     def open(self) -> Iterator[Piece]:
         """The tensor, to be read by slices while the block runs."""
-        with _opened(self.file) as file:
-            yield file.get_slice(self.key)
+        if self.dtype == "F8_E4M3":  # which the library looks for in numpy, in vain
+            yield self._mapped()
+        else:
+            with _opened(self.file) as file:
+                yield file.get_slice(self.key)
+
+    def _mapped(self) -> np.ndarray:
+        header, begins = _header(self.file)
+        return np.memmap(self.file, WRITTEN[self.dtype], "r", begins + header[self.key]["data_offsets"][0], self.shape)
 
 
 @dataclass(frozen=True)
@@ -52,14 +67,14 @@ class Entry:
     key: str
     shape: tuple[int, ...]
     dtype: str
-    """A key of DTYPES."""
+    """A key of WRITTEN."""
     make: Callable[[], np.ndarray]
     """Brings the values to the host, when it is their turn."""
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+        return math.prod(self.shape) * np.dtype(WRITTEN[self.dtype]).itemsize
 
 
 def tensors_of_folder(folder: Path) -> dict[str, Stored]:
@@ -90,9 +105,9 @@ def tensors_of_folder(folder: Path) -> dict[str, Stored]:
 
 def tensors_of_file(file: Path) -> dict[str, Stored]:
     """The tensors of one file."""
-    with _opened(file) as opened:
-        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (no mapping, only keys())
-        return {key: Stored(file, key, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
+    with _opened(file) as opened:  # which checks it
+        keys, (header, _) = list(opened.keys()), _header(file)
+    return {key: Stored(file, key, tuple(header[key]["shape"]), header[key]["dtype"]) for key in keys}
 
 
 def check_tensors(
@@ -136,7 +151,7 @@ def write_tensors(file: Path, entries: Sequence[Entry]) -> None:
         out.write(struct.pack("<Q", len(text)) + text)
         for entry in entries:
             array = np.ascontiguousarray(entry.make())
-            assert (array.shape, array.dtype) == (entry.shape, np.dtype(DTYPES[entry.dtype])), (entry, array.dtype)
+            assert (array.shape, array.dtype) == (entry.shape, np.dtype(WRITTEN[entry.dtype])), (entry, array.dtype)
             out.write(array.reshape(-1).view(np.uint8).data)
 
 
@@ -144,6 +159,13 @@ def some(names: Sequence[str], most: int = 3) -> str:
     """The first few names and how many more: `a, b, c and 4 more`."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """What a whole file says of its tensors, and the byte at which the first begins."""
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        return json.loads(opened.read(length)), 8 + length
 
 
 @contextmanager

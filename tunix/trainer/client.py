@@ -236,20 +236,22 @@ class Trainer:
         self.state = load_state(path, self.state)
         self._gathered, self._stale = None, True
 
-    def export(self, path: Path, adapter: bool = False) -> None:
+    def export(self, path: Path, adapter: bool = False, packed: bool = False) -> None:
         """Writes a Hugging Face folder, an adapter merged into its base; or the adapter alone as a PEFT folder.
 
-        A model that is rounded while it trains is written as it computes: its weights on their grid. A reward model's
-        folder is a sequence classifier's.
+        A model that is rounded while it trains is written as it computes: its weights on their grid, or `packed` into
+        few bits. A reward model's folder is a sequence classifier's.
 
         Raises:
-            ValueError: the adapter is asked for where none is trained.
+            ValueError: the adapter is asked for where none is trained, or few bits where nothing is rounded.
         """
         m = self.machinery
+        if packed and (adapter or m.rules is None):
+            raise ValueError("there are no rounded weights to pack: train with rules")
         if not adapter:
-            merged = self._whole()
+            whole = self.params if packed else self._whole()
             how = {"source": m.files, "dtype": m.model.dtype, "scores": not m.model.speaks, "rules": m.rules}
-            save_folder(path, m.model.config, merged, **how)
+            save_folder(path, m.model.config, whole, packed=packed, **how)
         elif m.adapter is None:
             raise ValueError("there is no adapter to export: all weights were trained")
         else:
