@@ -356,7 +356,7 @@ def _to_host(array: jax.Array, layer: int | None, write: Callable[[np.ndarray], 
     return write(np.asarray(_of_layer(array, layer).astype(dtype)))
 
 
-def _rounded(array: jax.Array, layer: int, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
+def _rounded(array: jax.Array, layer: int | None, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales of a layer's matrix as they lie in a file."""
     assert how.rule.weights is not None
     rounding = Quantization(how.rule.weights, how.tile)

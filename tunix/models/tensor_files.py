@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import ml_dtypes
 import numpy as np
@@ -50,7 +50,7 @@ class Stored:
     def open(self) -> Iterator[Piece]:
         """The tensor, to be read by slices while the block runs."""
         if self.dtype == "F8_E4M3":  # which the library looks for in numpy, in vain
-            yield self._mapped()
+            yield cast(Piece, self._mapped())
         else:
             with _opened(self.file) as file:
                 yield file.get_slice(self.key)
