@@ -164,6 +164,8 @@ def test_what_cannot_be_packed(words, told, tmp_path, capsys):
     [
         ({"quant_method": "gptq"}, "quant_method 'gptq', and tunix reads 'compressed-tensors' alone"),
         ({"format": "marlin-24"}, "has format 'marlin-24', and tunix reads pack-quantized"),
+        ({"config_groups": {"FP8": ["Linear"]}}, "has no config_groups that say what each is"),
+        ({"config_groups": None}, "has no config_groups that say what each is"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "rounds the cache too"),
         ({"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, "rounds what comes into a matrix too"),
     ],

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tunix.errors import UserError, nearest
 from tunix.models.modules import MODULES
@@ -105,17 +105,18 @@ def check_section(told: Mapping[str, Any], file: Path) -> None:
         UserError: it is another method's or another format's, or rounds what tunix would leave as it is.
     """
 
-    def refuse(what: str, remedy: str) -> None:
-        raise UserError(f"{file}: {SECTION} {what}: {remedy}")
+    def refuse(what: str) -> NoReturn:
+        raise UserError(f"{file}: {SECTION} {what}: take the model that it was made of")
 
-    plain = "take the model that it was made of"
     if (method := told.get("quant_method")) != METHOD:
-        refuse(f"is of quant_method {method!r}, and tunix reads {METHOD!r} alone", plain)
-    groups = told.get("config_groups") or {}
+        refuse(f"is of quant_method {method!r}, and tunix reads {METHOD!r} alone")
+    groups = told.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        refuse("has no config_groups that say what each is")
     formats = {told.get("format"), *(group.get("format") or told.get("format") for group in groups.values())}
     for unknown in sorted(str(one) for one in formats - {*FORMATS}):
-        refuse(f"has format {unknown!r}, and tunix reads {', '.join(FORMATS)}{nearest(unknown, FORMATS)}", plain)
+        refuse(f"has format {unknown!r}, and tunix reads {', '.join(FORMATS)}{nearest(unknown, FORMATS)}")
     rounds = any(group.get("input_activations") for group in groups.values())
     if told.get("kv_cache_scheme") or (rounds and not (file.parent / RULES_FILE).is_file()):
         what = "the cache" if told.get("kv_cache_scheme") else "what comes into a matrix"
-        refuse(f"rounds {what} too, which tunix knows of its own folders alone ({RULES_FILE})", plain)
+        refuse(f"rounds {what} too, which tunix knows of its own folders alone ({RULES_FILE})")

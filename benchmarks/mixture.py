@@ -1,0 +1,76 @@
+"""`python -m benchmarks.mixture`: what it costs to answer under several adapters of one base in one batch.
+
+The same 16 prompts are answered by the base alone, under one adapter, under four in turns, and under eight; the four
+once more one after the other, a quarter of the prompts each, which is what an engine of one adapter at a time would do.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.adapters import NEW, PROMPT, SLOTS
+from benchmarks.shapes import LORA, SHAPES, Shape
+from benchmarks.train import interleaved
+from tunix.config import MeshConfig
+from tunix.lora.adapt import adapt
+from tunix.lora.mixture import Laid
+from tunix.mesh import build_mesh
+from tunix.models.model import Model, is_adapter
+from tunix.rollout.engine import Engine
+from tunix.rollout.episode import Request
+from tunix.types import Sampling
+
+
+def engine_of(shape: Shape, number: int) -> Engine:
+    """An engine with a random base and `number` random adapters beside it."""
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    model = Model(shape.config, dtype=shape.dtype)
+    base = model.init(jax.random.key(0), dict.fromkeys(model.shapes, shape.dtype), mesh)
+    own = Model(shape.config, dtype=shape.dtype, adapt=adapt(LORA, shape.config))
+    dtypes = {name: shape.dtype for name in own.shapes if is_adapter(name)}
+    beside = {str(i): Laid(LORA, own.init(jax.random.key(i + 1), dtypes, mesh)) for i in range(number)}
+    engine = Engine(model, mesh, slots=SLOTS, length=PROMPT + NEW)
+    engine.load(base, 1, beside=beside)
+    return engine
+
+
+def requests(shape: Shape, adapters: int) -> list[Request]:
+    """The prompts, the adapters in turns."""
+    prompts = [row[:PROMPT] for row in np.resize(shape.tokens(), (SLOTS, PROMPT))]
+    drawn = Sampling(max_tokens=NEW)
+    names = [str(i % adapters) if adapters else None for i in range(SLOTS)]
+    return [Request(prompts[i], drawn, 0, i, adapter=names[i]) for i in range(SLOTS)]
+
+
+def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
+    """What takes turns."""
+    engines = {number: engine_of(shape, number) for number in (0, 1, 4, 8)}
+    quarters = [[one for one in requests(shape, 4) if one.adapter == str(i)] for i in range(4)]
+    kinds = {0: "base alone", 1: "one adapter", 4: "four, mixed", 8: "eight, mixed"}
+    work = {kinds[number]: partial(engine.run, requests(shape, number)) for number, engine in engines.items()}
+    return {**work, "four, one after the other": lambda: [engines[4].run(quarter) for quarter in quarters]}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which models")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
+    arguments = parser.parse_args()
+    for shape in (SHAPES[name] for name in arguments.shapes):
+        seconds = interleaved(contenders(shape), arguments.rounds)
+        one = np.array(seconds["one adapter"])
+        found = Table("", "ms", "of one adapter", "tokens/s", title=f"{shape.name}: {SLOTS} prompts, {NEW} tokens each")
+        for kind, own in seconds.items():
+            ratio, median = np.median(np.array(own) / one), float(np.median(own))
+            found.add_row(kind, f"{median * 1e3:.0f}", f"{ratio:.2f}", f"{SLOTS * NEW / median:.0f}")
+        Console(width=100).print(found)
+
+
+if __name__ == "__main__":
+    main()
