@@ -104,6 +104,12 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(folders
     assert "id 3 is '<start_of_turn>' there and '<|start_header_id|>' here" in told
 
 
+def test_one_that_rounds_its_inputs_is_refused(folders: Path, capsys):
+    assert main(["quantize", "other", "rounded", "--rules", ".*=int8/int8"]) == 0
+    assert main(["run", recipe(folders, reference_path="rounded")]) == 2
+    assert "algorithm.reference_path: rounded rounds its activations" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [

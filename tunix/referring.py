@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from tunix.errors import UserError
 from tunix.models.model import Model, Params
+from tunix.models.rules import RULES_FILE
 from tunix.models.tensor_files import some
 from tunix.source import Source, must_speak, pretrained, weights
 from tunix.vocabulary import check_tokens
@@ -21,7 +22,8 @@ def reference_source(path: str, trained: Source) -> Source:
         trained: the model that trains.
 
     Raises:
-        UserError: there is no such model, it gives scores, or its vocabulary or structure is not that of `trained`.
+        UserError: there is no such model, it gives scores or rounds its activations, or its vocabulary or structure is
+            not that of `trained`.
     """
     found = pretrained(path)
     must_speak(found, path)
@@ -32,6 +34,11 @@ def reference_source(path: str, trained: Source) -> Source:
         raise UserError(
             f"{KEY}: {path} is of another structure than the model that trains ({some(different)}): take one of the "
             "same, such as the model that it was trained from"
+        )
+    if found.rules is not None and found.rules.inputs:
+        raise UserError(
+            f"{KEY}: {path} rounds its activations ({RULES_FILE}), which comparing with it would leave out: take the "
+            "weights that it was made of"
         )
     return found
 
