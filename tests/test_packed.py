@@ -62,7 +62,10 @@ def test_a_packed_folder_is_the_other_one_in_few_bits(tmp_path, capsys):
     write_rows(tmp_path / "held.jsonl", [{"text": f"{n} and {n + 1}"} for n in range(5)])
     for out, packed in (("plain", []), ("packed", ["--packed"])):
         assert main(["quantize", "base", out, "--rules", WORDS, "--data", "held.jsonl", *packed]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "into" not in line]
+    said = capsys.readouterr().out
+    for out in ("plain", "packed"):
+        assert f"base rounded into {out}, float32, {Path(out, 'model.safetensors').stat().st_size / 1e3:.3g}kB" in said
+    told = [line for line in said.splitlines() if "into" not in line]
     assert told[: len(told) // 2] == told[len(told) // 2 :]  # the same errors and losses
     plain, packed = (load_file(f"{name}/model.safetensors") for name in ("plain", "packed"))
     assert packed["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn

@@ -26,6 +26,7 @@ from tunix.models.schemes import check_packs
 from tunix.models.simulated import Simulated, supported
 from tunix.reading import problems, read_mapping
 from tunix.speaker import Asked, Speaker
+from tunix.trainer.progress import readable
 
 WORD = re.compile(r"(?P<module>.+)=(?P<weights>\w+)(:(?P<tile>\d+))?(/(?P<activations>\w+))?")
 
@@ -118,7 +119,8 @@ def _loss_of(before: Setting, out: Path) -> Found:
 
 def _shown(asked: Asked, out: Path, rules: Rules, moved: Mapping[str, float], found: Mapping[str, float]) -> str:
     """A line for each kind of matrix, and the losses."""
-    lines = [f"{asked.model} rounded into {out}, {asked.dtype}"]
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    lines = [f"{asked.model} rounded into {out}, {asked.dtype}, {readable(size)}B"]
     chosen = rules.modules
     for theirs, name in PROJECTIONS.items():
         if name not in chosen:
