@@ -222,7 +222,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
         monkeypatch,
         "run",
         run=lambda recipe, fresh: calls.append(("run", recipe.steps, fresh)),
-        export=lambda run, out, adapter, step: calls.append(("export", run, out, adapter, step)),
+        export=lambda run, out, adapter, packed, step: calls.append(("export", run, out, adapter, packed, step)),
     )
     stub(monkeypatch, "show", show=lambda recipe, rows: calls.append(("inspect", recipe.steps, rows)))
     stub(
@@ -238,7 +238,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     assert calls == [
         ("run", 7, True),
         ("inspect", 50, 2),
-        ("export", Path("runs/r"), Path("out"), True, 5),
+        ("export", Path("runs/r"), Path("out"), True, False, 5),
         ("score", "m", "d.jsonl", Path("o.jsonl"), options),
     ]
 
