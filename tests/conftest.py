@@ -4,6 +4,7 @@ jaxtyping and beartype check shapes and types of every function of tunix that is
 """
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Two processes share two cores: torch's threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Programs run once or twice here: the compiler need not try hard.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Compiling is most of the tests' time; programs are the same from run to run.
@@ -33,6 +36,8 @@ install_import_hook("tunix", "beartype.beartype")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MAPPINGS = Path("/proc/self/maps")
+EVERY = 16
+"""Tests between two counts: the system takes a hundredth of a second for one."""
 MOST_MAPPINGS = 30_000
 """Linux allows a process 65530 by default. XLA on a CPU takes several for each compiled program and does not look
 whether it got them: the process ends with a segmentation fault, most of the way through the suite."""
@@ -44,10 +49,13 @@ def _away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+finished = itertools.count(1)
+
+
 @pytest.fixture(autouse=True)
 def _room_for_programs() -> Iterator[None]:
     """Compiled programs are let go of before they are too many; those used again come from the cache on the disk."""
     yield
-    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    if next(finished) % EVERY == 0 and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()

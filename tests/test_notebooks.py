@@ -120,6 +120,7 @@ def test_it_also_starts_in_the_root(tmp_path: Path):
     assert "until" in cells["recipe"].outputs[0].text
 
 
+@pytest.mark.slow
 def test_grpo_by_hand_is_grpo(tmp_path: Path):
     """The notebook itself asserts that two steps by hand have the numbers of the class."""
     cells = executed("02", ROOT, small(f'"output={tmp_path}/by_hand"', "steps = 2", sft=30))
@@ -129,6 +130,7 @@ def test_grpo_by_hand_is_grpo(tmp_path: Path):
         assert row["mismatch/max"] < 1e-3
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own(tmp_path: Path):
     then = f'folder = "{tmp_path}"\nsteps = 2'
     cells = executed("03", ROOT, small('"rollout.samples=1"', then, sft=30))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from trainers import RICH, sequences, trainer
 
 from tunix.algorithms.dpo.algorithm import DPO
@@ -44,7 +45,7 @@ def batch(seed=0):
     return pack(sequences(6, seed), 6, 24)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["rich", "gemma", *slow(name for name in FAMILIES if name != "gemma")])
 def test_adapters_learn_and_the_base_stays(name):
     ours = trainer(SHAPES[name], adapter=QLORA)
     assert all(is_adapter(key) for key in ours.state.params)
@@ -93,7 +94,7 @@ def rollouts(ours, rows):
     return [replace(row, per_token={name: x[i] for name, x in columns.items()}) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("base", ["nf4", "int8", *slow(["int4", "fp8"])])
 def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
     adapter = QLORA.model_copy(update={"base": base})
     quantized = trainer(RICH, adapter=adapter)
@@ -110,7 +111,9 @@ def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=4), MeshConfig(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize(
+    "mesh", [*slow([MeshConfig(), MeshConfig(fsdp=2, tensor=4)]), MeshConfig(data=2, fsdp=2, tensor=2)]
+)
 def test_a_mesh_changes_nothing(mesh):
     one, many = trainer(adapter=QLORA, rows=8), trainer(adapter=QLORA, devices=8, mesh=mesh, rows=8)
     gate, scales = (many.frozen[name].sharding.spec for name in ("layers/gate/w", "layers/gate/w_scale"))
@@ -123,7 +126,7 @@ def test_a_mesh_changes_nothing(mesh):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["rich", "llama", "gemma3", "qwen2"])
+@pytest.mark.parametrize("name", ["rich", *slow(["llama", "gemma3", "qwen2"])])
 def test_what_is_sampled_is_what_is_trained(name):
     ours = trainer(SHAPES[name], adapter=QLORA, length=24)
     for _ in range(3):

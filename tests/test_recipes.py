@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tunix.recipe import Recipe
 
-SLOW = ("qlora_grpo_llama",)
-"""Compiles for minutes; what is of its own there, tests/test_qlora_run.py sees in a smaller run."""
+SLOW = ("qlora_grpo_llama", "dapo_qwen", "grpo_llama_gsm8k")
+"""Each compiles for most of a minute and more; what is of their own, smaller runs see: tests/test_qlora_run.py,
+tests/test_grpo_loss.py, tests/test_rewards_shipped.py."""
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 

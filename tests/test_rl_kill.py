@@ -124,6 +124,7 @@ def uninterrupted(folder: Path, changes: dict[str, Any], started: Callable[[Path
     return run.run
 
 
+@pytest.mark.slow
 def test_grpo_that_refills_its_groups(tmp_path: Path, started: Callable[[Path], Run]):
     whole = uninterrupted(tmp_path / "whole", GRPO, started)
     folder = tmp_path / "killed"

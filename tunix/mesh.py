@@ -39,13 +39,14 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Where an array with these logical axes lives; a dimension that its mesh axes do not divide stays whole."""
+    return PartitionSpec(*(_home(axis, size, mesh) for axis, size in zip(axes, shape, strict=True)))
 
-    def placed(axis: str | None, size: int) -> str | tuple[str, ...] | None:
-        home = RULES[axis] if axis else None
-        width = math.prod(mesh.shape[name] for name in ((home,) if isinstance(home, str) else home or ()))
-        return home if width > 1 and size % width == 0 else None
 
-    return PartitionSpec(*(placed(axis, size) for axis, size in zip(axes, shape, strict=True)))
+def _home(axis: str | None, size: int, mesh: Mesh | AbstractMesh) -> str | tuple[str, ...] | None:
+    """The mesh axes of one dimension."""
+    home = RULES[axis] if axis else None
+    width = math.prod(mesh.shape[name] for name in ((home,) if isinstance(home, str) else home or ()))
+    return home if width > 1 and size % width == 0 else None
 
 
 def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

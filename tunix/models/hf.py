@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -177,11 +178,7 @@ def _load_stacked(
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
     """A tensor in the file's dtype; each device's part is read by itself."""
     with stored.open() as piece:
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # None is for random keys only
-            return tensor.read(piece, shape, index)
-
+        part = cast(Callable[[Any], np.ndarray], partial(tensor.read, piece, shape))
         return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
 
 

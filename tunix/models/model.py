@@ -7,7 +7,8 @@ adds `_lora_a0` and `_lora_b0` (PiSSA) or `_lora_m` (DoRA).
 Axes: B rows, T time, D model.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,8 @@ from tunix.models.quantized import SCALE, Quantization, is_scale, quantize
 from tunix.models.simulated import Simulated
 
 Params = dict[str, jax.Array]
+TOGETHER = 1 << 26
+"""Bytes of random matrices that are made in one program, before they are rounded."""
 
 
 def is_adapter(name: str) -> bool:
@@ -105,10 +108,20 @@ class Model:
             return jax.jit(make, out_shardings={name: places[name] for name in names})(key)
 
         params = made([name for name in dtypes if name not in self.kinds])
-        # One after the other, so that one matrix at a time is there as it was.
-        for name in (name for name in self.quantized if name in dtypes):
-            params |= jax.block_until_ready(made([name, name + SCALE]))
+        for names in self._together([name for name in self.quantized if name in dtypes]):
+            params |= jax.block_until_ready(made([one for name in names for one in (name, name + SCALE)]))
         return {name: params[name] for name in dtypes}
+
+    def _together(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Matrices that may be there together as they were before rounding: small ones, or one alone."""
+        group: list[str] = []
+        for name in names:
+            if group and sum(4 * math.prod(self.shapes[one]) for one in (*group, name)) > TOGETHER:
+                yield group
+                group = []
+            group.append(name)
+        if group:
+            yield group
 
     def hidden(
         self,

@@ -7,6 +7,7 @@ Axes: B rows as packed, M passes, R rows of a pass, T time, S sequences.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -37,12 +38,7 @@ class Cut:
         rows, size = batch.tokens.shape[0], batch.weights.shape[0]
         # As many passes as the fullest batch of this size can need, so that there is one shape.
         number = -(-max(size, rows) // self.rows)
-
-        def cut(x: np.ndarray) -> np.ndarray:
-            padded = np.zeros((number * self.rows, *x.shape[1:]), x.dtype)
-            padded[:rows] = x
-            return padded.reshape(number, self.rows, *x.shape[1:])
-
+        cut = partial(_cut, number, self.rows)
         own = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
         rows_by_name = {name: cut(np.asarray(getattr(batch, name))) for name in own}
         values = {name: cut(np.asarray(x)) for name, x in batch.per_token.items()}
@@ -51,6 +47,13 @@ class Cut:
         filled = np.int32(-(-rows // self.rows))
         whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
         return Passes(*jax.device_put((rows_by_name, values), by_rows), *jax.device_put(whole, everywhere))
+
+
+def _cut(number: int, rows: int, x: np.ndarray) -> np.ndarray:
+    """`[B ...]` as `[number rows ...]`, zeros behind."""
+    padded = np.zeros((number * rows, *x.shape[1:]), x.dtype)
+    padded[: len(x)] = x
+    return padded.reshape(number, rows, *x.shape[1:])
 
 
 def rows_per_pass(mesh: Mesh, batch_size: int, micro_batch_size: int | None, length: int, packing: bool) -> int:
