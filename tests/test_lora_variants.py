@@ -124,7 +124,7 @@ def moved(state):
     return type(state)(params, state.moments, state.step)
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.slow), RICH], ids=["untied", "tied"])
 def test_all_at_once_trains_samples_and_merges(config):
     """The engine reads the same log-probs as the trainer, the merged weights too, and the base is left alone."""
     client = trainer(config, adapter=EVERYTHING)

@@ -146,6 +146,7 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
     assert advantages == pytest.approx([reward - middle for reward in rewards], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_preferences(tmp_path: Path):
     cells = executed("04", ROOT, PREFERENCES.format(output=tmp_path / "preferences"))
     printed = "".join(output.text for output in cells["train"].outputs if output.get("name") == "stdout")

@@ -100,7 +100,7 @@ def test_terms_of_pairs_by_hand():
     assert float(reduce(Term(jax.numpy.asarray(values), "sequences"), first)) == pytest.approx(16 / 8)
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "windows"])
+@pytest.mark.parametrize("config", [PLAIN, pytest.param(RICH, marks=pytest.mark.slow)], ids=["plain", "windows"])
 def test_a_shared_prompt_changes_nothing(config):
     client = trainer(config, rows=1, length=48, reference=True)
     client.step(pack(pairs(4, seed=9), 8, 48, members=2), LOSS)  # away from the reference

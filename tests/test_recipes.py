@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tunix.recipe import Recipe
 
-SLOW = ("qlora_grpo_llama", "dapo_qwen", "grpo_llama_gsm8k")
-"""Each compiles for most of a minute and more; what is of their own, smaller runs see: tests/test_qlora_run.py,
-tests/test_grpo_loss.py, tests/test_rewards_shipped.py."""
+SLOW = (
+    *("qlora_grpo_llama", "dapo_qwen", "grpo_llama_gsm8k", "distill_gemma"),
+    *("dpo_llama_lora", "dpo_pydoc", "orpo_gemma", "simpo_qwen", "lora_gemma", "sft_llama", "sft_qwen"),
+)
+"""The first four compile for minutes, the others have siblings here; what is of their own, smaller runs see:
+tests/test_qlora_run.py, tests/test_distill_run.py, tests/test_preference_run.py, tests/test_lora_run.py."""
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 
