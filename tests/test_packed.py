@@ -80,6 +80,8 @@ def test_a_packed_folder_is_the_other_one_in_few_bits(tmp_path, capsys):
     }
     assert untouched
     assert all(torch.equal(packed[key], plain[key]) for key in untouched)
+    ignored = json.loads(Path("packed/config.json").read_text())[SECTION]["ignore"]
+    assert ignored == ["lm_head", r"re:.*self_attn\.o_proj$"]  # vLLM wants to hear of each that stays as it is
     folders = [loaded(pretrained(name), "float32", one_device()) for name in ("plain", "packed")]
     for name, value in folders[0][1].items():
         np.testing.assert_allclose(folders[1][1][name], value, rtol=1e-6, atol=1e-9)

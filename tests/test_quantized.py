@@ -14,6 +14,7 @@ from tunix.errors import UserError
 from tunix.lora.adapt import merge_rounded
 from tunix.lora.config import AdapterConfig
 from tunix.models import hf, quantized
+from tunix.models import model as models_model
 from tunix.models.cached import empty, extend, unstack
 from tunix.models.hf import load_params
 from tunix.models.model import Model
@@ -202,3 +203,17 @@ def test_decoding_holds_one_matrix_at_a_time():
     largest = 4 * 128 * 512
     # Of four layers with seven matrices each: one matrix, and the caches.
     assert largest <= account.temp_size_in_bytes < 2 * largest < whole / 6
+
+
+def test_matrices_made_together_or_alone_are_the_same(monkeypatch):
+    model = Model(PLAIN, quantization=Quantization("nf4", 16))
+    dtypes = dict.fromkeys(model.shapes, "float32")
+    together = model.init(jax.random.key(0), dtypes, one_device())
+    assert list(map(len, model._together(model.quantized))) == [7]
+    # 32 x 64 inputs and outputs of 2 layers, 4 bytes each: gate, up and down take 16 KiB, the others half and less.
+    monkeypatch.setattr(models_model, "TOGETHER", 16 << 10)
+    groups = list(model._together(model.quantized))
+    assert len(groups) > 3
+    assert [name for group in groups for name in group] == list(model.quantized)
+    for name, value in model.init(jax.random.key(0), dtypes, one_device()).items():
+        np.testing.assert_array_equal(value, together[name])

@@ -98,7 +98,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
     if adapter and recipe.adapter is None:
         raise UserError(f"{run} trained all weights: there is no adapter to export; leave --adapter out")
     if packed:
-        if adapter or recipe.quantization is None:
+        if recipe.quantization is None:
             raise UserError(f"{run} trained no rounded weights (`quantization` in its recipe); leave --packed out")
         check_packs(recipe.quantization)
     refuse_taken(out)

@@ -31,6 +31,7 @@ def entries(module: str, packing: Packing, rounded: Callable[[], tuple[np.ndarra
         rounded: makes its values, `[K C]` of the rule's type, and its scales, `[K C/tile]`.
     """
     assert packing.rule.weights is not None
+    # Values and scales are rounded for each anew: kept between the two, all matrices would be on the host at last.
     (outputs, inputs), kind = packing.shape, packing.rule.weights
     if format_of(packing.rule) == WORDS:
         packed = (outputs, -(-inputs * BITS[kind] // 32))

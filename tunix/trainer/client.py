@@ -246,7 +246,7 @@ class Trainer:
             ValueError: the adapter is asked for where none is trained, or few bits where nothing is rounded.
         """
         m = self.machinery
-        if packed and (adapter or m.rules is None):
+        if packed and m.rules is None:
             raise ValueError("there are no rounded weights to pack: train with rules")
         if not adapter:
             whole = self.params if packed else self._whole()
