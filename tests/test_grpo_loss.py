@@ -232,6 +232,51 @@ def test_the_weighted_term_multiplies_by_the_ratio():
     assert found["loss/kl"] == pytest.approx((1.5 * log(2) - 1.1 * log(2)) / 3, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("d", "w", "settings", "value", "slope"),
+    [
+        # k3 = exp(-d) - 1 + d. Its gradient is 1 - exp(-d); weighted, w (1 - exp(-d)) + w k3 = w d.
+        (-2.0, 1.5, {}, 1.5 * (exp(2) - 3), 1.5 * -2),
+        # The two summands are 4.4e8 each: as a product in float32 they leave -32.
+        (-19.9, 1.0, {}, exp(19.9) - 20.9, -19.9),
+        (-19.9, 2.0, {}, 2 * (exp(19.9) - 20.9), -39.8),
+        (1e-3, 1.0, {}, 5e-7, 1e-3),  # d^2 / 2
+        # Beyond the bound the estimate is that of 20, and nothing moves; the weight's own gradient would be 4.85e8.
+        (-25.0, 1.0, {}, exp(20) - 21, 0.0),
+        (25.0, 1.5, {}, 1.5 * 19.0, 0.0),
+        (-6.0, 1.0, {"kl_input_clamp": 5.0}, exp(5) - 6, 0.0),
+        # The weighted estimate within 10, as NeMo-RL: exp(2) - 3 = 4.39; times 1.5 it is 6.58, times 3 13.17.
+        (-2.0, 1.5, {"kl_output_clamp": 10.0}, 1.5 * (exp(2) - 3), -3.0),
+        (-2.0, 3.0, {"kl_output_clamp": 10.0}, 10.0, 0.0),
+        # k1 = d; weighted its gradient is w d + w.
+        (-2.0, 1.5, {"kl_estimator": "k1"}, -3.0, -1.5),
+        (-25.0, 1.5, {"kl_estimator": "k1"}, -30.0, 0.0),
+        (-12.0, 1.0, {"kl_estimator": "k1", "kl_output_clamp": 10.0}, -10.0, 0.0),
+        # Unweighted, as verl: exp(3) - 4 = 16.1 is 10.
+        (-2.0, 1.5, {"kl_weighted": False, "kl_output_clamp": 10.0}, exp(2) - 3, 1 - exp(2)),
+        (-3.0, 1.5, {"kl_weighted": False, "kl_output_clamp": 10.0}, 10.0, 0.0),
+        (-25.0, 1.5, {"kl_weighted": False}, exp(20) - 21, 0.0),
+    ],
+)
+def test_where_the_kl_is_clamped_nothing_moves(d, w, settings, value, slope):
+    """One token of log-prob -1, d above the reference and log w above the sampler; advantage 0."""
+    one = Taken([-1.0], [-1.0 - log(w)], [0.0], {"reference_logprobs": [-1.0 - d]})
+    loss, inputs = loss_of(**{"kl": 1.0, "kl_weighted": True, **settings}), inputs_of(batch_of([one]))
+    assert reduced(loss, inputs)["loss/kl"] == pytest.approx(value, rel=2e-4 if d == 1e-3 else 2e-6)
+    assert gradients(loss, inputs)[0, PROMPT] == pytest.approx(slope, rel=2e-4 if d == 1e-3 else 2e-6)
+
+
+def test_weighted_k1_moves_at_step_0_and_k3_does_not():
+    """d = 0 and w = 1: w d + w = 1 for each of three tokens, in expectation 0; k3's is w d = 0."""
+    start = [replace(one, old=one.current, more={"reference_logprobs": one.current}) for one in (A, B)]
+    inputs = inputs_of(batch_of([replace(one, advantage=[0.0] * len(one.current)) for one in start]))
+    k1, k3 = (loss_of(kl=0.06, kl_weighted=True, kl_estimator=kind) for kind in ("k1", "k3"))
+    assert reduced(k1, inputs)["loss/kl"] == 0
+    found = gradients(k1, inputs)
+    assert [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))] == pytest.approx([0.02] * 3)
+    assert not any(gradients(k3, inputs).values())
+
+
 # Corrections for a sampler that is not the trainer.
 
 # Trainer over sampler before the updates: A .4 and 3, product 1.2; B 6. The sampler's log-probs are old - log w.
@@ -239,6 +284,23 @@ SAMPLED = [
     replace(A, more={"sampler_logprobs": [A.old[0] - log(0.4), A.old[1] - log(3)]}),
     replace(B, more={"sampler_logprobs": [B.old[0] - log(6)]}),
 ]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_weighted_kl_knows_who_sampled(given):
+    """Policy over old is 1.5, .5, 1.1, old over sampler .4, 3, 6: policy over sampler .6, 1.5, 6.6. Where the old ones
+
+    are left out they are the current ones, 1, 1, 1 over which say nothing about who sampled.
+    """
+    taken = [replace(x, more={**x.more, **y.more}) for x, y in zip(SAMPLED, (A, B), strict=True)]
+    inputs = inputs_of(batch_of(taken))
+    if not given:
+        named = {name: x for name, x in inputs.batch.per_token.items() if name != "old_logprobs"}
+        inputs = replace(inputs, batch=replace(inputs.batch, per_token=named))
+    settings = {"kl": 1.0, "kl_weighted": True, "old_logprobs": "recompute"}
+    k1, k3 = (reduced(loss_of(**settings, kl_estimator=kind), inputs)["loss/kl"] for kind in ("k1", "k3"))
+    assert k3 == pytest.approx((0.6 * K3[0] + 1.5 * K3[1] + 6.6 * K3[2]) / 3, rel=1e-5)
+    assert k1 == pytest.approx((0.6 * log(2) - 6.6 * log(2)) / 3, rel=1e-5)  # d is log 2, 0, -log 2: -2 log 2
 
 
 @pytest.mark.parametrize(
@@ -418,6 +480,8 @@ def test_nulls_become_the_usual_values():
     ("settings", "complaint"),
     [
         ({"kl_in": "loss"}, "kl_in is 'loss', which changes nothing while kl is 0"),
+        ({"kl_output_clamp": 10}, "kl_output_clamp is 10.0, which changes nothing while kl is 0"),
+        ({"kl": 0.1, "kl_input_clamp": 21}, "less than or equal to 20"),
         ({"kl_weighted": True}, "kl_weighted is True.*leave it at false"),
         ({"kl": 0.1, "kl_in": "reward", "kl_weighted": True}, "without a KL term in the loss"),
         ({"kl": 0.1, "kl_estimator": "k1"}, "gradient of k1 as a loss is 0"),

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 from jaxtyping import Bool, Float, Num
 
-from tunix.algorithms.ops import Estimator, kl_estimate
+from tunix.algorithms.ops import USUAL_CLAMP, Clamp, Estimator, clamped_kl
 
 Kind = Literal["mean", "mean_std", "leave_one_out", "median", "batch", "mean_batch"]
 
@@ -134,14 +134,15 @@ def kl_rewards(
     drawn_T: Bool[np.ndarray, "T"],
     coefficient: float,
     estimator: Estimator = "k1",
+    clamp: Clamp = USUAL_CLAMP,
 ) -> Float[np.ndarray, "T"]:
     """The KL penalty as rewards of the drawn tokens: `-coefficient k(log p_t - log ref_t)`, 0 elsewhere.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
-    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3).
+    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). `clamp` as in the loss.
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
-    return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator))
+    return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, clamp))
 
 
 def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) -> float:

@@ -16,14 +16,17 @@ from jaxtyping import Array, Float, Num
 
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.ops import (
+    LOG_RATIO_LIMIT,
+    Clamp,
     Estimator,
     Importance,
     Surrogate,
+    clamped_kl,
     importance_weight,
     kl_estimate,
     log_ratio,
     sequence_sum,
-    token_ratio,
+    weighted_kl,
 )
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
@@ -103,13 +106,28 @@ def policy_outputs(
         reference = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch)
         metrics["kl/reference"] = _estimate(reference, "k3")
         if config.kl_in == "loss":
-            weight = token_ratio(current) if config.kl_weighted else 1.0
-            terms["kl"] = Term(kl * weight * _estimate(reference, config.kl_estimator or "k3"), over)
+            terms["kl"] = Term(kl * _kl(inputs, config), over)
     if inputs.entropy is not None:
         metrics["policy/entropy"] = inputs.entropy
         if config.entropy_bonus:
             terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
     return with_mismatch(LossOutputs(terms, metrics), inputs, config)
+
+
+def _kl(inputs: LossInputs, config: PolicyConfig) -> Float[Array, "B T"]:
+    """KL(policy || reference) of each token, clamped, and weighted by the policy over the one that drew."""
+    batch, estimator, clamp = inputs.batch, config.kl_estimator or "k3", kl_clamp(config)
+    ratios = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch, clamp.input)
+    if not config.kl_weighted:
+        return cast(Array, clamped_kl(ratios, estimator, clamp))
+    # Recomputed, the old log-probs are the trainer's: those of whoever drew stand beside them.
+    drawn = batch.per_token["sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"]
+    return weighted_kl(log_ratio(inputs.logprobs, drawn, batch), ratios, estimator, clamp)
+
+
+def kl_clamp(config: PolicyConfig) -> Clamp:
+    """The bounds of the KL estimate that a section asks for."""
+    return Clamp(config.kl_input_clamp or LOG_RATIO_LIMIT, config.kl_output_clamp)
 
 
 def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:

@@ -8,6 +8,7 @@ import numpy as np
 from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, kl_rewards, weighted_sum
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
+from tunix.algorithms.loss import kl_clamp
 from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, rewards_of, spread, with_tokens
 from tunix.client import Client
 from tunix.rollout.collect import Rollouts
@@ -74,8 +75,11 @@ class GRPO(PolicyGradient):
     def _kl_penalties(self, sequences: Credited) -> np.ndarray:
         """`[P G]` the KL penalty of each completion, the sum of its tokens'."""
 
+        clamp = kl_clamp(self.config)
+
         def one(x: Sequence) -> float:
             reference, estimator = x.per_token["reference_logprobs"], self.config.kl_estimator or "k1"
-            return float(kl_rewards(drawn_with(x), reference, x.loss_mask, self.config.kl, estimator).sum())
+            penalties = kl_rewards(drawn_with(x), reference, x.loss_mask, self.config.kl, estimator, clamp)
+            return float(penalties.sum())
 
         return np.array([[one(x) for x in group] for group in sequences])
