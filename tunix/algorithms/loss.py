@@ -65,6 +65,12 @@ def old_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
     return inputs.batch.per_token.get("old_logprobs", jax.lax.stop_gradient(inputs.logprobs))
 
 
+def sampler_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under whoever drew the tokens, as it reported them."""
+    per_token = inputs.batch.per_token
+    return per_token["sampler_logprobs"] if "sampler_logprobs" in per_token else per_token["old_logprobs"]
+
+
 def old_log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
     """`log p - log p_old` of each token."""
     return log_ratio(inputs.logprobs, old_logprobs(inputs), inputs.batch)
