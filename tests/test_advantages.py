@@ -19,9 +19,10 @@ from tunix.algorithms.advantages import (
     whitened,
 )
 from tunix.algorithms.ops import Clamp
+from tunix.errors import UserError
 
 NAN = float("nan")
-KINDS = ("mean", "mean_std", "leave_one_out", "median", "batch", "mean_batch")
+KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch")
 REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
@@ -32,6 +33,8 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
         ("mean", [[0, -1, -1, 2], [0, 0, 0, 0]]),
         # Variance (0 + 1 + 1 + 4) / 4 = 1.5.
         ("mean_std", [[0, -(1.5**-0.5), -(1.5**-0.5), 2 * 1.5**-0.5], [0, 0, 0, 0]]),
+        # Over the mean 1 of the first group, 2 of the second.
+        ("mean_relative", [[0, -1, -1, 2], [0, 0, 0, 0]]),
         # Others' means: 3/3, 4/3, 4/3, 1/3.
         ("leave_one_out", [[0, -4 / 3, -4 / 3, 8 / 3], [0, 0, 0, 0]]),
         # Median of 0 0 1 3 is 0.5.
@@ -44,6 +47,15 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 )
 def test_group_advantages_by_hand(kind, expected):
     np.testing.assert_allclose(group_advantages(REWARDS, kind, eps=0.0 if kind == "batch" else 1e-12), expected)
+
+
+def test_maxrl_divides_by_the_success_rate():
+    """One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1; none: nothing to learn."""
+    rewards = np.array([[1.0, 0, 0, 0], [1.0, 1, 1, 0], [0.0, 0, 0, 0]])
+    expected = [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0]]
+    np.testing.assert_allclose(group_advantages(rewards, "mean_relative"), expected)
+    with pytest.raises(UserError, match=r"divides by the group's mean reward, but one is -0.5"):
+        group_advantages(np.array([[1.0, -0.5]]), "mean_relative")
 
 
 def test_the_epsilon_stands_beside_the_deviation():
@@ -63,7 +75,7 @@ def test_a_failed_sample_is_left_out_and_is_no_zero(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_order_within_a_group_changes_nothing(kind):
-    rewards = np.random.default_rng(0).normal(size=(3, 5))
+    rewards = np.random.default_rng(0).uniform(size=(3, 5))
     order = np.array([3, 0, 4, 1, 2])
     np.testing.assert_allclose(group_advantages(rewards[:, order], kind), group_advantages(rewards, kind)[:, order])
 

@@ -18,10 +18,21 @@ from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.grpo.presets import PRESETS
-from tunix.algorithms.ops import cispo_surrogate, clipped_surrogate, importance_weight, kl_estimate
+from tunix.algorithms.masks import outside_trust_region
+from tunix.algorithms.ops import (
+    cispo_surrogate,
+    clipped_surrogate,
+    importance_weight,
+    kl_estimate,
+    soft_surrogate,
+)
 from tunix.errors import UserError
 
 LONGEST = 10  # the constant of `reduction: constant`
+
+
+def sigmoid(x):
+    return 1 / (1 + exp(-x))
 
 
 def loss_of(**settings):
@@ -60,6 +71,23 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("rloo", -((1.5 + 0.5) / 10 - 2.2 / 10) / 2),
         # PPO's clip over tokens; the KL is in the reward.
         ("reinforce_pp", -(1.2 + 0.5 - 2.2) / 3),
+        # (4 / tau) sigmoid(tau (r - 1)) A, tau 1 and 1.05; mean over sequences of their token means.
+        ("sapo", -((4 * sigmoid(0.5) + 4 * sigmoid(-0.5)) / 2 - 2 * 4 / 1.05 * sigmoid(1.05 * 0.1)) / 2),
+        # |p - q|: A's first .5 - .333 = .167 > .15, and rising: left out. Its second falls with A > 0; B's rises with
+        # A < 0: both go back. The denominator stays 3.
+        ("dppo", -(0 + 0.5 - 2.2) / 3),
+        # Bound .2: nothing is left out. 2e-3 / 2 times log(1.5)^2, log(.5)^2, log(1.1)^2.
+        ("prime_rl", -(1.5 + 0.5 - 2.2) / 3 + 1e-3 * (log(1.5) ** 2 + log(0.5) ** 2 + log(1.1) ** 2) / 3),
+        # -A log p, and .05 / 2 of the squares: sums over the constant.
+        (
+            "dro",
+            -((log(0.5) - 1.0) / 10 + -2.0 * -2.0 / 10) / 2
+            + 0.025 * (log(1.5) ** 2 + log(0.5) ** 2 + log(1.1) ** 2) / 20,
+        ),
+        # GSPO's .866 and -2.2 times the lengths 2 and 1, over the constant of 10 tokens.
+        ("luspo", -(2 * sqrt(0.75) - 2.2) / 10 / 2),
+        # On these advantages: PPO's clip, sums over the constant.
+        ("maxrl", -((1.2 + 0.5) / 10 - 2.2 / 10) / 2),
     ],
 )
 def test_each_preset_by_hand(preset, expected):
@@ -78,6 +106,22 @@ def test_each_preset_by_hand(preset, expected):
         # The weight is constant: w A.
         ("cispo", [-1.5 / 3, -0.5 / 3, 2.2 / 3]),
         ("rloo", [-1.5 / 20, -0.5 / 20, 2.2 / 20]),
+        # 4 p (1 - p) r A with p = sigmoid(tau (r - 1)): mean over tokens of a sequence, then over two.
+        (
+            "sapo",
+            [
+                -4 * sigmoid(0.5) * sigmoid(-0.5) * 1.5 / 4,
+                -4 * sigmoid(0.5) * sigmoid(-0.5) * 0.5 / 4,
+                4 * sigmoid(0.105) * sigmoid(-0.105) * 1.1 * 2 / 2,
+            ],
+        ),
+        ("dppo", [0, -0.5 / 3, 2.2 / 3]),
+        # -r A + 2e-3 log r.
+        ("prime_rl", [(2e-3 * log(x) - x * a) / 3 for x, a in ((1.5, 1), (0.5, 1), (1.1, -2))]),
+        # -A + .05 log r, whatever the ratio.
+        ("dro", [(0.05 * log(x) - a) / 20 for x, a in ((1.5, 1), (0.5, 1), (1.1, -2))]),
+        # Each of two tokens carries half of s A, twice.
+        ("luspo", [-sqrt(0.75) / 20, -sqrt(0.75) / 20, 2.2 / 20]),
         # Policy: mean over tokens of a sequence, then over two. KL: .04 (1 - ref/p) = .04 of .5, 0, -1.
         ("grpo", [0.04 * 0.5 / 4, -0.5 / 4, 2.2 / 2 - 0.04 * 1 / 2]),
     ],
@@ -173,6 +217,85 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
     assert surrogate.clipped.tolist() == [[True, False, True]]
     # Through exp(x) too, nothing flows: -w A alone.
     np.testing.assert_allclose(slope(jnp.zeros((1, 3))), [[-0.1 * 2, -1 * 2, -5 * 2]], rtol=1e-6)
+
+
+def test_the_soft_gates_gradient_is_reinforces_on_policy():
+    """At r = 1: 4 p (1 - p) A with p = 1/2, whatever tau."""
+    for advantage, taus in ((1.0, (0.5, 9.0)), (-2.0, (9.0, 0.5))):
+        slope = jax.grad(lambda r, a=advantage, t=taus: soft_surrogate(r, jnp.full((1, 1), a), *t).loss.sum())
+        assert float(slope(jnp.ones((1, 1)))[0, 0]) == pytest.approx(-advantage)
+
+
+def test_luspos_number_is_the_papers_where_the_constant_is_one():
+    """LUSPO, eq. 5 of sec. 4.2: the mean over sequences of |y| times GSPO's."""
+    found = reduced(loss_of(preset="luspo", reduction_length=1), inputs_of(batch_of([A, B])))
+    assert found["train/loss"] == pytest.approx(-(2 * sqrt(0.75) - 1 * 2.2) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "q", "advantage", "bound", "masked"),
+    [
+        # tv .3 = |.8 - .5|: rising with A > 0; with A < 0 the update leads back; nothing to be done where A = 0.
+        ("tv", 0.8, 0.5, 1.0, 0.29, True),
+        ("tv", 0.8, 0.5, 1.0, 0.31, False),
+        ("tv", 0.8, 0.5, -1.0, 0.29, False),
+        ("tv", 0.8, 0.5, 0.0, 0.29, False),
+        ("tv", 0.5, 0.8, -1.0, 0.29, True),
+        ("tv", 0.5, 0.8, 1.0, 0.29, False),
+        # A ratio of ten on a rare token is no distance, of 1.25 on a common one it is .2.
+        ("tv", 0.01, 0.001, 1.0, 0.01, False),
+        ("tv", 0.999, 0.799, 1.0, 0.19, True),
+        # kl: .5 log(.5 / .8) + .5 log(.5 / .2) = .5 log(1.5625) = .2231.
+        ("kl", 0.8, 0.5, 1.0, 0.222, True),
+        ("kl", 0.8, 0.5, 1.0, 0.224, False),
+        # From .9 to .5: .9 log 1.8 + .1 log .2 = .3681.
+        ("kl", 0.5, 0.9, -1.0, 0.367, True),
+        ("kl", 0.5, 0.9, -1.0, 0.369, False),
+        # Certain is no infinity: q = .5, p = 1 is far, and p = q = 1 no distance.
+        ("kl", 1.0, 0.5, 1.0, 1.0, True),
+        ("kl", 1.0, 1.0, 1.0, 1e-6, False),
+    ],
+)
+def test_the_trust_region_by_hand(kind, p, q, advantage, bound, masked):
+    """DPPO, eq. 12. The bound of the other direction plays no part."""
+    one = partial(jnp.full, (1, 1))
+    low, high = (bound, 1e9) if p < q else (1e9, bound)
+    found = outside_trust_region(one(log(p)), one(log(q)), one(advantage), kind, low, high)
+    assert bool(found[0, 0]) is masked
+
+
+def test_tokens_outside_of_the_trust_region_are_reported_and_keep_their_drift():
+    found = reduced(loss_of(preset="dppo", drift=2.0), inputs_of(batch_of([A, B])))
+    assert found["policy/clipped"] == pytest.approx(1 / 3)
+    assert found["loss/policy"] == pytest.approx(-(0.5 - 2.2) / 3, rel=1e-5)
+    assert found["loss/drift"] == pytest.approx((log(1.5) ** 2 + log(0.5) ** 2 + log(1.1) ** 2) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(("limit", "left_out"), [(0.6, True), (0.8, False)])
+def test_the_off_policy_mask_by_hand(limit, left_out):
+    """DeepSeek-V3.2: of completions with A < 0, those that the sampler thought likelier by more than delta per token.
+
+    The first is likelier by .5 and .9, .7 in the mean; the second's advantage is positive; the third has moved up.
+    """
+    taken = [
+        Taken([-1.5, -1.9], [-1.0, -1.0], [-1.0, -1.0]),
+        Taken([-3.0], [-1.0], [1.0]),
+        Taken([-1.0], [-3.0], [-1.0]),
+    ]
+    settings = {"surrogate": "none", "off_policy_limit": limit}
+    found = reduced(loss_of(**settings), inputs_of(batch_of(taken)))
+    first = 0 if left_out else exp(-0.5) + exp(-0.9)
+    assert found["train/loss"] == pytest.approx((first - exp(-2) + exp(2)) / 4, rel=1e-5)
+    assert found["policy/clipped"] == pytest.approx(0.5 if left_out else 0)
+
+
+def test_the_off_policy_mask_compares_with_the_sampler_where_old_ones_are_recomputed():
+    """The ratio starts at the recomputed log-probs (r = 1), the distance at the sampler's (.7)."""
+    far = Taken([-1.7], [-1.7], [-1.0], {"sampler_logprobs": [-1.0]})
+    near = Taken([-2.0], [-2.0], [-3.0], {"sampler_logprobs": [-2.0]})
+    settings = {"surrogate": "none", "old_logprobs": "recompute", "off_policy_limit": 0.6}
+    # Of -r A = 1 and 3, the mean over two tokens.
+    assert reduced(loss_of(**settings), inputs_of(batch_of([far, near])))["train/loss"] == pytest.approx(3 / 2)
 
 
 # KL estimators: values and gradients against the true ones, over all outcomes of a small categorical.
@@ -350,6 +473,8 @@ FAMILY = {
     "cispo_sequence": {"surrogate": "cispo", "ratio": "sequence", "reduction": "sequences"},
     "weighted": {"kl": 0.5, "kl_weighted": True, "entropy_bonus": 0.01, "reduction": "constant"},
     "tis_sequence": {"old_logprobs": "recompute", "correction": "truncate", "correction_level": "sequence"},
+    "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute", "off_policy_limit": 0.1},
+    "soft_off_policy": {"preset": "sapo", "off_policy_limit": 0.1, "drift": 0.1},
     "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
 }
 
@@ -489,6 +614,13 @@ def test_nulls_become_the_usual_values():
         ({"surrogate": "none", "clip_high": 0.2}, "clip_high is 0.2.*surrogate: none"),
         ({"surrogate": "cispo", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"preset": "rloo", "clip_low": 0.1}, "clip_low is 0.1"),
+        ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
+        ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
+        ({"soft_negative": 2}, "soft_negative is 2.0.*surrogate: soft"),
+        ({"trust_high": 0.1}, "trust_high is 0.1.*without a trust_region"),
+        ({"trust_region": "tv", "trust_low": 0}, "greater than 0"),
+        ({"advantage": "mean_relative", "overlong_buffer": 0.1}, "which a penalty would take below 0"),
+        ({"preset": "maxrl", "kl": 0.1, "kl_in": "reward"}, "which a penalty would take below 0"),
         ({"reduction_length": 10}, "reduction_length is 10.*reduction: constant"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
         ({"old_logprobs": "recompute", "correction_high": 3}, "correction_high is 3.0.*set correction"),

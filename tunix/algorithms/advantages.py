@@ -15,8 +15,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Num
 
 from tunix.algorithms.ops import USUAL_CLAMP, Clamp, Estimator, clamped_kl
+from tunix.errors import UserError
 
-Kind = Literal["mean", "mean_std", "leave_one_out", "median", "batch", "mean_batch"]
+Kind = Literal["mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch"]
 
 
 def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float = 1e-4) -> Float[np.ndarray, "P G"]:
@@ -26,6 +27,7 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
     |---|---|---|
     | mean | R - mean(group) | Dr. GRPO, Liu et al. 2025, https://arxiv.org/abs/2503.20783 |
     | mean_std | (R - mean(group)) / (std(group) + eps) | GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300 |
+    | mean_relative | R / mean(group) - 1, 0 if all are | MaxRL, Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 |
     | leave_one_out | R - mean(the others) | RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 |
     | median | R - median(group) | the robust location in place of the mean |
     | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
@@ -42,6 +44,9 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
 
     Returns:
         0 where a sample failed.
+
+    Raises:
+        UserError: a negative reward under `mean_relative`, whose quotient it would turn round.
     """
     if kind == "batch":
         return batch_normalised(rewards_PG, eps)
@@ -55,6 +60,13 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
     if kind == "mean_std":
         variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(number, 1)
         return centred / (np.sqrt(variance) + eps)
+    if kind == "mean_relative":
+        if (rewards < 0).any():
+            raise UserError(
+                f"algorithm.advantage: mean_relative divides by the group's mean reward, but one is {rewards.min():g}: "
+                "give rewards of 0 and more (1 for success, as in the paper), or take advantage: mean"
+            )
+        return centred / np.where(mean > 0, mean, 1.0)
     if kind == "leave_one_out":
         # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
         return centred * number / np.maximum(number - 1, 1)

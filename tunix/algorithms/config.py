@@ -18,6 +18,7 @@ from tunix.errors import UserError
 
 Settings = Mapping[str, Any]
 NonNegative = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
 
 
 class Rule(NamedTuple):

@@ -68,6 +68,12 @@ def old_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
     return inputs.batch.per_token.get("old_logprobs", jax.lax.stop_gradient(inputs.logprobs))
 
 
+def sampler_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under whoever drew the tokens, as it reported them."""
+    per_token = inputs.batch.per_token
+    return per_token["sampler_logprobs"] if "sampler_logprobs" in per_token else per_token["old_logprobs"]
+
+
 def old_log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
     """`log p - log p_old` of each token."""
     return log_ratio(inputs.logprobs, old_logprobs(inputs), inputs.batch)
@@ -120,9 +126,8 @@ def _kl(inputs: LossInputs, config: PolicyConfig) -> Float[Array, "B T"]:
     ratios = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch, clamp.input)
     if not config.kl_weighted:
         return cast(Array, clamped_kl(ratios, estimator, clamp))
-    # Recomputed, the old log-probs are the trainer's: those of whoever drew stand beside them.
-    drawn = batch.per_token["sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"]
-    return weighted_kl(log_ratio(inputs.logprobs, drawn, batch), ratios, estimator, clamp)
+    # Not the old log-probs: recomputed, they are the trainer's own.
+    return weighted_kl(log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch), ratios, estimator, clamp)
 
 
 def kl_clamp(config: PolicyConfig) -> Clamp:

@@ -222,6 +222,31 @@ def plain_surrogate(ratio: Float[Array, "B T"], advantages: Float[Array | np.nda
     return Surrogate(-ratio * advantages, None)
 
 
+def soft_surrogate(
+    ratio: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"], positive: float, negative: float
+) -> Surrogate:
+    """`-(4 / tau) sigmoid(tau (r - 1)) A`: a gate that closes gradually in place of a clip.
+
+    SAPO, Gao et al. 2025, https://arxiv.org/abs/2511.20347, eqs. 5 to 7. The gradient's weight is
+    `4 p (1 - p) r A` with p the sigmoid: that of `-r A` at r = 1, falling on both sides of it. The value at r = 1 is
+    `-2 A / tau`; only its gradient means something.
+
+    Args:
+        ratio: r.
+        advantages: A.
+        positive: tau where A > 0.
+        negative: tau elsewhere; the larger one closes sooner.
+    """
+    advantages = jnp.asarray(advantages)
+    tau = jnp.where(advantages > 0, positive, negative)
+    return Surrogate(-4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages, None)
+
+
+def log_surrogate(logprobs: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:
+    """`-A log p`, whoever drew the token: the policy's term of DRO (see `GRPOConfig.drift`), without any ratio."""
+    return Surrogate(-logprobs * advantages, None)
+
+
 def importance_weight(
     log_weights: Float[Array, "B T"], kind: Literal["truncate", "mask"], low: float, high: float
 ) -> Importance:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from tunix.algorithms.config import PolicyConfig, Rule, Settings
+from tunix.algorithms.config import Above0, NonNegative, PolicyConfig, Rule, Settings
 from tunix.algorithms.grpo.presets import PRESETS, Preset
 from tunix.config import Positive
 
@@ -16,15 +16,36 @@ class GRPOConfig(PolicyConfig):
     """A published member of the family: its settings, wherever a key is not written."""
     group_size: Positive = 8
     """Completions of each prompt."""
-    advantage: Literal["mean", "mean_std", "leave_one_out", "median", "batch", "mean_batch"] = "mean_std"
-    """What a reward is compared with: its group's mean (and std), the others' mean, the median, the whole batch."""
+    advantage: Literal["mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch"] = (
+        "mean_std"
+    )
+    """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
+    https://arxiv.org/abs/2602.02710), the others' mean, the median, the whole batch."""
     normalize_rewards: Literal["summed", "each"] = "summed"
     """Of several rewards: advantages of the weighted sum, or of each, then summed and normalised over the batch (GDPO,
     https://arxiv.org/abs/2601.05242)."""
     ratio: Literal["token", "sequence"] = "token"
     """Policy over old policy: of each token, or the geometric mean over the completion (GSPO)."""
-    surrogate: Literal["clip", "cispo", "none"] = "clip"
-    """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `none` does neither."""
+    surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip"
+    """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
+    https://arxiv.org/abs/2511.20347), `none` does neither; `log` is advantage times log-prob, without a ratio."""
+    soft_positive: Above0 | None = None
+    """How fast `soft` fades (tau) where the advantage is positive. Null: 1."""
+    soft_negative: Above0 | None = None
+    """And where it is negative. Null: 1.05, as in the paper: what lowers a token's probability raises all others'."""
+    trust_region: Literal["none", "tv", "kl"] = "none"
+    """Tokens are left out that would move on in the direction in which they have moved too far: by total variation or
+    KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879)."""
+    trust_low: Above0 | None = None
+    """How far a probability may have fallen where the advantage is negative. Null: 0.15 for tv, 0.05 for kl."""
+    trust_high: Above0 | None = None
+    """How far it may have risen where the advantage is positive. Null: as trust_low's."""
+    drift: NonNegative = 0.0
+    """Coefficient of half the squared log-ratio to the policy that drew, a penalty on moving away from it (DRO,
+    https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
+    off_policy_limit: Above0 | None = None
+    """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
+    more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none is."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are replaced by groups of further prompts (DAPO)."""
     max_refills: Positive | None = None
@@ -32,8 +53,19 @@ class GRPOConfig(PolicyConfig):
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("clip_low", "clip_high"), lambda s: s["surrogate"] != "none", "with surrogate: none"),
-        Rule(("dual_clip",), lambda s: s["surrogate"] not in ("cispo", "none"), "without surrogate: clip"),
+        Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),
+        Rule(
+            ("clip_low", "clip_high"),
+            lambda s: s["surrogate"] not in ("soft", "none", "log"),
+            "with surrogate: none, soft or log, which clip nothing",
+        ),
+        Rule(
+            ("dual_clip",), lambda s: s["surrogate"] not in ("cispo", "soft", "none", "log"), "without surrogate: clip"
+        ),
+        Rule(("soft_positive", "soft_negative"), lambda s: s["surrogate"] == "soft", "without surrogate: soft"),
+        Rule(
+            ("trust_low", "trust_high"), lambda s: s["trust_region"] != "none", "without a trust_region: set tv or kl"
+        ),
         Rule(("max_refills",), lambda s: bool(s["dynamic_sampling"]), "without dynamic_sampling: true"),
         *PolicyConfig.rules,
     )
@@ -42,7 +74,9 @@ class GRPOConfig(PolicyConfig):
     def usual(cls, settings: Settings) -> Settings:
         """What null stands for, given the other settings."""
         clips = {"clip_low": 1.0, "clip_high": 4.0} if settings["surrogate"] == "cispo" else {}
-        return {**super().usual(settings), **clips, "max_refills": 8}
+        trust = 0.05 if settings["trust_region"] == "kl" else 0.15
+        usual = {"soft_positive": 1.0, "soft_negative": 1.05, "trust_low": trust, "trust_high": trust, "max_refills": 8}
+        return {**super().usual(settings), **clips, **usual}
 
     def conflicts(self) -> list[str]:
         """What is wrong between settings that are all read; one sentence each."""
@@ -56,6 +90,11 @@ class GRPOConfig(PolicyConfig):
             found.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")
         if self.normalize_rewards == "each" and self.kl and self.kl_in == "reward":
             found.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
+        if self.advantage == "mean_relative" and (self.overlong_buffer or (self.kl and self.kl_in == "reward")):
+            found.append(
+                "advantage: mean_relative divides by the mean reward, which a penalty would take below 0: "
+                "set overlong_buffer: null and kl_in: loss"
+            )
         if self.preset and self._overruled(PRESETS[self.preset]):
             found.append(f"preset: all that {self.preset} would change is written too, and goes before it; clear it")
         return found

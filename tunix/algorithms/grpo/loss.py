@@ -1,16 +1,29 @@
-"""The loss of the GRPO family: ratio -> surrogate -> terms. Arrays in, terms out.
+"""The loss of the GRPO family: ratio -> surrogate -> what is left out of it -> terms. Arrays in, terms out.
 
 Axes: B rows, T time.
 """
 
+from jaxtyping import Array, Float
+
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.loss import old_log_ratio, policy_outputs, trained_only
-from tunix.algorithms.ops import cispo_surrogate, clipped_surrogate, plain_surrogate, sequence_ratio, token_ratio
+from tunix.algorithms.loss import old_log_ratio, old_logprobs, policy_outputs, sampler_logprobs, trained_only
+from tunix.algorithms.masks import off_policy, outside_trust_region, without
+from tunix.algorithms.ops import (
+    Surrogate,
+    cispo_surrogate,
+    clipped_surrogate,
+    log_ratio,
+    log_surrogate,
+    plain_surrogate,
+    sequence_ratio,
+    soft_surrogate,
+    token_ratio,
+)
 from tunix.types import LossInputs, LossOutputs, Over
 
 
 def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
-    """`E[surrogate(r, A)] + kl KL - entropy_bonus H`, with r the policy over the policy that drew.
+    """`E[surrogate(r, A) + drift/2 log^2 r] + kl KL - entropy_bonus H`, with r the policy over the policy that drew.
 
     GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `presets.py` names the relatives. The README says
     which settings make which formula. The advantage is that of the whole completion, on each of its tokens.
@@ -21,17 +34,42 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         over: `config.over(completion_length)`.
     """
     inputs = trained_only(inputs)
-    advantages = inputs.batch.per_token["advantages"]
     log_ratios = old_log_ratio(inputs)
     ratio = sequence_ratio(log_ratios, inputs.batch) if config.ratio == "sequence" else token_ratio(log_ratios)
+    surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)
+    outputs = policy_outputs(inputs, config, over, surrogate, ratio, config.kl)
+    return outputs.add("drift", 0.5 * config.drift * log_ratios**2, over) if config.drift else outputs
+
+
+def _surrogate(inputs: LossInputs, ratio: Float[Array, "B T"], config: GRPOConfig) -> Surrogate:
+    """The one that `config.surrogate` names."""
+    advantages = inputs.batch.per_token["advantages"]
     if config.surrogate == "none":
-        surrogate = plain_surrogate(ratio, advantages)
-    else:
-        assert config.clip_low is not None
-        assert config.clip_high is not None
-        low, high = config.clip_low, config.clip_high
-        if config.surrogate == "cispo":
-            surrogate = cispo_surrogate(inputs.logprobs, ratio, advantages, low, high)
-        else:
-            surrogate = clipped_surrogate(ratio, advantages, low, high, config.dual_clip)
-    return policy_outputs(inputs, config, over, surrogate, ratio, config.kl)
+        return plain_surrogate(ratio, advantages)
+    if config.surrogate == "log":
+        return log_surrogate(inputs.logprobs, advantages)
+    if config.surrogate == "soft":
+        assert config.soft_positive is not None
+        assert config.soft_negative is not None
+        return soft_surrogate(ratio, advantages, config.soft_positive, config.soft_negative)
+    assert config.clip_low is not None
+    assert config.clip_high is not None
+    if config.surrogate == "cispo":
+        return cispo_surrogate(inputs.logprobs, ratio, advantages, config.clip_low, config.clip_high)
+    return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+
+def _trusted(surrogate: Surrogate, inputs: LossInputs, config: GRPOConfig) -> Surrogate:
+    """The surrogate without tokens outside of the trust region, and without completions that are off-policy."""
+    batch = inputs.batch
+    advantages = batch.per_token["advantages"]
+    if config.trust_region != "none":
+        assert config.trust_low is not None
+        assert config.trust_high is not None
+        bounds = (config.trust_region, config.trust_low, config.trust_high)
+        outside = outside_trust_region(inputs.logprobs, old_logprobs(inputs), advantages, *bounds)
+        surrogate = without(surrogate, outside)
+    if config.off_policy_limit is not None:
+        current = log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch)
+        surrogate = without(surrogate, off_policy(current, advantages, batch, config.off_policy_limit))
+    return surrogate

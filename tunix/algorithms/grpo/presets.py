@@ -7,7 +7,21 @@ per batch of rollouts) is left to the recipe.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Preset = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"]
+Preset = Literal[
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "sapo",
+    "dppo",
+    "prime_rl",
+    "dro",
+    "luspo",
+    "maxrl",
+]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 and 4, sec. 4.2 (KL coefficient).
@@ -60,4 +74,47 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "kl_in": "reward",
         "kl_estimator": "k1",
     },
+    # Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. 5 to 7, sec. 5 (the two temperatures).
+    "sapo": {
+        "advantage": "mean_std",
+        "surrogate": "soft",
+        "soft_positive": 1.0,
+        "soft_negative": 1.05,
+        "reduction": "sequences",
+    },
+    # Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. 11 and 12, by total variation; kl is `trust_region: kl`.
+    "dppo": {
+        "surrogate": "none",
+        "trust_region": "tv",
+        "trust_low": 0.15,
+        "trust_high": 0.15,
+        "reduction": "tokens",
+    },
+    # The default loss of https://github.com/PrimeIntellect-ai/prime-rl in 2026: DPPO's mask and Kimi k2.5's squared
+    # log-ratio (https://arxiv.org/abs/2602.02276), of which it takes 1e-3 times the whole: 2e-3 times the half.
+    "prime_rl": {
+        "advantage": "mean",
+        "surrogate": "none",
+        "trust_region": "tv",
+        "trust_low": 0.2,
+        "trust_high": 0.2,
+        "drift": 2e-3,
+        "reduction": "tokens",
+    },
+    # Richemond et al. 2024, https://arxiv.org/abs/2405.19107, with the group's mean for the value as in Kimi k1.5
+    # (https://arxiv.org/abs/2501.12599, eq. 3) and the squares taken token by token as in Tinker's loss `dro`
+    # (https://tinker-docs.thinkingmachines.ai/tinker/losses/dro), whose example has this coefficient.
+    "dro": {"advantage": "mean", "surrogate": "log", "drift": 0.05, "reduction": "constant"},
+    # Liu et al. 2026, https://arxiv.org/abs/2602.05261, sec. 4.2: GSPO times the length, which is a sum over tokens;
+    # divided by a constant as in rloo (`reduction_length: 1` is the paper's number). Sec. 5.1 (clip).
+    "luspo": {
+        "advantage": "mean_std",
+        "ratio": "sequence",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+        "reduction": "constant",
+    },
+    # Tajwar et al. 2026, https://arxiv.org/abs/2602.02710: the advantage over the group's success rate; a completion is
+    # one action, so its log-probs are summed.
+    "maxrl": {"advantage": "mean_relative", "reduction": "constant"},
 }
