@@ -58,6 +58,30 @@ def test_maxrl_divides_by_the_success_rate():
         group_advantages(np.array([[1.0, -0.5]]), "mean_relative")
 
 
+@pytest.mark.parametrize(
+    ("kind", "variance"),
+    # The sums of squares above, 6 of four, 8 of eight and 6 of eight, over one less.
+    [("mean_std", 6 / 3), ("batch", 8 / 7), ("mean_batch", 6 / 7)],
+)
+def test_the_samples_deviation_divides_by_one_less(kind, variance):
+    centred = REWARDS - (1.5 if kind == "batch" else REWARDS.mean(axis=1, keepdims=True))
+    expected = centred / variance**0.5
+    np.testing.assert_allclose(group_advantages(REWARDS, kind, 1e-12, "sample"), expected, atol=1e-9)
+    np.testing.assert_allclose(REWARDS.std(ddof=1, axis=1)[0] ** 2, 2)  # numpy's, as torch.std
+    # A sample alone has no deviation: 0 over the epsilon.
+    assert not group_advantages(np.array([[5.0, NAN]]), kind, std="sample").any()
+
+
+def test_gdpo_and_whitening_by_the_samples_deviation():
+    # Group (0, 1): +-.5 over sqrt(.5); over the batch of those two the same again: sqrt(.5) (1 - ...) = +-sqrt(.5).
+    np.testing.assert_allclose(
+        gdpo({"a": np.array([[0.0, 1.0]])}, {"a": 1.0}, eps=1e-12, std="sample"), [[-(0.5**0.5), 0.5**0.5]]
+    )
+    # 1 and 3: mean 2, squares 1 + 1 over 1.
+    (found,) = whitened([np.array([1.0, 9.0, 3.0])], [np.array([True, False, True])], 0.0, "sample")
+    np.testing.assert_allclose(found, [-(0.5**0.5), 0, 0.5**0.5])
+
+
 def test_the_epsilon_stands_beside_the_deviation():
     # Mean .5, std .5: .5 / (.5 + .0001).
     np.testing.assert_allclose(group_advantages(np.array([[0.0, 1.0]]), "mean_std"), [[-0.5 / 0.5001, 0.5 / 0.5001]])

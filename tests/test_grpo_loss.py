@@ -67,8 +67,8 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("gspo", -(sqrt(0.75) - 2.2) / 2),
         # Weights 1.5, .5, 1.1 (bounded by 5) times A log p.
         ("cispo", -(1.5 * log(0.5) + 0.5 * -1.0 + 1.1 * -2.0 * -2.0) / 3),
-        # r A, unclipped, over the constant; the KL is in the reward.
-        ("rloo", -((1.5 + 0.5) / 10 - 2.2 / 10) / 2),
+        # A completion is one action: 1.5 x .5 and 1.1, unclipped, over the constant; the KL is in the reward.
+        ("rloo", -(0.75 / 10 - 2.2 / 10) / 2),
         # PPO's clip over tokens; the KL is in the reward.
         ("reinforce_pp", -(1.2 + 0.5 - 2.2) / 3),
         # (4 / tau) sigmoid(tau (r - 1)) A, tau 1 and 1.05; mean over sequences of their token means.
@@ -105,7 +105,8 @@ def test_each_preset_by_hand(preset, expected):
         ("gspo", [-sqrt(0.75) / 4, -sqrt(0.75) / 4, 2.2 / 2]),
         # The weight is constant: w A.
         ("cispo", [-1.5 / 3, -0.5 / 3, 2.2 / 3]),
-        ("rloo", [-1.5 / 20, -0.5 / 20, 2.2 / 20]),
+        # d(r1 r2) / d log p is r1 r2 for either token.
+        ("rloo", [-0.75 / 20, -0.75 / 20, 2.2 / 20]),
         # 4 p (1 - p) r A with p = sigmoid(tau (r - 1)): mean over tokens of a sequence, then over two.
         (
             "sapo",
@@ -176,6 +177,25 @@ def test_entropy_is_raised():
     found, without = reduced(loss_of(entropy_bonus=0.1), inputs), reduced(loss_of(), inputs)
     assert found["policy/entropy"] == without["policy/entropy"] == pytest.approx(1.5)  # (.5 + 1 + 3) / 3
     assert found["train/loss"] == pytest.approx(without["train/loss"] - 0.15, rel=1e-5)
+
+
+@pytest.mark.parametrize(("over", "entropy"), [("reduction", (0.75 + 3) / 2), ("tokens", 1.5)])
+def test_the_entropy_is_averaged_over_tokens_where_that_is_asked_for(over, entropy):
+    """.5 and 1 of one completion, 3 of the other: a mean of means, or 4.5 over three tokens."""
+    taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
+    loss = loss_of(entropy_bonus=0.1, reduction="sequences", entropy_over=over)
+    assert reduced(loss, inputs_of(batch_of(taken), entropy=True))["loss/entropy"] == pytest.approx(-0.1 * entropy)
+
+
+def test_a_completion_is_one_action_under_its_ratio():
+    """1.5 x .5 = .75 with A = 1 and 1.1 with A = -2; clipped at .8 and 1.2 the second is what it is."""
+    inputs = inputs_of(batch_of([A, B]))
+    for surrogate in ("none", "clip"):
+        loss = loss_of(ratio="completion", reduction="sequences", surrogate=surrogate)
+        assert reduced(loss, inputs)["train/loss"] == pytest.approx(-(0.75 - 2.2) / 2, rel=1e-5)
+        found = gradients(loss, inputs)
+        slopes = [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))]
+        np.testing.assert_allclose(slopes, [-0.75 / 2, -0.75 / 2, 2.2 / 2], rtol=1e-5)
 
 
 # Surrogates, ratio by ratio.
@@ -605,6 +625,12 @@ def test_nulls_become_the_usual_values():
     ("settings", "complaint"),
     [
         ({"kl_in": "loss"}, "kl_in is 'loss', which changes nothing while kl is 0"),
+        ({"entropy_over": "tokens"}, "entropy_over is 'tokens', which changes nothing without an entropy_bonus"),
+        ({"entropy_over": "tokens", "entropy_bonus": 0.1}, "another reduction than tokens"),
+        ({"preset": "dr_grpo", "std": "sample"}, "std is 'sample', which changes nothing where nothing is divided"),
+        ({"preset": "rloo", "std_eps": 1e-6}, "std_eps is 1e-06, which changes nothing"),
+        ({"token_returns": True}, "token_returns is True.*without advantage: batch"),
+        ({"ratio": "completion"}, "count once for each token; set reduction: sequences or constant"),
         ({"kl_output_clamp": 10}, "kl_output_clamp is 10.0, which changes nothing while kl is 0"),
         ({"kl": 0.1, "kl_input_clamp": 21}, "less than or equal to 20"),
         ({"kl_weighted": True}, "kl_weighted is True.*leave it at false"),

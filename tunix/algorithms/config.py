@@ -114,6 +114,10 @@ class PolicyConfig(RuledConfig):
     for no bound, as in the papers and TRL."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
+    entropy_over: Literal["reduction", "tokens"] = "reduction"
+    """What the entropy is averaged over: as `reduction` says, or all trained tokens whatever that is."""
+    std: Literal["population", "sample"] = "population"
+    """Standard deviations that advantages are divided by: n of the population, or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
     """The ratio's denominator: what the sampler reports, or a forward pass of the trainer before the updates."""
     correction: Literal["none", "truncate", "mask"] = "none"
@@ -148,6 +152,11 @@ class PolicyConfig(RuledConfig):
             ("kl_weighted",),
             lambda s: bool(s["kl"]) and s["kl_in"] != "reward",
             "without a KL term in the loss: set kl and kl_in: loss",
+        ),
+        Rule(
+            ("entropy_over",),
+            lambda s: bool(s["entropy_bonus"]) and s["reduction"] != "tokens",
+            "without an entropy_bonus and another reduction than tokens: set both",
         ),
         Rule(
             ("correction",),

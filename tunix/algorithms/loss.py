@@ -93,7 +93,7 @@ def policy_outputs(
         inputs: `reference_logprobs` are read where `config.kl` is not 0, `sampler_logprobs` with
             `old_logprobs: recompute`, the entropy where there is a bonus.
         config: the section.
-        over: what every term is averaged over.
+        over: what every term is averaged over, but for `entropy_over: tokens`.
         surrogate: the policy's loss per token.
         ratio: what the surrogate clips.
         kl: coefficient of the KL term; read with `kl_in: loss`.
@@ -116,7 +116,9 @@ def policy_outputs(
     if inputs.entropy is not None:
         metrics["policy/entropy"] = inputs.entropy
         if config.entropy_bonus:
-            terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+            terms["entropy"] = Term(
+                -config.entropy_bonus * inputs.entropy, "tokens" if config.entropy_over == "tokens" else over
+            )
     return with_mismatch(LossOutputs(terms, metrics), inputs, config)
 
 

@@ -97,6 +97,15 @@ def sequence_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array
     return jnp.exp(sequence_sum(log_ratios, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids])
 
 
+def completion_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """`p(y) / q(y) = prod_t r_t`, the same for every token of a sequence, which is taken for one action.
+
+    As RLOO does (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3). Its logarithm is held within
+    +-`LOG_RATIO_LIMIT` too.
+    """
+    return jnp.exp(jnp.clip(sequence_sum(log_ratios, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
 def kl_estimate(
     log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator
 ) -> Float[Array | np.ndarray, "*shape"]:

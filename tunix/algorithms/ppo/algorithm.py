@@ -99,7 +99,7 @@ class PPO(PolicyGradient):
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
         advantages = [advantage for advantage, _ in pairs]
         if self.config.whiten:
-            advantages = whitened(advantages, counted)
+            advantages = whitened(advantages, counted, std=self.config.std)
         self._measure(listed, [returns for _, returns in pairs], values, counted)
         for name, arrays in (
             ("advantages", advantages),
