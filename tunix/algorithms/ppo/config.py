@@ -37,6 +37,7 @@ class PPOConfig(PolicyConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *PolicyConfig.rules,
+        Rule(("std",), lambda s: bool(s["whiten"]), "without whiten: true"),
         Rule(("kl_target",), lambda s: bool(s["kl"]), "while kl, its first value, is 0: set kl"),
         Rule(
             ("critic_learning_rate",), lambda s: s["critic"] != "shared", "with critic: shared, which has the policy's"
