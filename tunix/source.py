@@ -28,7 +28,8 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import HEAD, load_adapter
 from tunix.lora.peft_config import CONFIG
 from tunix.models.config import DecoderConfig
-from tunix.models.families import preset, read_config, small, with_sizes
+from tunix.models.families import preset, small, with_sizes
+from tunix.models.folder import read_folder
 from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize
@@ -103,7 +104,7 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
         path, merged = _base(local), local
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
-    decoder = read_config(folder)
+    decoder = read_folder(folder)
     if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
         print(doubt, file=sys.stderr)
     rounding = None if merged is None else rounding_of(merged)
