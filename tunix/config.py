@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tunix.update_rules import complaints
+
 Family = Literal["llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 DType = Literal["float32", "bfloat16"]
@@ -188,7 +190,11 @@ class OptimizerConfig(Config):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """How the rate falls after the warm-up, over the steps that are left."""
     warmup: Annotated[float, Field(ge=0)] = 0.0
-    """Below 1 a share of all steps, else a number of steps; the rate rises linearly from 0."""
+    """Below 1 a share of all steps, rounded, else a number of steps n; the rate rises linearly, with 1/n of it at the
+    first update."""
+    warmup_from_zero: bool = False
+    """The warm-up begins with an update at rate 0, one later than else, as in Hugging Face's
+    `get_*_schedule_with_warmup` (which round a share up)."""
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the rate that linear and cosine end at."""
     b1: Fraction | None = None
@@ -206,21 +212,14 @@ class OptimizerConfig(Config):
     https://arxiv.org/abs/2402.12354, who take 16); null for the same rate."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Global norm that gradients are clipped to; null for none."""
+    moments_dtype: DType = "float32"
+    """What momentum and mean squares are kept in, whatever the weights are. bfloat16 halves them, and wants decays of
+    0.996 at most: nearer to 1 they round back to what they were. adafactor's are few, and float32."""
 
     @model_validator(mode="after")
     def _read(self) -> "OptimizerConfig":
-        reads = {
-            "adamw": ("b1", "b2", "eps"),
-            "adafactor": ("eps",),
-            "lion": ("b1", "b2"),
-            "muon": ("b1", "b2", "eps", "momentum"),
-            "sgd": ("momentum",),
-        }
-        for key in ("b1", "b2", "eps", "momentum"):
-            if getattr(self, key) is not None and key not in reads[self.name]:
-                raise ValueError(f"{key} changes nothing for {self.name}, which reads {', '.join(reads[self.name])}")
-        if self.schedule == "constant" and self.end:
-            raise ValueError("end changes nothing for a constant schedule")
+        if wrong := list(complaints(self.model_dump())):
+            raise ValueError("\n".join(wrong))
         return self
 
 
