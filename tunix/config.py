@@ -41,7 +41,9 @@ class Config(BaseModel):
     @classmethod
     def _no_switch(cls, value: Any, info: Any) -> Any:
         # pydantic takes true for 1: `steps: true` would train one step.
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        annotation = cls.model_fields[info.field_name].annotation
+        switches = annotation is bool or any(choice is value for choice in get_args(annotation))
+        if isinstance(value, bool) and not switches:
             raise ValueError(f"{str(value).lower()} does not fit: this key is no switch")
         return value
 

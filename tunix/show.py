@@ -19,6 +19,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.assemble import inputs, layout, read_of_rows
 from tunix.catalogue import algorithm_class
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
+from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
 from tunix.data.packing import waste
 from tunix.data.pipeline import Layout
