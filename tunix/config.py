@@ -43,7 +43,9 @@ class Config(BaseModel):
     @classmethod
     def _no_switch(cls, value: Any, info: Any) -> Any:
         # pydantic takes true for 1: `steps: true` would train one step.
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        annotation = cls.model_fields[info.field_name].annotation
+        switches = annotation is bool or any(choice is value for choice in get_args(annotation))
+        if isinstance(value, bool) and not switches:
             raise ValueError(f"{str(value).lower()} does not fit: this key is no switch")
         return value
 
@@ -149,13 +151,21 @@ class DataConfig(Config):
     """System message of such chats."""
     shuffle: bool = True
     """False takes the rows in file order."""
-    packing: bool = True
-    """Several sequences in a row; never changes the result."""
+    packing: Literal[True, False, "wrapped", "split"] = True
+    """Several sequences in a row; true and false never change the result. Of texts and completions that
+    are longer than max_length `split` makes several pieces, each a sequence of its own, instead of truncating them;
+    `wrapped` fills the rows of a batch in order, and cuts wherever one is full. With both `batch_size` counts pieces,
+    and a piece's first token, which nothing in it predicts, is not trained."""
     chat_template: str | None = None
     """For a tokenizer without one: `gemma`, `llama3`, `chatml`, or a .jinja file. Replaces the folder's own."""
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
     would write today's date, which a run that goes on tomorrow could not repeat."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether long texts become several pieces."""
+        return isinstance(self.packing, str)
 
     @property
     def longest_completion(self) -> int:
@@ -174,6 +184,11 @@ class DataConfig(Config):
             raise ValueError(
                 f"prompt_length {self.longest_prompt} and completion_length {self.longest_completion} do not fit into "
                 f"max_length {self.max_length}, the tokens of a whole sequence"
+            )
+        if self.cuts and self.on_overflow != "truncate":
+            raise ValueError(
+                f"on_overflow {self.on_overflow!r} changes nothing with packing {self.packing!r}, which cuts what is "
+                "too long into pieces; leave it out"
             )
         if self.system and not self.chat:
             raise ValueError("system changes nothing without `chat: true`; rows of messages bring their own")

@@ -226,7 +226,8 @@ def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind in _BOUNDS:
         return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
     if kind == "literal_error":
-        return re.sub(r",? or ", ", ", context["expected"])
+        words = re.sub(r",? or ", ", ", context["expected"])
+        return words.replace("True", "true").replace("False", "false")
     return _NOUNS.get(kind.split("_")[0], message)
 
 

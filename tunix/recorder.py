@@ -172,6 +172,7 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
         "data/kept": float(counted.kept),
         "data/truncated": float(counted.truncated),
         "data/dropped": float(sum(counted.dropped.values())),
+        **({"data/pieces": float(counted.pieces)} if counted.pieces else {}),
         "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
 
