@@ -41,11 +41,10 @@ class Weights(NamedTuple):
 
 
 def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights (or of some), layer by layer, in the compute dtype; the final norm keeps its own."""
+    """Copies of the weights (or of some), layer by layer, in the compute dtype."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        held = x if name == "norm/w" else in_compute(name, model.on_grid(name, x), model.dtype)
-        return constrain(jnp.copy(held), *axes)
+        return constrain(jnp.copy(in_compute(name, model.on_grid(name, x), model.dtype)), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
