@@ -17,7 +17,7 @@ from tunix.config import DType
 from tunix.mesh import Axes, constrain
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
-from tunix.models.layers import HIDDEN, rms_norm, rope_tables
+from tunix.models.layers import HIDDEN, rms_norm, rope_tables, scaled
 from tunix.models.model import Model, Params
 from tunix.models.quantized import in_compute
 
@@ -41,11 +41,10 @@ class Weights(NamedTuple):
 
 
 def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights (or of some), layer by layer, in the compute dtype; the final norm keeps its own."""
+    """Copies of the weights (or of some), layer by layer, in the compute dtype."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        held = x if name == "norm/w" else in_compute(name, model.on_grid(name, x), model.dtype)
-        return constrain(jnp.copy(held), *axes)
+        return constrain(jnp.copy(in_compute(name, model.on_grid(name, x), model.dtype)), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
@@ -199,7 +198,7 @@ def _attend(
     """`layers.attention` over a cache."""
     rows, new, heads, dim = q.shape
     kv_heads, size = values.shape[1], values.shape[2]
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    q = scaled(q, scale).reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     queries = q.reshape(rows, kv_heads, -1, dim)
     scores = jnp.einsum("BKMH,BKHT->BKMT", queries, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     scores = scores.reshape(rows, kv_heads, -1, new, size)

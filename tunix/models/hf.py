@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from tunix.config import DType, Family
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.files import atomic_folder
 from tunix.mesh import sharding
 from tunix.models.classifier import classifier_fields, padding, write_padding
@@ -165,7 +166,7 @@ def _load_stacked(
             for one, part in zip(names, parts, strict=True)
         }
 
-    put = jax.jit(put, donate_argnums=0, out_shardings=whole)
+    put = jit(put, donate_argnums=0, out_shardings=whole)
     shape = model.shapes[name][1:]
     single = sharding(model.axes[name][1:], shape, mesh)
     for layer, file in enumerate(layers):
@@ -357,7 +358,7 @@ def _rounded(array: jax.Array, layer: int | None, tensor: Tensor, how: Packing) 
     """Values and scales of a layer's matrix as they lie in a file."""
     assert how.rule.weights is not None
     rounding = Quantization(how.rule.weights, how.tile)
-    values, scales = jax.jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
+    values, scales = jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
     return tensor.write(np.asarray(values)), np.asarray(scales).reshape(len(scales), -1).T
 
 

@@ -297,6 +297,11 @@ def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Ar
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
+def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
+    """Queries as they meet keys, multiplied in float32: Gemma 2 27B's 144^-0.5 in bfloat16 is 0.195 % too large."""
+    return (q.astype(jnp.float32) * scale).astype(q.dtype)
+
+
 class Segments(NamedTuple):
     """Which tokens of a row see each other; made once for all layers."""
 
@@ -339,7 +344,7 @@ def attention(
     rows, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     # Heads first, and the queries of a group as one matrix: plain batched products, which every backend does best.
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    q = scaled(q, scale).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     blocks = []
     size = max(BLOCK_Q, -(-length // MOST_BLOCKS))

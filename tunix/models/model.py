@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType
+from tunix.exact import jit
 from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
@@ -105,7 +106,7 @@ class Model:
                 flat = _flatten(nnx.to_pure_dict(nnx.split(self._build(nnx.Rngs(key)))[1]))
                 return {name: flat[name].astype(self.kinds.get(name, dtypes[name])) for name in names}
 
-            return jax.jit(make, out_shardings={name: places[name] for name in names})(key)
+            return jit(make, out_shardings={name: places[name] for name in names})(key)
 
         params = made([name for name in dtypes if name not in self.kinds])
         for names in self._together([name for name in self.quantized if name in dtypes]):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
+from tunix.exact import jit
 from tunix.models.model import Model, Params
 from tunix.trainer.passes import Cut
 from tunix.trainer.step import Passes
@@ -68,7 +69,7 @@ class Scorer:
         def compute(params: Params, passes: Passes, temperature: float) -> Float[Array, "M R T"]:
             return each_pass(lambda rows: one(params, rows, temperature), passes)
 
-        return jax.jit(compute, static_argnames="temperature")
+        return jit(compute, static_argnames="temperature")
 
     @cached_property
     def _values(self):
@@ -77,7 +78,7 @@ class Scorer:
             hidden = self.model.hidden(params, tokens, positions, segments)
             return self.model.values_of(params, hidden, positions)
 
-        return jax.jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
+        return jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
 
 
 def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T *width"]:
