@@ -63,6 +63,10 @@ class Fake(Client):
         self.calls.append(f"logprobs of {of}")
         return [np.full(len(x.tokens), -1.0 if of == "policy" else -1.5, np.float32) for x in sequences]
 
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        self.calls.append("entropies")
+        return [np.arange(len(x.tokens), dtype=np.float32) for x in sequences]
+
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         self.calls.append("values")
         return [np.arange(len(x.tokens), dtype=np.float32) / 10 for x in sequences]
@@ -289,6 +293,56 @@ def test_overlong_answers_are_worth_less():
     assert update.metrics["reward/mean"] == 1.0  # what the reward said
     assert update.metrics["reward/signal"] == 1.0  # and yet there is something to learn
     assert update.notes == ()
+
+
+def test_the_overlong_penalty_has_a_coefficient():
+    """Three times the 1/2 above: the rewards are 1 and 1 - 3/2, their mean 1/4."""
+    client = Fake("1", "1.........")
+    updated(grpo(overlong_buffer=4, overlong_coefficient=3.0), client, prompts=1)
+    assert trained(client.steps[0][1], "advantages") == [[0.75], [-0.75] * 10]
+
+
+class Doubling(Fake):
+    """A trainer that finds the sampler's tokens (log-prob -1) less likely where the answer is longer than a token."""
+
+    def logprobs(
+        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        self.calls.append(f"logprobs of {of}")
+        found = [np.full(len(x.tokens), -1.0, np.float32) for x in sequences]
+        for own in found:
+            own[PROMPT + 1 :] -= np.log(3.0)
+            own[:PROMPT] = 9.0  # the prompt's play no part
+        return found
+
+
+def test_completions_on_which_trainer_and_sampler_disagree_are_left_out():
+    """exp|difference| is 1 at the first token, 3 after it: means 1, 2, 7/3. Their rewards count in the baseline."""
+    settings = {"group_size": 3, "old_logprobs": "recompute"}
+    client = Doubling("1", "02", "003")
+    update = updated(grpo(mismatch_limit=2.1, **settings), client, prompts=1)
+    batch = client.steps[0][1]
+    assert batch.weights.tolist() == [1, 1, 0]
+    assert (float(batch.counts["tokens"]), float(batch.counts["sequences"])) == (3, 2)
+    assert trained(batch, "advantages") == [[-1], [0, 0], [1, 1, 1]]
+    assert update.metrics["mismatch/dropped"] == pytest.approx(1 / 3)
+    assert [call for call in client.calls if call.startswith("logprobs")] == ["logprobs of policy"]
+    client = Doubling("1", "02", "003")
+    assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).metrics["mismatch/dropped"] == 2 / 3
+    client = Doubling("10", "02", "003")
+    assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).batches == ()  # nothing is left
+
+
+def test_the_most_uncertain_tokens_are_those_of_the_whole_step():
+    """Entropies are places: 3 | 3 4 | 3 4 5 6 | (failed). The highest 30 % are those from the quantile .7 on: of
+    3 3 3 4 4 5 6 at place .7 * 6 = 4.2, that is 4.2. Two updates share the one threshold."""
+    client = Fake("1", "02", "0003", "1!")
+    updated(grpo(high_entropy=0.3, updates=2), client)
+    kept = [values for _, batch in client.steps for values in trained(batch, "high_entropy")]
+    assert kept == [[0], [0, 0], [0, 0, 1, 1], [0, 0]]
+    assert client.calls[-3:] == ["entropies", "step policy", "step policy"]
+    updated(grpo(), client := Fake("1", "0", "1", "1"))
+    assert "entropies" not in client.calls
 
 
 # --- Signal ---------------------------------------------------------------------------------------------------------
