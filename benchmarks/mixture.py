@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.adapters import NEW, PROMPT, SLOTS
 from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import interleaved
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.lora.adapt import adapt
 from tunix.lora.mixture import Laid
 from tunix.mesh import build_mesh
@@ -32,7 +32,7 @@ def engine_of(shape: Shape, number: int) -> Engine:
     model = Model(shape.config, dtype=shape.dtype)
     base = model.init(jax.random.key(0), dict.fromkeys(model.shapes, shape.dtype), mesh)
     own = Model(shape.config, dtype=shape.dtype, adapt=adapt(LORA, shape.config))
-    dtypes = {name: shape.dtype for name in own.shapes if is_adapter(name)}
+    dtypes: dict[str, DType] = {name: shape.dtype for name in own.shapes if is_adapter(name)}
     beside = {str(i): Laid(LORA, own.init(jax.random.key(i + 1), dtypes, mesh)) for i in range(number)}
     engine = Engine(model, mesh, slots=SLOTS, length=PROMPT + NEW)
     engine.load(base, 1, beside=beside)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.data.packing import pack
-from tunix.trainer.step import reduce_outputs
+from tunix.trainer.step import loss_sums
 from tunix.types import Batch, LossInputs, LossOutputs, Sequence
 
 PROMPT = 2
@@ -70,7 +70,7 @@ def rows(batch: Batch, start: int, end: int) -> Batch:
 
 def reduced(loss: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> dict[str, float]:
     """The loss, its terms and its metrics, as the framework reduces them."""
-    sums = reduce_outputs(loss(inputs), inputs.batch)
+    sums = loss_sums(loss, inputs)
     return {name: float(x) for name, x in sums.items() if isinstance(x, jax.Array)}
 
 
@@ -81,7 +81,7 @@ def gradients(
 
     def total(x: jax.Array) -> jax.Array:
         changed = replace(inputs, **{over: x})
-        return reduce_outputs(loss(changed), inputs.batch)["train/loss"]
+        return loss_sums(loss, changed)["train/loss"]
 
     found = np.asarray(jax.grad(total)(getattr(inputs, over)))
     batch = inputs.batch

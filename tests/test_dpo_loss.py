@@ -100,6 +100,40 @@ NLL = (1.5 + 2) / 2  # means over tokens of A and C
             {"divergence": "alpha"},
             (softplus(-0.2 * (exp(1) - exp(-0.5))) + softplus(-0.2 * (exp(-0.5) - exp(0.5)))) / 2,
         ),
+        # KL((s, 1 - s) || (.9, .1)) with s = sigmoid(.3) and sigmoid(-.2).
+        (
+            {"loss": "exo", "label_smoothing": 0.1},
+            sum(s * log(s / 0.9) + (1 - s) * log((1 - s) / 0.1) for s in (sigmoid(0.3), sigmoid(-0.2))) / 2,
+        ),
+        # Logistic and exponential, mixed by m = sigmoid(d / .05): beta .05 makes d .15 and -.1, d / .05 3 and -2.
+        (
+            {"loss": "discopop"},
+            (
+                (1 - sigmoid(3)) * softplus(-0.15)
+                + sigmoid(3) * exp(-0.15)
+                + (1 - sigmoid(-2)) * softplus(0.1)
+                + sigmoid(-2) * exp(0.1)
+            )
+            / 2,
+        ),
+        # Rewards .1, -.2 and -.1, .1, each for itself.
+        (
+            {"loss": "nca"},
+            (
+                softplus(-0.1)
+                + (softplus(0.1) + softplus(-0.2)) / 2
+                + softplus(0.1)
+                + (softplus(-0.1) + softplus(0.1)) / 2
+            )
+            / 2,
+        ),
+        (
+            {"loss": "bco", "reward_shift": False},
+            (softplus(-0.1) + softplus(-0.2) + softplus(0.1) + softplus(0.1)) / 2,
+        ),
+        # Log-ratios 1, -2 and -1, 1; eta 2: (1 - 1)^2 + (-2 + 1)^2, and (-1 - 1)^2 + (1 + 1)^2. The paper's eta: 1000.
+        ({"loss": "sppo_hard", "beta": 0.5}, (1 + 8) / 2),
+        ({"loss": "sppo_hard"}, (499**2 + 498**2 + 501**2 + 501**2) / 2),
         (
             {"divergence": "forward_kl", "loss": "hinge"},
             (1 - 0.1 * (exp(2) - 1 / exp(1)) + 1 - 0.1 * (exp(-1) - exp(1))) / 2,
@@ -261,17 +295,22 @@ def many(seed: int = 0) -> list[Side]:
     """Six pairs of 1 to 6 tokens a side, one with an observation inside, one of weight 0."""
     rng = np.random.default_rng(seed)
 
-    def one(pair: int) -> Side:
+    def one(i: int) -> Side:
+        pair = i // 2
         number = int(rng.integers(2, 7))
         current, reference = rng.normal(-1.5, 0.5, (2, number)).clip(max=-0.01)
         trained = [True] * number
         if pair == 1:
             trained[number // 2] = False
         return Side(
-            list(current), list(reference), trained, 0.0 if pair == 4 else 1.0 + pair % 2, {"margin": 1.0 + pair}
+            list(current),
+            list(reference),
+            trained,
+            0.0 if pair == 4 else 1.0 + pair % 2,
+            {"margin": 1.0 + pair, "baseline": 0.1 * i},
         )
 
-    return [one(i // 2) for i in range(12)]
+    return [one(i) for i in range(12)]
 
 
 def assert_same(one: dict, other: dict) -> None:
@@ -339,7 +378,7 @@ def test_gradients_are_finite_at_the_edges(form):
     """Completions that one side thinks impossible, or certain."""
     impossible, certain = [-1e4, -1e4], [0.0, 0.0]
     sides = [
-        Side(current, reference, named={"margin": 1.0})
+        Side(current, reference, named={"margin": 1.0, "baseline": 0.5})
         for ours in ((impossible, certain), (certain, impossible), (certain, certain))
         for current, reference in ((ours[0], ours[1]), (ours[1], ours[0]))
     ]
@@ -357,6 +396,8 @@ def test_nulls_become_the_usual_values():
     assert (DPOConfig(loss="orpo").sft_weight, DPOConfig(loss="cpo").sft_weight) == (1.0, 1.0)
     assert DPOConfig(loss="robust").label_smoothing == 0.1
     assert DPOConfig(divergence="alpha").alpha == 0.5
+    assert (DPOConfig(loss="exo").label_smoothing, DPOConfig(loss="sppo_hard").beta) == (0.001, 0.001)
+    assert (DPOConfig(loss="discopop").beta, DPOConfig(loss="discopop").tau) == (0.05, 0.05)
     assert DPOConfig().sequences_per_update(4) == 8
 
 
@@ -371,7 +412,14 @@ def test_a_resolved_section_reads_back_equal(settings):
     [
         ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing is 0.1.*read by sigmoid, robust, simpo, cpo"),
         ({"loss": "hinge", "offset": 0.1}, "offset is 0.1.*read by sigmoid"),
+        ({"loss": "nca", "label_smoothing": 0.1}, "label_smoothing is 0.1.*read by .*exo, aot, aot_unpaired"),
+        ({"loss": "aot", "offset": 0.1}, "offset is 0.1.*read by sigmoid"),
+        ({"loss": "exo", "label_smoothing": 0}, "exo takes the logarithm"),
+        ({"tau": 0.1}, "tau is 0.1.*loss: discopop"),
+        ({"loss": "discopop", "tau": 0}, "greater than 0"),
+        ({"loss": "nca", "reward_shift": False}, "reward_shift is False.*loss: bco"),
         ({"gamma": 1.0}, "gamma is 1.0.*loss: simpo"),
+        ({"loss": "aot", "divergence": "js"}, "divergence is 'js'.*read by sigmoid, robust, hinge"),
         ({"loss": "simpo", "divergence": "js"}, "divergence is 'js'.*read by sigmoid, robust, hinge"),
         ({"alpha": 0.5}, "alpha is 0.5.*divergence: alpha"),
         ({"loss": "orpo", "length_normalized": True}, "length_normalized is True.*orpo are normalised always"),

@@ -1,12 +1,15 @@
 """What a user gets who installs a wheel: all of the package, the recipes, the licence; and how they call a recipe."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tunix.errors import UserError
 from tunix.recipe import Recipe, brought
@@ -81,6 +84,15 @@ def test_nothing_is_said_about_a_torch_that_is_not_needed():
 def test_continuous_integration_runs_what_a_person_runs():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert "\nmake test\n" in script.read_text()
+    assert script.read_text().endswith("\nmake lint\nmake test\n")
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}: " in makefile for target in ("quickstart", "test", "test-slow", "lint"))
+
+
+def test_the_developers_tools_have_one_version_each():
+    # A hook of another version than `make lint` would change what the other calls clean: hooks run what .venv holds.
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert all(re.fullmatch(r"[a-z-]+(\[nodejs\])?==[\d.]+", tool) for tool in extras["dev"])
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [one["repo"] for one in hooks] == ["local"]
+    assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks[0]["hooks"])

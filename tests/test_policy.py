@@ -16,6 +16,7 @@ import pytest
 
 from tunix.algorithms.base import Update
 from tunix.algorithms.grpo.algorithm import GRPO
+from tunix.algorithms.grpo.presets import PRESETS
 from tunix.algorithms.policy import PolicyGradient
 from tunix.algorithms.ppo.algorithm import PPO
 from tunix.client import Client
@@ -263,6 +264,57 @@ def test_a_failure_has_weight_0_and_no_influence():
     batch = client.steps[-1][1]
     assert batch.weights.tolist() == [1.0, 1.0, 0.0]
     np.testing.assert_allclose(trained(batch, "advantages")[:2], [[-1.0], [1.0]], atol=1e-6)
+
+
+class Median(GRPO):
+    """The README's own algorithm."""
+
+    def advantages(self, rewards_PG: np.ndarray) -> np.ndarray:
+        return rewards_PG - np.nanmedian(rewards_PG, axis=1, keepdims=True)
+
+
+class Careless(GRPO):
+    """The same, without a thought of failures."""
+
+    def advantages(self, rewards_PG: np.ndarray) -> np.ndarray:
+        return rewards_PG - np.median(rewards_PG, axis=1, keepdims=True)
+
+
+def member(name: str, size: int) -> PolicyGradient:
+    """An algorithm that compares groups of a size: a preset, PPO, or a subclass."""
+    if name == "ppo":
+        return ppo(group_size=size, whiten=True)
+    kind = {"median": Median, "careless": Careless}.get(name, GRPO)
+    return kind(GRPO.Config(group_size=size, preset=name if name in PRESETS else None), SAMPLING)
+
+
+@pytest.mark.parametrize("name", ["plain", *PRESETS, "ppo", "median"])
+def test_one_reward_in_five_fails_in_every_preset(name: str):
+    """What is trained of two groups of five with a failure each is what is trained of the other four."""
+    found = []
+    for answers in (
+        ("1", "2.", "9!", "4", "7", "3!", "3", "0..", "5", "6"),
+        ("1", "2.", "4", "7", "3", "0..", "5", "6"),
+    ):
+        client = Fake(*answers)
+        update = updated(member(name, len(answers) // 2), client)
+        assert update.metrics["reward/failed"] == pytest.approx(0.2 if "9!" in answers else 0)
+        assert all(np.isfinite(row["advantage"]) for row in update.samples)
+        batch = client.steps[-1][1]
+        of_counted = [x for x, weight in zip(trained(batch, "advantages"), batch.weights, strict=True) if weight]
+        assert len(of_counted) == 8
+        found.append((np.concatenate(of_counted), batch.counts))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-6)
+    assert np.ptp(found[0][0]) > 1
+    assert found[0][1] == found[1][1]
+
+
+def test_a_failure_that_reaches_the_others_is_refused_before_the_update():
+    """numpy's median of a group with a failure is NaN, of all its samples."""
+    client = Fake("1", "2", "4", "5", "9!", "3")
+    with pytest.raises(UserError, match=r"advantages of sample 0 of prompt 1 \('..'; worth 5\) is nan, .* nanmedian"):
+        updated(member("careless", 3), client)
+    assert not client.steps
 
 
 def test_not_one_score_ends_the_step_before_an_update():

@@ -23,7 +23,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.trainer.progress import Display
 from tunix.types import LossInputs, LossOutputs, Term
 
-THREE_LINES = """
+THREE_LINES = '''
 import numpy as np
 
 from tunix.algorithms.grpo.algorithm import GRPO
@@ -31,12 +31,19 @@ from tunix.algorithms.grpo.algorithm import GRPO
 
 class MyGRPO(GRPO):
     def advantages(self, rewards_PG):            # numpy, [P G] -> [P G]
-        return rewards_PG - np.median(rewards_PG, axis=1, keepdims=True)
+        return rewards_PG - np.nanmedian(rewards_PG, axis=1, keepdims=True)
 
     def loss(self, inputs):                      # jax, LossInputs -> LossOutputs
         out = super().loss(inputs)
         return out.add("entropy", -0.01 * inputs.entropy)
-"""
+
+
+def patchy(completion):
+    """The README's class has to live with rewards that fail, here for a fifth of the answers."""
+    if len(completion.encode()) % 5 == 0:
+        raise ValueError("not today")
+    return len(completion) / 12
+'''
 POLICY = {
     "data.max_length": 32,
     "data.completion_length": 12,
@@ -72,7 +79,7 @@ def number(update: Update, name: str) -> float:
 
 def test_three_lines_from_a_recipe_and_in_process(tmp_path: Path):
     (tmp_path / "my_file.py").write_text(THREE_LINES)
-    train(str(recipe(tmp_path, name="my_file.py:MyGRPO")))
+    train(str(recipe(tmp_path, name="my_file.py:MyGRPO")), "reward.functions=[my_file.py:patchy]")
     of_run = [row for row in metrics("run") if row["step"]]
     for row in of_run:
         # A mean over the trained tokens times -0.01, and the loss is the sum of its terms.
@@ -81,15 +88,18 @@ def test_three_lines_from_a_recipe_and_in_process(tmp_path: Path):
         assert row["mismatch/max"] < 1e-3
     # A random model of 272 tokens is close to uniform: log(272) = 5.606 nats, and no more.
     assert 4.5 < of_run[0]["policy/entropy"] < 5.606
+    failed = 0
     for step in (1, 2):
         rows = [row for row in lines(Path("run/samples.jsonl")) if row["step"] == step]
-        rewards_PG = np.array([row["rewards"]["length"] for row in rows]).reshape(3, 4)
-        expected = rewards_PG - np.median(rewards_PG, axis=1, keepdims=True)
+        rewards_PG = np.array([row["rewards"]["patchy"] for row in rows], float).reshape(3, 4)  # None is NaN
+        failed += np.isnan(rewards_PG).sum()
+        expected = np.nan_to_num(rewards_PG - np.nanmedian(rewards_PG, axis=1, keepdims=True))
         np.testing.assert_allclose([row["advantage"] for row in rows], expected.ravel(), atol=1e-6)
         assert np.ptp(expected) > 0
+    assert failed > 1
     told: dict[str, Any] = {}
     exec(THREE_LINES, told)
-    updates = in_process(Recipe.load(recipe(tmp_path), ["output=by_hand"]), told["MyGRPO"])
+    updates = in_process(Recipe.load(recipe(tmp_path), ["output=by_hand"]), told["MyGRPO"], told["patchy"])
     for name in ("train/loss", "loss/entropy", "reward/mean", "train/grad_norm"):
         assert [number(update, name) for update in updates] == [row[name] for row in of_run]
 

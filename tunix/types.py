@@ -85,7 +85,7 @@ class Compared:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss reads: arrays aligned with the batch's tokens."""
+    """What a loss reads: arrays aligned with the batch's tokens, 0 where nothing is trained or the weight is 0."""
 
     batch: Batch
     """The rows that the log-probs belong to."""

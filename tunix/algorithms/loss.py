@@ -1,7 +1,7 @@
 """What losses share: of GRPO and PPO the surrogate's companions (KL, entropy, correction), and what is reported.
 
-`trained_only` first; then a policy's loss computes its surrogate from `old_log_ratio`, and `policy_outputs` makes the
-terms and the metrics of it.
+The framework hands every loss what `trained_only` leaves of its inputs; a policy's loss then computes its surrogate
+from `old_log_ratio`, and `policy_outputs` makes the terms and the metrics of it.
 
 Axes: B rows, T time.
 """
@@ -30,23 +30,30 @@ from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
 
 def trained_only(inputs: LossInputs) -> LossInputs:
-    """The same with 0 wherever nothing is trained: the first thing that a loss does.
+    """The same with 0 wherever nothing is trained: outside of the mask, and in sequences of weight 0.
 
-    The framework masks a loss's values, but a gradient through something infinite is NaN even where it is masked.
+    The framework gives every loss such inputs, a custom one too. It also masks what a loss returns, but that alone does
+    not silence a NaN: its gradient is 0 x NaN wherever a product meets it. Of a pair both sides count where one does.
     """
-    mask = jnp.asarray(inputs.batch.loss_mask)
+    batch = inputs.batch
+    counted = jnp.asarray(batch.weights) > 0
+    if "pairs" in batch.counts:
+        counted = jnp.repeat(counted.reshape(-1, 2).any(axis=1), 2)
+    mask = jnp.asarray(batch.loss_mask) & counted[batch.sequence_ids]
 
     def kept(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
         return jnp.where(mask, values, 0)
 
-    per_token = {name: kept(values) for name, values in inputs.batch.per_token.items()}
+    per_sequence = {name: jnp.where(counted, values, 0) for name, values in batch.per_sequence.items()}
+    per_token = {name: kept(values) for name, values in batch.per_token.items()}
     return replace(
         inputs,
-        batch=replace(inputs.batch, per_token=per_token),
+        batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
         logprobs=kept(inputs.logprobs),
         entropy=None if inputs.entropy is None else kept(inputs.entropy),
         values=None if inputs.values is None else kept(inputs.values),
         reference_logprobs=None if inputs.reference_logprobs is None else kept(inputs.reference_logprobs),
+        compared=None if inputs.compared is None else jax.tree.map(kept, inputs.compared),
     )
 
 

@@ -20,7 +20,7 @@ from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.loss import with_mismatch
 from tunix.algorithms.masks import mismatch, most_uncertain
 from tunix.client import Client
-from tunix.errors import Doubtful
+from tunix.errors import Doubtful, UserError
 from tunix.rollout.collect import Rollouts, Scored, require_scores
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 
@@ -66,6 +66,7 @@ class PolicyGradient(Algorithm):
         groups = self.gather(client, data)
         signal = self.signal(self.scores(groups, data.weights))
         sequences = self.credit(client, groups, self.sequences(client, groups), data)
+        require_numbers(groups, sequences)
         with data.clock.part("update"):
             batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
             metrics = [self.step(client, batch) for batch in batches]
@@ -271,6 +272,35 @@ def drawn_report(groups: Groups) -> dict[str, float]:
     return numbers
 
 
+def require_numbers(groups: Groups, sequences: Credited) -> None:
+    """Refuses what no update can use. Samples of weight 0, such as failed ones, may be credited with anything.
+
+    Raises:
+        UserError: a value of a sample that counts, such as its advantage, is not a finite number.
+    """
+    for place, (group, own) in enumerate(zip(groups, sequences, strict=True)):
+        for number, (episode, sequence) in enumerate(zip(group, own, strict=True)):
+            if sequence.weight == 0:
+                continue
+            trained = {name: values[sequence.loss_mask] for name, values in sequence.per_token.items()}
+            for name, values in (trained | dict(sequence.per_sequence)).items():
+                wrong = np.atleast_1d(values)[~np.isfinite(np.atleast_1d(values))]
+                if wrong.size:
+                    raise UserError(_not_a_number(name, float(wrong[0]), f"sample {number} of prompt {place}", episode))
+
+
+def _not_a_number(name: str, value: float, which: str, episode: Scored) -> str:
+    rewards = ", ".join(f"{reward} {x:g}" for reward, x in episode.rewards.items())
+    prompt = repr(episode.prompt.text[:60]) if episode.prompt.text else "token ids"
+    remedy = (
+        "A sample that failed is NaN among the rewards and must not reach the others of its group: take numpy's "
+        "nanmean, nanmedian or nanstd in `advantages`"
+    )
+    return f"{name} of {which} ({prompt}; {rewards}) is {value:g}, not a finite number; no update was made. " + (
+        remedy if name == "advantages" else "`credit` has to give every sample that counts numbers"
+    )
+
+
 def merged(metrics: List[Metrics]) -> dict[str, float]:
     """The means over a step's updates; of the sampler's mismatch the first's, before the policy had moved."""
     read = [{name: float(value) for name, value in one.items() if not name.endswith("/at")} for one in metrics]
@@ -312,10 +342,13 @@ def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, An
         for place, (group, own) in enumerate(zip(groups[:number], sequences, strict=False))
         for episode, sequence in zip(group, own, strict=True)
     ]
-    return tuple(
-        {**row(place, episode), "advantage": float(sequence.per_token["advantages"][sequence.loss_mask].mean())}
-        for place, episode, sequence in shown
-    )
+    return tuple({**row(place, episode), "advantage": _advantage(sequence)} for place, episode, sequence in shown)
+
+
+def _advantage(sequence: Sequence) -> float:
+    """The mean over the trained tokens; 0 for a sample of weight 0 that was credited with no number."""
+    mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
+    return mean if math.isfinite(mean) else 0.0
 
 
 def row(place: int, episode: Scored) -> dict[str, Any]:

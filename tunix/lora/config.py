@@ -43,8 +43,9 @@ class AdapterConfig(Config):
     """Learn each output's magnitude apart from its direction (DoRA, Liu et al. 2024,
     https://arxiv.org/abs/2402.09353): nearer to full fine-tuning at low ranks, for a slower step."""
     start: Literal["zero", "pissa"] = "zero"
-    """`zero`: A is random, B is 0. `pissa`: both are the weight's largest singular vectors, which learn faster
-    (Meng et al. 2024, https://arxiv.org/abs/2404.02948); the first step is the base's either way."""
+    """`zero`: A is random as in PEFT (uniform within 1 / sqrt(inputs)), B is 0. `pissa`: both are the weight's largest
+    singular vectors, which learn faster (Meng et al. 2024, https://arxiv.org/abs/2404.02948); the first step is the
+    base's either way."""
     dropout: Fraction = 0.0
     """Share of the adapter's inputs that is zeroed while training; never in evaluation and sampling."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"

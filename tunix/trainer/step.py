@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
+from tunix.algorithms.loss import trained_only
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
@@ -186,7 +187,7 @@ class Compute:
         if loss.divergence:
             assert held.lesson is not None, "the loss reads a divergence: hold a teacher"
             inputs = replace(inputs, compared=_compared(self.model, params, hidden, held.lesson, batch, index, loss))
-        return reduce_outputs(loss.function(inputs), batch)
+        return loss_sums(loss.function, inputs)
 
     def _reference_logprobs(self, held: Held, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert held.reference is not None, "the loss reads a reference: hold one"
@@ -235,6 +236,11 @@ def _compared(
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)
 
 
+def loss_sums(function: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> Sums:
+    """A loss of its inputs, reduced; sequences of weight 0 reach neither its value nor its gradient."""
+    return reduce_outputs(function(trained_only(inputs)), inputs.batch)
+
+
 def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
     """`train/loss` (the sum of the terms), each term where there are several, and the loss's own metrics."""
     terms = {name: reduce(term, batch) for name, term in outputs.terms.items()}
@@ -263,24 +269,27 @@ def told(sums: Sums) -> dict[str, jax.Array]:
 
 
 def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
-    """Masked, weighted sum of a term's values over the denominator that it names (see `types.Term`)."""
+    """Masked, weighted sum of a term's values over the denominator that it names (see `types.Term`).
+
+    0 where nothing counts: the sum of nothing, over a count of 0.
+    """
     values, over = term.values, term.over
     if values.ndim == 1:
         assert over in ("sequences", "pairs"), f"one value for each of {over}?"
         # Sequences of other passes are counted there.
         here = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
-        weights = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1]
-        return jnp.sum(jnp.where(weights > 0, values * weights, 0.0)) / batch.counts[over]
-    weights = batch.weights[batch.sequence_ids]
-    if over == "tokens":
-        share, count = weights, batch.counts["tokens"]
-    elif over == "sequences":
-        share, count = weights / batch.lengths[batch.sequence_ids], batch.counts["sequences"]
+        share, count = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
     else:
-        assert not isinstance(over, str), f"values of tokens over {over}?"
-        share, count = weights / over, batch.counts["sequences"]
-    # where, not a product: a value outside of the mask may be infinite.
-    return jnp.sum(jnp.where(batch.loss_mask, values * share, 0.0)) / count
+        share = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)
+        count = batch.counts["tokens" if over == "tokens" else "sequences"]
+        if over == "sequences":
+            share = share / batch.lengths[batch.sequence_ids]
+        elif over != "tokens":
+            assert not isinstance(over, str), f"values of tokens over {over}?"
+            assert over > 0, f"a sum over {over:g} tokens?"
+            share = share / over
+    # where, not a product: a value outside of the mask, or of a sequence of weight 0, may be infinite.
+    return jnp.sum(jnp.where(share > 0, values * share, 0.0)) / jnp.where(count > 0, count, 1.0)
 
 
 def over_passes(one: Callable, passes: Passes) -> Any:

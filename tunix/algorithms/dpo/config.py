@@ -7,12 +7,36 @@ from pydantic import Field
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
 from tunix.config import Positive, Reads
 
-Form = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "simpo", "orpo", "cpo"]
+Form = Literal[
+    "sigmoid",
+    "robust",
+    "exo",
+    "ipo",
+    "hinge",
+    "discopop",
+    "nca",
+    "bco",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "aot",
+    "aot_unpaired",
+    "simpo",
+    "orpo",
+    "cpo",
+]
 
-REFERENCED = ("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down")
+SORTED = ("aot", "aot_unpaired")
+"""Forms that compare the sorted values of a whole batch."""
+REFERENCED = (
+    *("sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "bco", "sppo_hard", "apo_zero", "apo_down"),
+    *SORTED,
+)
 """Forms that compare with a reference; the others hold none."""
 LOGISTIC = ("sigmoid", "robust", "simpo", "cpo")
 """Forms that are a log-likelihood of the label, so that it can be wrong, and have an offset."""
+SMOOTHED = (*LOGISTIC, "exo", *SORTED)
+"""Forms whose label can be wrong."""
 DIVERGING = ("sigmoid", "robust", "hinge")
 """Forms that are derived for any divergence from the reference."""
 
@@ -25,11 +49,17 @@ class DPOConfig(RuledConfig):
     """How a pair is compared. `simpo`, `orpo` and `cpo` need no reference model."""
     beta: Annotated[float, Field(gt=0)] | None = None
     """Scale of the rewards: the larger, the nearer to the reference. With ipo it is the paper's tau, with orpo its
-    lambda. Null: 0.1; with simpo 2."""
+    lambda, with sppo_hard 1 / eta. Null: 0.1; with simpo 2, with discopop 0.05, with sppo_hard 0.001."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
-    """Share of pairs that are taken to be labelled the wrong way round. Null: 0; with robust 0.1."""
+    """Share of pairs that are taken to be labelled the wrong way round; with exo the rejected completion's share of the
+    target. Null: 0; with robust 0.1, with exo 0.001."""
     gamma: NonNegative | None = None
     """SimPO's margin, by which the chosen reward should be larger. Null: 1."""
+    tau: Annotated[float, Field(gt=0)] | None = None
+    """DiscoPOP's temperature: how sharply it goes over from the logistic to the exponential loss. Null: 0.05."""
+    reward_shift: bool = True
+    """With bco: rewards are measured from their mean over all earlier updates, which is part of a checkpoint. False
+    measures them from 0, as TRL 1.16 does."""
     offset: NonNegative = 0.0
     """Times the row's `margin`: the chosen reward should be larger by that (ODPO, Amini et al. 2024,
     https://arxiv.org/abs/2402.10571). 0: a column `margin` is not read."""
@@ -38,7 +68,8 @@ class DPOConfig(RuledConfig):
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """From the reference (f-DPO, Wang et al. 2023, https://arxiv.org/abs/2309.16240)."""
     alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of `divergence: alpha`: near 0 it is the reverse KL, near 1 the forward KL. Null: 0.5."""
+    """Of `divergence: alpha`: near 0 it is the reverse KL, near 1 the forward KL. TRL's `f_alpha_divergence_coef` is 1
+    less this. Null: 0.5."""
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
     reference: Literal["snapshot", "precompute"] = "snapshot"
@@ -55,8 +86,8 @@ class DPOConfig(RuledConfig):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             ("label_smoothing",),
-            lambda s: s["loss"] in LOGISTIC,
-            f"with this loss: it is read by {', '.join(LOGISTIC)}",
+            lambda s: s["loss"] in SMOOTHED,
+            f"with this loss: it is read by {', '.join(SMOOTHED)}",
         ),
         Rule(
             ("offset",),
@@ -64,6 +95,8 @@ class DPOConfig(RuledConfig):
             f"here: it is read by {', '.join(LOGISTIC)}, of given pairs",
         ),
         Rule(("gamma",), lambda s: s["loss"] == "simpo", "without loss: simpo"),
+        Rule(("tau",), lambda s: s["loss"] == "discopop", "without loss: discopop"),
+        Rule(("reward_shift",), lambda s: s["loss"] == "bco", "without loss: bco"),
         Rule(
             ("divergence",), lambda s: s["loss"] in DIVERGING, f"with this loss: it is read by {', '.join(DIVERGING)}"
         ),
@@ -91,9 +124,10 @@ class DPOConfig(RuledConfig):
         """What null stands for, given the other settings."""
         form = settings["loss"]
         return {
-            "beta": 2.0 if form == "simpo" else 0.1,
-            "label_smoothing": 0.1 if form == "robust" else 0.0,
+            "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
+            "label_smoothing": {"robust": 0.1, "exo": 0.001}.get(form, 0.0),
             "gamma": 1.0,
+            "tau": 0.05,
             "alpha": 0.5,
             "sft_weight": 1.0 if form in ("orpo", "cpo") else 0.0,
         }
@@ -103,6 +137,8 @@ class DPOConfig(RuledConfig):
         found = []
         if self.loss == "robust" and not self.label_smoothing:
             found.append("label_smoothing: robust without a share of wrong labels is sigmoid; set it, or loss: sigmoid")
+        if self.loss == "exo" and not self.label_smoothing:
+            found.append("label_smoothing: exo takes the logarithm of the rejected completion's share; set it above 0")
         if self.online and self.group_size < 2:
             found.append(f"group_size: {self.group_size} completion of a prompt makes no pair; take 2 or more")
         return found
@@ -111,6 +147,21 @@ class DPOConfig(RuledConfig):
     def has_reference(self) -> bool:
         """Whether the loss compares with a reference."""
         return self.loss in REFERENCED
+
+    @property
+    def sorts(self) -> bool:
+        """Whether the pairs of a batch are sorted against each other."""
+        return self.loss in SORTED
+
+    @property
+    def shifts(self) -> bool:
+        """Whether rewards are measured from their mean so far."""
+        return self.loss == "bco" and self.reward_shift
+
+    @property
+    def measures(self) -> bool:
+        """Whether rewards are measured from something that is known before the update."""
+        return self.sorts or self.shifts
 
     @property
     def reads(self) -> Reads:

@@ -8,6 +8,7 @@ Axes: B rows, T time, S sequences (2i is chosen, 2i + 1 rejected), P pairs.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.algorithms.dpo.config import DPOConfig
@@ -20,6 +21,8 @@ REFERENCE = "reference_logprobs"
 """The per-token value of a batch whose reference was asked beforehand."""
 MARGIN = "margin"
 """The per-sequence value by which, times the offset, a chosen completion should be better."""
+BASELINE = "baseline"
+"""The per-sequence value that a reward is measured from, in its units, with some forms (`baseline.py`)."""
 EXPONENT_LIMIT = 80.0
 """exp(89) overflows float32, and an infinity that is subtracted from another has no gradient."""
 SURE = -1e-6
@@ -36,7 +39,8 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
 
     Args:
         inputs: log-probs `[B T]` of pairs, and where the form has a reference its own, of the same step or as the
-            per-token `reference_logprobs`; with an offset the per-sequence `margin`.
+            per-token `reference_logprobs`; with an offset the per-sequence `margin`; with bco, aot and aot_unpaired the
+            per-sequence `baseline`.
         config: the section of the recipe.
 
     Raises:
@@ -47,7 +51,9 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     sums = per_sequence(inputs.logprobs, batch)
     scores = rewards(inputs, config)
     chosen, rejected = scores[::2], scores[1::2]
-    terms = {"preference": Term(compared(chosen, rejected, config, margins(batch, config)), "pairs")}
+    measured = scores - jnp.asarray(batch.per_sequence[BASELINE]) if config.measures else scores
+    compared_P = compared(measured[::2], measured[1::2], config, margins(batch, config))
+    terms = {"preference": Term(compared_P, "pairs")}
     if config.sft_weight:
         terms["sft"] = Term(-config.sft_weight * (sums / batch.lengths)[::2], "pairs")
     told = {
@@ -124,7 +130,7 @@ def compared(chosen: Pairs, rejected: Pairs, config: DPOConfig, margin: Pairs | 
     """The loss of each pair by the form's name.
 
     Args:
-        chosen: rewards.
+        chosen: rewards, less their baselines.
         rejected: likewise.
         config: the section of the recipe.
         margin: what the logistic forms subtract from the difference.
@@ -136,6 +142,14 @@ def compared(chosen: Pairs, rejected: Pairs, config: DPOConfig, margin: Pairs | 
             return ipo(gap / beta, beta)
         case "hinge":
             return hinge(gap)
+        case "discopop":
+            return discopop(gap, config.tau or 1.0)
+        case "nca":
+            return nca(chosen, rejected)
+        case "bco":
+            return bco(chosen, rejected)
+        case "sppo_hard":
+            return sppo_hard(chosen / beta, rejected / beta, 1 / beta)
         case "apo_zero":
             return apo_zero(chosen, rejected)
         case "apo_down":
@@ -145,6 +159,10 @@ def compared(chosen: Pairs, rejected: Pairs, config: DPOConfig, margin: Pairs | 
     assert smoothing is not None
     if config.loss == "robust":
         return robust(gap, smoothing)
+    if config.loss == "exo":
+        return exo(gap, smoothing)
+    if config.loss == "aot_unpaired":
+        return aot_unpaired(chosen, rejected, smoothing)
     return logistic(gap - (config.gamma or 0.0), smoothing)
 
 
@@ -154,7 +172,7 @@ def logistic(gap: Pairs, smoothing: float) -> Pairs:
     e = 0: DPO's (https://arxiv.org/abs/2305.18290, eq. 7), CPO's (Xu et al. 2024, https://arxiv.org/abs/2401.08417);
     with d less gamma SimPO's (Meng et al. 2024, https://arxiv.org/abs/2405.14734); on log odds and times lambda ORPO's
     (Hong et al. 2024, https://arxiv.org/abs/2403.07691, eq. 7). e > 0: conservative DPO (Mitchell 2023,
-    https://ericmitchell.ai/cdpo.pdf, eq. 3), whose optimum is a finite d, log((1 - e) / e).
+    https://ericmitchell.ai/cdpo.pdf, eq. 3), whose optimum is a finite d, log((1 - e) / e). On sorted values AOT's.
     """
     return -(1 - smoothing) * jax.nn.log_sigmoid(gap) - smoothing * jax.nn.log_sigmoid(-gap)
 
@@ -167,6 +185,16 @@ def robust(gap: Pairs, smoothing: float) -> Pairs:
     """
     right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
     return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
+
+
+def exo(gap: Pairs, smoothing: float) -> Pairs:
+    """`KL(p || q)` of two distributions over the pair, p = (sigmoid(d), sigmoid(-d)) and q = (1 - e, e).
+
+    EXO, Ji et al. 2024, https://arxiv.org/abs/2402.00856, eq. 16, for two completions. DPO is the KL the other way
+    round; this one seeks the mode. Least, 0, where d = log((1 - e) / e), 6.9 for the paper's e = 0.001.
+    """
+    right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
+    return jnp.exp(right) * (right - np.log1p(-smoothing)) + jnp.exp(wrong) * (wrong - np.log(smoothing))
 
 
 def ipo(gap: Pairs, tau: float) -> Pairs:
@@ -183,6 +211,63 @@ def hinge(gap: Pairs) -> Pairs:
     """`max(0, 1 - d)`: SLiC's (Zhao et al. 2023, https://arxiv.org/abs/2305.10425) on rewards that are measured
     from a reference, as in RSO (Liu et al. 2023, https://arxiv.org/abs/2309.06657)."""
     return jax.nn.relu(1 - gap)
+
+
+def discopop(gap: Pairs, tau: float) -> Pairs:
+    """`(1 - m) (-log sigmoid(d)) + m exp(-d)` with `m = sigmoid(d / tau)`: exponential for pairs that are told apart,
+    logistic for the others.
+
+    DiscoPOP, the log-ratio modulated loss, Lu et al. 2024, https://arxiv.org/abs/2406.08414, eq. 5. It is not convex.
+    """
+    # One exponent for both factors of m exp(-d): each overflows alone where d is far below 0.
+    exponent = jnp.minimum(jax.nn.log_sigmoid(gap / tau) - gap, EXPONENT_LIMIT)
+    return -jax.nn.sigmoid(-gap / tau) * jax.nn.log_sigmoid(gap) + jnp.exp(exponent)
+
+
+def nca(chosen: Pairs, rejected: Pairs) -> Pairs:
+    """`-log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2`: the chosen one is told from noise, of which
+    both are samples, so that its likelihood does not fall.
+
+    NCA for pairs, Chen et al. 2024, https://arxiv.org/abs/2402.05369, eq. 11 with rewards of 1 and 0 and K = 2.
+    """
+    noise = jax.nn.log_sigmoid(-chosen) + jax.nn.log_sigmoid(-rejected)
+    return -jax.nn.log_sigmoid(chosen) - 0.5 * noise
+
+
+def bco(chosen: Pairs, rejected: Pairs) -> Pairs:
+    """`-log sigmoid(r_c - delta) - log sigmoid(-(r_r - delta))`: a classifier of each completion for itself, whose
+    logit is the reward.
+
+    BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656. Its delta, the mean of both sides' expected rewards, has
+    been subtracted (`Running` in `baseline.py`).
+    """
+    return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
+
+
+def sppo_hard(chosen: Pairs, rejected: Pairs, eta: float) -> Pairs:
+    """`(h_c - eta / 2)^2 + (h_r + eta / 2)^2`, h the log-ratio of a completion, unscaled.
+
+    SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.7, where the probability that a completion wins is 1
+    for the chosen one and 0 for the other; its eta is 1 / beta, 1000.
+    """
+    return (chosen - 0.5 * eta) ** 2 + (rejected + 0.5 * eta) ** 2
+
+
+def aot_unpaired(chosen: Pairs, rejected: Pairs, smoothing: float) -> Pairs:
+    """`logistic` of the k-th smallest chosen reward over the k-th smallest rejected one, for every k of the batch.
+
+    AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, unpaired, with the logistic loss.
+
+    Two sequences that are compared may lie in different micro-batches. Each has the other's reward as baseline, held
+    fixed: every comparison stands twice, with half of its value and with the whole gradient of the one side.
+
+    Args:
+        chosen: rewards, less that of the rejected completion of the same rank.
+        rejected: likewise.
+        smoothing: see `logistic`.
+    """
+    twice = logistic(chosen, smoothing) + logistic(-rejected, smoothing)
+    return twice - 0.5 * jax.lax.stop_gradient(twice)
 
 
 def apo_zero(chosen: Pairs, rejected: Pairs) -> Pairs:

@@ -4,7 +4,6 @@ Each reads the column `answer` of the row unless it says otherwise; a recipe's `
 arguments after the star. A completion is its text without special tokens.
 """
 
-import importlib.util
 import inspect
 import json
 import re
@@ -85,19 +84,16 @@ class Shipped:
     function: Callable[..., Any]
     """The reward itself."""
     modules: tuple[str, ...] = ()
-    """Packages of the `rewards` extra that it needs."""
+    """Heavy packages that it imports when it is called; a worker imports them when it starts."""
     rules: Callable[[str, Mapping[str, Any], float], None] | None = None
     """(name, options, deadline) -> a UserError where the options' values make no sense."""
 
     def check(self, name: str, options: Mapping[str, Any], deadline: float) -> None:
-        """Refuses options that are missing or of the wrong type, and a reward whose packages are not there.
+        """Refuses options that are missing or of the wrong type.
 
         Raises:
             UserError: names the reward, the option and the remedy.
         """
-        missing = [module for module in self.modules if importlib.util.find_spec(module) is None]
-        if missing:
-            raise UserError(f"the reward {name} needs {', '.join(missing)}: pip install 'tunix[rewards]'")
         check_options(f"the reward {name}", self.function, options, hidden=("prompt", "completion"))
         if self.rules is not None:
             self.rules(name, options, deadline)
