@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from tunix.algorithms.advantages import length_lambda
 from tunix.algorithms.base import Update
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.presets import PRESETS
@@ -603,3 +604,37 @@ def test_the_clock_adds_up_what_a_step_did():
         "perf/reward_seconds",
         "perf/update_seconds",
     }
+
+
+# --- VAPO's lambdas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantages", "returns"),
+    [
+        # Values .3 .4, reward 2 on the last: deltas .4 - .3 = .1 and 2 - .4 = 1.6. lam 1/2: A = .1 + .8, 1.6.
+        ({"lam": 0.5}, [0.9, 1.6], [1.2, 2.0]),
+        # The critic's returns by lambda 1: 2 and 2.
+        ({"lam": 0.5, "lam_critic": 1.0}, [0.9, 1.6], [2.0, 2.0]),
+        # 1 - 1 / (2 * 2 tokens) = 3/4: A = .1 + .75 * 1.6.
+        ({"lam_length": 2.0, "lam_critic": 1.0}, [1.3, 1.6], [2.0, 2.0]),
+        # 1 - 1 / (.05 * 2) = -9 is 0: the error of one step; the returns by the same.
+        ({"lam_length": 0.05}, [0.1, 1.6], [0.4, 2.0]),
+    ],
+)
+def test_lambdas_of_the_policy_and_the_critic(settings: dict[str, Any], advantages: list[float], returns: list[float]):
+    client = Fake("02", "00")
+    updated(ppo(**settings), client)
+    batch = next(batch for of, batch in client.steps if of == "policy")
+    np.testing.assert_allclose(trained(batch, "advantages")[0], advantages, rtol=1e-6)
+    np.testing.assert_allclose(trained(batch, "returns")[0], returns, rtol=1e-6)
+
+
+def test_the_papers_lambda_of_a_long_answer():
+    assert length_lambda(200, 0.05) == pytest.approx(0.9)  # 1 - 1 / 10
+    assert length_lambda(0, 0.05) == 0
+
+
+def test_lam_means_nothing_where_the_length_tells():
+    with pytest.raises(ValueError, match=r"lam is 0\.9, which changes nothing with lam_length"):
+        ppo(lam=0.9, lam_length=0.05)
