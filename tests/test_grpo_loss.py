@@ -352,6 +352,14 @@ def test_gradients_of_the_estimators_are_what_their_docstring_says():
     np.testing.assert_allclose(slope(LOGITS, "k3"), backwards, atol=1e-6)
 
 
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
+    p = jax.nn.log_softmax(LOGITS)
+    np.testing.assert_allclose(kl_estimate(p - REFERENCE, "k3+"), kl_estimate(p - REFERENCE, "k3"), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(expected)(LOGITS, "k3+"), jax.grad(kl_true)(LOGITS), atol=1e-6)
+    found = reduced(loss_of(kl=1.0, kl_estimator="k3+"), inputs_of(batch_of([A, B])))
+    assert found["loss/kl"] == pytest.approx(sum(K3) / 3, rel=1e-5)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_weighted_estimators_have_the_true_gradient_whoever_drew(estimator):
     other = jax.nn.log_softmax(jnp.array([1.0, 0.0, -1.0]))
@@ -453,7 +461,11 @@ def test_a_weighted_kl_knows_who_sampled(given):
         ({"correction": "truncate", "correction_high": 4.0}, (0.4, 3, 4), 1),
         ({"correction": "mask"}, (0, 3, 0), 2),  # .5 <= w <= 5
         ({"correction": "mask", "correction_low": 0.3, "correction_high": 2.0}, (0.4, 0, 0), 2),
+        ({"correction": "truncate", "correction_low": 0.5}, (0.5, 2, 2), 3),  # from below too
         ({"correction": "truncate", "correction_level": "sequence"}, (1.2, 1.2, 2), 1),
+        # Geometric means: sqrt(.4 * 3) = 1.0954, and 6 alone.
+        ({"correction": "truncate", "correction_level": "geometric"}, (sqrt(1.2), sqrt(1.2), 2), 1),
+        ({"correction": "mask", "correction_level": "geometric"}, (sqrt(1.2), sqrt(1.2), 0), 1),
         ({"correction": "mask", "correction_level": "sequence"}, (1.2, 1.2, 0), 1),
     ],
 )
@@ -467,6 +479,33 @@ def test_corrections_by_hand(settings, weights, changed):
     assert found["mismatch/mean"] == pytest.approx((-log(0.4) + log(3) + log(6)) / 3, rel=1e-5)
     # KL(sampler || trainer): w - 1 - log w.
     assert found["mismatch/k3"] == pytest.approx((0.4 + 3 + 6 - 3 - log(0.4 * 3 * 6)) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "masked"),
+    [
+        ({"geometric_mask": (0.9, 1.1)}, (1, 1, 0), 1),  # 1.0954 is inside, 6 is not
+        ({"geometric_mask": (0.9, 1.09)}, (0, 0, 0), 3),
+        # seq-mask-tis: tokens' truncated weights where the completion's geometric mean is inside.
+        ({"geometric_mask": (0.9, 1.1), "correction": "truncate"}, (0.4, 2, 0), 1),
+    ],
+)
+def test_the_geometric_mask_by_hand(settings, weights, masked):
+    found = reduced(loss_of(old_logprobs="recompute", **settings), inputs_of(batch_of(SAMPLED)))
+    terms = np.array([1.2, 0.5, -2.2]) * weights
+    assert found["train/loss"] == pytest.approx(-terms.sum() / 3, rel=1e-5)
+    assert found["mismatch/masked"] == pytest.approx(masked / 3)
+
+
+def test_high_entropy_keeps_the_denominator():
+    """Of the terms -1.2, -.5 and 2.2 the first and the last; still over three tokens. The KL is of all of them."""
+    taken = [
+        replace(A, more={**A.more, "high_entropy": [1.0, 0.0]}),
+        replace(B, more={**B.more, "high_entropy": [1.0]}),
+    ]
+    found = reduced(loss_of(high_entropy=0.5, kl=0.1), inputs_of(batch_of(taken)))
+    assert found["loss/policy"] == pytest.approx(-(1.2 - 2.2) / 3, rel=1e-5)
+    assert found["loss/kl"] == pytest.approx(0.1 * sum(K3) / 3, rel=1e-5)
 
 
 def test_weights_are_constants():
@@ -495,6 +534,14 @@ FAMILY = {
     "tis_sequence": {"old_logprobs": "recompute", "correction": "truncate", "correction_level": "sequence"},
     "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute", "off_policy_limit": 0.1},
     "soft_off_policy": {"preset": "sapo", "off_policy_limit": 0.1, "drift": 0.1},
+    "geometric": {
+        "old_logprobs": "recompute",
+        "correction": "truncate",
+        "correction_level": "geometric",
+        "correction_low": 0.9,
+        "geometric_mask": (0.2, 5.0),
+    },
+    "high_entropy": {"high_entropy": 0.5, "kl": 0.1, "kl_estimator": "k3+"},
     "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
 }
 
@@ -508,6 +555,7 @@ def rollouts(seed: int = 0) -> list[Taken]:
         current = rng.normal(-1.5, 0.7, number)
         names = ("reference_logprobs", "sampler_logprobs", "entropy")
         more = {name: list(np.abs(rng.normal(1, 0.5, number)) * (1 if name == "entropy" else -1)) for name in names}
+        more["high_entropy"] = list((np.array(more["entropy"]) > 1).astype(float))
         trained = [True] * number
         if index == 1:
             trained[number // 2] = False
@@ -569,6 +617,7 @@ def test_masked_tokens_are_inert(member, fill):
 def test_gradients_are_finite_at_the_edges(member):
     """A token that one side thought impossible."""
     more = {"sampler_logprobs": [-1e4, 0.0], "reference_logprobs": [0.0, -1e4], "entropy": [0.0, 0.0]}
+    more["high_entropy"] = [1.0, 1.0]
     taken = [
         Taken([-1e4, 0.0], [0.0, -1e4], [advantage] * 2, {**more, "reference_logprobs": reference})
         for advantage in (1.0, -1.0, 0.0)
@@ -619,6 +668,7 @@ def test_nulls_become_the_usual_values():
     assert GRPOConfig(kl=0.1, kl_in="reward").kl_estimator == "k1"
     mask = GRPOConfig(old_logprobs="recompute", correction="mask")
     assert (mask.correction_level, mask.correction_low, mask.correction_high) == ("token", 0.5, 5.0)
+    assert GRPOConfig(old_logprobs="recompute", correction="truncate").correction_low == 0.0
 
 
 @pytest.mark.parametrize(
@@ -650,7 +700,15 @@ def test_nulls_become_the_usual_values():
         ({"reduction_length": 10}, "reduction_length is 10.*reduction: constant"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
         ({"old_logprobs": "recompute", "correction_high": 3}, "correction_high is 3.0.*set correction"),
-        ({"old_logprobs": "recompute", "correction": "truncate", "correction_low": 0.1}, "correction: mask"),
+        ({"old_logprobs": "recompute", "correction_low": 0.1}, "correction_low is 0.1.*set correction"),
+        ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is .*set old_logprobs: recompute"),
+        ({"mismatch_limit": 2.0}, "mismatch_limit is 2.0.*set old_logprobs: recompute"),
+        ({"old_logprobs": "recompute", "geometric_mask": (1.1, 2.0)}, "1, where trainer and sampler agree, is outside"),
+        ({"old_logprobs": "recompute", "mismatch_limit": 1.0}, "greater than 1"),
+        ({"high_entropy": 1.0}, "less than 1"),
+        ({"overlong_coefficient": 2.0}, "overlong_coefficient is 2.0.*without an overlong_buffer"),
+        ({"kl": 0.1, "kl_estimator": "k3+", "kl_weighted": True}, "k3. has the gradient"),
+        ({"kl": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, "a reward has none: take k3"),
         ({"max_refills": 3}, "max_refills is 3.*dynamic_sampling"),
         ({"group_size": 1}, "a group of one has nothing to be compared with"),
         ({"group_size": 1, "advantage": "batch", "dynamic_sampling": True}, "every group would be replaced"),

@@ -179,6 +179,19 @@ def test_the_reference_is_the_base_under_the_adapter():
         plain.logprobs(rows, of="reference")
 
 
+def test_entropies_are_those_of_the_loss_at_a_temperature():
+    """The scorer's, at every token of three sequences in one row, against the model's of each alone."""
+    client = trainer()
+    rows = sequences(3)
+    for row, found in zip(rows, client.entropies(rows, temperature=0.7), strict=True):
+        tokens, positions = row.tokens[None], np.arange(len(row.tokens))[None]
+        own = (jnp.asarray(x) for x in (tokens, positions, np.ones_like(tokens), np.ones(tokens.shape, bool)))
+        alone = client.machinery.model.logprobs(client.params, *own, entropy=True, temperature=0.7)[1]
+        np.testing.assert_allclose(found, alone[0], atol=1e-5)
+        assert found[0] == 0
+        assert (found[1:] > 1).all()
+
+
 def test_logprobs_are_those_of_the_loss_and_of_each_sequence_alone():
     rows = sequences(7)
     client = trainer(RICH)

@@ -310,16 +310,25 @@ class RewardFunction(Config):
     """One reward: a function, what it is told, and how much it counts."""
 
     name: str
-    """A shipped one (exact_match, number, math, gsm8k, format, length, json_schema, unit_tests), or `module:function`
-    or `file.py:function`."""
+    """A shipped one (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests), or
+    `module:function` or `file.py:function`."""
     label: str | None = None
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0
     """Multiplies its scores in the sum."""
+    clip: tuple[float, float] | None = None
+    """Scores count as no less than the first and no more than the second, before the weight. Null: as they are."""
     options: dict[str, Any] = {}
     """Arguments with one value for the whole run, such as {pattern: "<answer>.*</answer>"}."""
     columns: dict[str, str] = {}
     """Argument -> column of the row, where they are called differently, such as {answer: solution}."""
+
+    @field_validator("clip")
+    @classmethod
+    def _rising(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"{list(value)} is no interval: the lower bound stands first")
+        return value
 
     @property
     def title(self) -> str:

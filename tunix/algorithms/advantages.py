@@ -234,6 +234,19 @@ def gae(
     return advantages, returns
 
 
+def length_lambda(tokens: int, alpha: float) -> float:
+    """`max(0, 1 - 1 / (alpha tokens))`: GAE's lambda of a completion; its weights then sum to alpha times its length.
+
+    VAPO, Yue et al. 2025, https://arxiv.org/abs/2504.05118, sec. 4.2. Below `1 / alpha` tokens it would be negative and
+    is 0.
+
+    Args:
+        tokens: drawn ones.
+        alpha: 0.05 in the paper.
+    """
+    return max(0.0, 1.0 - 1.0 / (alpha * max(tokens, 1)))
+
+
 def whitened(
     values: List[Float[np.ndarray, "_"]],
     masks: List[Bool[np.ndarray, "_"]],

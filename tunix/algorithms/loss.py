@@ -6,6 +6,7 @@ from `old_log_ratio`, and `policy_outputs` makes the terms and the metrics of it
 Axes: B rows, T time.
 """
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.config import Level, PolicyConfig
 from tunix.algorithms.ops import (
     LOG_RATIO_LIMIT,
     Clamp,
@@ -103,10 +104,18 @@ def policy_outputs(
     if surrogate.clipped is not None:
         metrics["policy/clipped"] = surrogate.clipped.astype(jnp.float32)
     policy = surrogate.loss
+    if config.high_entropy is not None:
+        policy = policy * batch.per_token["high_entropy"]
     if config.correction != "none":
         importance = _importance(inputs, config)
         policy = policy * importance.weight
         metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
+    if config.geometric_mask is not None:
+        low, high = config.geometric_mask
+        weights = _log_weights(inputs, "geometric")
+        masked = (weights < math.log(low)) | (weights > math.log(high))
+        policy = jnp.where(masked, 0.0, policy)
+        metrics["mismatch/masked"] = masked.astype(jnp.float32)
     terms = {"policy": Term(policy, over)}
     if config.kl:
         reference = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch)
@@ -141,12 +150,19 @@ def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Ar
     return cast(Array, kl_estimate(log_ratios, estimator))
 
 
-def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
-    """Trainer over sampler, both as they were before the updates."""
+def _log_weights(inputs: LossInputs, level: Level) -> Float[Array, "B T"]:
+    """Trainer over sampler, both as they were before the updates: of each token, or of its sequence."""
     batch = inputs.batch
     weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
-    if config.correction_level == "sequence":
-        weights = sequence_sum(weights, batch)
+    if level == "token":
+        return weights
+    total = sequence_sum(weights, batch)
+    return total / jnp.asarray(batch.lengths)[batch.sequence_ids] if level == "geometric" else total
+
+
+def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
+    """What the surrogate is multiplied by."""
+    weights = _log_weights(inputs, config.correction_level or "token")
     assert config.correction != "none"
     return importance_weight(weights, config.correction, config.correction_low or 0.0, config.correction_high or 1.0)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from tunix.types import Batch
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
@@ -121,7 +121,8 @@ def kl_estimate(
         r k1, r k3: that of KL(p || q), where r is p over whoever drew the token, also when p has moved on
         (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7)
 
-    As a penalty in the reward, k1 has the gradient of KL(p || q).
+    As a penalty in the reward, k1 has the gradient of KL(p || q). k3+ is k3 with the gradient of k2 (straight through,
+    as verl's `low_var_kl+`); of numpy arrays it is k3.
 
     Args:
         log_ratios: d, of any shape; numpy in, numpy out.
@@ -131,6 +132,9 @@ def kl_estimate(
         return log_ratios
     if estimator == "k2":
         return 0.5 * log_ratios**2
+    if estimator == "k3+" and isinstance(log_ratios, jax.Array):
+        k2 = kl_estimate(log_ratios, "k2")
+        return k2 + jax.lax.stop_gradient(kl_estimate(log_ratios, "k3") - k2)
     return log_ratios.__array_namespace__().expm1(-log_ratios) + log_ratios
 
 
@@ -261,17 +265,18 @@ def importance_weight(
 ) -> Importance:
     """Weights `w = p(y) / q(y)` for tokens that q drew and that are trained as if p had.
 
-    truncate: `min(w, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008).
+    truncate: `clip(w, low, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008,
+    with low = 0; OpenRLHF clips from below too).
     mask: w where `low <= w <= high`, else 0 (IcePop, Ling team 2025, https://arxiv.org/abs/2510.18855).
 
     Args:
-        log_weights: log p - log q, of each token, or summed over the sequence (`sequence_sum`).
+        log_weights: log p - log q, of each token, or of its sequence: the sum (`sequence_sum`) or the mean.
         kind: which.
-        low: read by mask alone.
-        high: the largest weight.
+        low: the smallest weight.
+        high: the largest.
     """
     weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(log_weights), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    if kind == "truncate":
-        return Importance(jnp.minimum(weight, high), weight > high)
     outside = (weight < low) | (weight > high)
+    if kind == "truncate":
+        return Importance(jnp.clip(weight, low, high), outside)
     return Importance(jnp.where(outside, 0.0, weight), outside)

@@ -191,6 +191,10 @@ class Trainer:
             return self._scorer.logprobs(self.params, sequences, temperature=temperature)
         return self._base_scorer.logprobs(self.reference, sequences, temperature=temperature)
 
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """`[T]` entropies of the policy's distributions that each sequence's tokens are drawn from; 0 for the first."""
+        return self._scorer.entropies(self.params, sequences, temperature=temperature)
+
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         """`[T]` values of each sequence's states: at t of the one before token t is drawn; 0 for the first.
 

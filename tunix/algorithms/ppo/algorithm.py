@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, whitened
+from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, length_lambda, whitened
 from tunix.algorithms.base import Update
 from tunix.algorithms.loss import kl_clamp
 from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
@@ -93,7 +93,7 @@ class PPO(PolicyGradient):
             for episode, sequence, penalty in zip(episodes, listed, penalties, strict=True)
         ]
         pairs = [
-            gae(r, v, x.loss_mask, self.config.gamma, self.config.lam, bootstrap)
+            self._estimated(r, v, x.loss_mask, bootstrap)
             for r, v, x, bootstrap in zip(rewards, values, listed, behind, strict=True)
         ]
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
@@ -119,6 +119,19 @@ class PPO(PolicyGradient):
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self._steps, self._kl = state["steps"], state["kl"]
+
+    def _estimated(
+        self, rewards: np.ndarray, values: np.ndarray, drawn: np.ndarray, bootstrap: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`[T]` advantages by the policy's lambda, and returns by the critic's."""
+        config = self.config
+
+        def at(lam: float) -> tuple[np.ndarray, np.ndarray]:
+            return gae(rewards, values, drawn, config.gamma, lam, bootstrap)
+
+        lam = config.lam if config.lam_length is None else length_lambda(int(drawn.sum()), config.lam_length)
+        advantages, returns = at(lam)
+        return advantages, returns if config.lam_critic is None else at(config.lam_critic)[1]
 
     def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
         """`[T]` the KL penalty of each drawn token, where it stands in the reward."""
