@@ -41,10 +41,14 @@ class Weights(NamedTuple):
 
 
 def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights (or of some), layer by layer, in the compute dtype."""
+    """Copies of the weights (or of some), layer by layer, in the compute dtype. Wide matrices are turned
+    (`Model.turned`)."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        return constrain(jnp.copy(in_compute(name, model.on_grid(name, x), model.dtype)), *axes)
+        held = in_compute(name, model.on_grid(name, x), model.dtype)
+        if name.removeprefix(LAYERS).removesuffix("/w") in model.turned:
+            held, axes = jnp.moveaxis(held, 0, -1), (*axes[1:], axes[0])
+        return constrain(jnp.copy(held), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]

@@ -43,6 +43,10 @@ def is_own(name: str) -> bool:
     return is_adapter(name) or name.startswith("value/")
 
 
+PAGE = 4096
+"""Bytes of a page of memory."""
+
+
 @dataclass(frozen=True)
 class Model:
     """One model's structure and precision, without its weights."""
@@ -230,9 +234,24 @@ class Model:
             settled: the weights hold DoRA's gains in the place of its magnitudes, as those for decoding do.
         """
         block: Block = nnx.merge(self._layer_graph, _nest(weights))
-        for projection in block.projections().values():
-            projection.settled = settled
+        for name, projection in block.projections().items():
+            projection.settled, projection.turned = settled, name in self.turned
         return block
+
+    @cached_property
+    def turned(self) -> frozenset[str]:
+        """Projections whose matrix is kept with its contracted axes last for sampling: wide ones, on a CPU.
+
+        There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
+        as long as with the same matrix turned around, which has shorter ones.
+        """
+        if jax.default_backend() != "cpu":
+            return frozenset()
+        projections = self._layers.projections().items()
+        matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name, one in projections if one.contracted == 1}
+        page = PAGE // jnp.dtype(self.dtype).itemsize
+        wide = [name for name, (inputs, *rest) in matrices.items() if math.prod(rest) > max(page, inputs)]
+        return frozenset(name for name in wide if f"layers/{name}/w" not in self.quantized)
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(
