@@ -74,6 +74,7 @@ def test_it_starts_as_peft_has_it_and_leaves_as_peft_reads_it(kind, tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow  # two runs
 def test_stages_go_on_with_one_adapter_on_a_rounded_base(tmp_path):
     """The second stage takes the adapter of the first, its kind too; its base is the folder and not what was merged."""
     model_folder(tmp_path / "base")
