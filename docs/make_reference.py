@@ -148,7 +148,7 @@ def table(model: type[Config]) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         kind, meaning = in_words(field.annotation, field.metadata), meanings[name]
-        lines.append(f"| `{name}` | {kind} | {default_of(field)} | {meaning} |")
+        lines.append(f"| `{field.alias or name}` | {kind} | {default_of(field)} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

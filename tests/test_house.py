@@ -29,6 +29,7 @@ FLOORS = (
         "catalogue",
         "shrink",
         "source",
+        "continuing",
         "reward_model",
         "samples",
         "evaluation",

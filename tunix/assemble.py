@@ -14,6 +14,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.catalogue import algorithm_class
 from tunix.config import DType
+from tunix.continuing import given_weights, settled
 from tunix.data.pipeline import (
     PLAIN,
     Batches,
@@ -95,6 +96,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     """
     mesh = build_mesh(recipe.mesh, divided(recipe.teacher)[0])
     found = inputs(recipe, folder)
+    recipe, source = settled(recipe, found.source)
+    found = replace(found, source=source)
     teacher = teacher_source(recipe, found.source)
     environment, kwargs = recipe.rollout.environment, recipe.data.template_kwargs
     play = Player(environment, found.tokenizer, kwargs) if environment else None
@@ -224,7 +227,9 @@ def build_trainer(
     trained = recipe.model.param_dtype or "float32"
     frozen = recipe.model.param_dtype or recipe.model.dtype
     params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
-    if recipe.adapter is not None:
+    if recipe.adapter is not None and recipe.adapter.source is not None:
+        params = given_weights(recipe.adapter, model, params, trained, mesh)
+    elif recipe.adapter is not None:
         params = started(recipe.adapter, model, params, base, trained, mesh)
     packing = bool(recipe.data.packing)
     length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data.max_length)

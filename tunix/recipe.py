@@ -255,7 +255,7 @@ def _keys(algorithm: Any) -> dict[str, list[str]]:
     for name, field in Recipe.model_fields.items():
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
         for section in (kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe):
-            keys[name] = list(section.model_fields)
+            keys[name] = [field.alias or key for key, field in section.model_fields.items()]
     if isinstance(algorithm, Mapping):
         try:
             keys["algorithm"] = list(algorithm_config(algorithm).model_fields)
@@ -298,6 +298,8 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
             f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
             f"{recipe.algorithm.reads}, which stay whole; take true or false"
         )
+    if recipe.adapter is not None and recipe.adapter.source and model.init == "random":
+        yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
     if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == "prompts":

@@ -21,6 +21,7 @@ import jax
 from tunix.assemble import assemble, build_trainer
 from tunix.catalogue import algorithm_class
 from tunix.config import MeshConfig
+from tunix.continuing import settled
 from tunix.curves import write_curves
 from tunix.errors import UserError
 from tunix.files import refuse_taken, write_text_atomic
@@ -110,6 +111,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
             asked = f" of step {step}" if step else ""
             raise UserError(f"{run} has no checkpoint{asked}; it has {checkpoints.steps()}")
         source = of_recipe(recipe.model, recipe.data.chat_template, run / TOKENIZER, rows=None)
+        recipe, source = settled(recipe, source)
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
         trainer = build_trainer(recipe, source, build_mesh(MeshConfig()), wanted, algorithm)
         trainer.state, _ = checkpoints.restore(wanted, trainer.state)
@@ -245,7 +247,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         display.total(job.total)
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
         decoder = job.trainer.machinery.model.config
-        recorder = Recorder(sinks, display, recipe.logging, decoder, recipe.adapter)
+        recorder = Recorder(sinks, display, recipe.logging, decoder, job.trainer.machinery.adapter)
         stack.enter_context(closing(recorder))
         loop = Loop(job, checkpoints, recorder, start)
         if loop.finished:

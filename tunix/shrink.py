@@ -108,9 +108,9 @@ def _tiny_teacher(teacher: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _tiny_adapter(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    """The `adapter` section with ranks that the tiny matrices have."""
-    ranks = {pattern: min(rank, RANK) for pattern, rank in adapter["ranks"].items()}
-    return {**adapter, "rank": min(adapter["rank"], RANK), "ranks": ranks}
+    """The `adapter` section with ranks that the tiny matrices have; one that is given does not fit them."""
+    ranks = {pattern: min(rank, RANK) for pattern, rank in adapter.get("ranks", {}).items()}
+    return {**adapter, "from": None, "rank": min(adapter.get("rank", RANK), RANK), "ranks": ranks}
 
 
 def _tiny_algorithm(algorithm: Mapping[str, Any], batch_size: int) -> dict[str, Any]:

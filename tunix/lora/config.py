@@ -1,9 +1,10 @@
 """The `adapter` section of a recipe, and which module it gives which rank and scale. Loads without jax."""
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_serializer, model_validator
 
 from tunix.config import BaseType, Config, Fraction, Positive
 from tunix.models.modules import PROJECTIONS, matched
@@ -22,6 +23,10 @@ class Low(NamedTuple):
 class AdapterConfig(Config):
     """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
 
+    source: str | None = Field(default=None, alias="from")
+    """A PEFT folder, a hub id of one, or a run that exported an adapter: it goes on training, from its own A and B. Its
+    rank, alpha, patterns, targets and kind are read from there, and what is said here as well has to agree. The base
+    stays the reference. `model.path` is its base, or ends in the same adapter."""
     kind: Literal["lora", "qlora"] = "lora"
     """`qlora` rounds the layers' frozen matrices (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314): a
     quarter of the memory, for a slower step. Norms, embeddings and head stay as they are."""
@@ -54,6 +59,14 @@ class AdapterConfig(Config):
     also: tuple[Table, ...] = ()
     """Tables that train whole beside the adapters: embed_tokens, lm_head. Where a model ties them they are one."""
 
+    @model_serializer(mode="wrap")
+    def _said(self, handler: Callable[["AdapterConfig"], dict[str, Any]]) -> dict[str, Any]:
+        values = handler(self)
+        values = {"from": values.pop("source", None), **values}
+        # What is left to the folder is not written down.
+        said = set(values) if self.source is None else {"from", *self.model_fields_set}
+        return {key: value for key, value in values.items() if key in said}
+
     @model_validator(mode="before")
     @classmethod
     def _rounded(cls, values: Any) -> Any:
@@ -61,6 +74,12 @@ class AdapterConfig(Config):
             given = {key: value for key, value in values.items() if value is not None}
             return {"base": "nf4", "tile": 128, **given}
         return values
+
+    @model_validator(mode="after")
+    def _given(self) -> "AdapterConfig":
+        if self.source is not None and self.start != "zero":
+            raise ValueError(f"start: {self.start} changes nothing with from: A and B start as the folder has them")
+        return self
 
     @model_validator(mode="after")
     def _full(self) -> "AdapterConfig":

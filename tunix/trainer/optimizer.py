@@ -136,9 +136,9 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         (rest, stacked), (mine, theirs) = parts(updates), parts(params)
         each = jax.vmap(inner.update) if stacked else inner.update
-        (rest, first), (stacked, second) = inner.update(rest, state[0], mine), each(stacked, state[1], theirs)
-        found = {**rest, **stacked}
-        return {name: found[name] for name in updates}, (first, second)
+        found: list[Any] = [inner.update(rest, state[0], mine), each(stacked, state[1], theirs)]
+        together = {name: x for new, _ in found for name, x in new.items()}
+        return {name: together[name] for name in updates}, tuple(kept for _, kept in found)
 
     return optax.GradientTransformation(init, update)
 
