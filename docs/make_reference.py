@@ -221,7 +221,8 @@ def in_words(kind: Any, metadata: list[Any]) -> str:
         kind, *more = get_args(kind)
         return in_words(kind, [*metadata, *(bound for item in more for bound in getattr(item, "metadata", [item]))])
     if get_origin(kind) is Literal:
-        return ", ".join(f"`{word}`" for word in get_args(kind))
+        words = (str(word).lower() if isinstance(word, bool) else word for word in get_args(kind))
+        return ", ".join(f"`{word}`" for word in words)
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join("null" if part is type(None) else in_words(part, metadata) for part in get_args(kind))
     if get_origin(kind) is tuple:

@@ -288,7 +288,7 @@ def account(
     train_on: TrainOn = "completion",
     vocab_size: int | None = None,
 ) -> Accounting:
-    """What becomes of every row in one pass over the data."""
+    """What becomes of every row in one pass over the data, before any is cut into pieces."""
     renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
     return sum((Accounting.of(renderer(i)) for i in range(len(rows))), Accounting())
 
