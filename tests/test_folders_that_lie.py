@@ -336,7 +336,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a tag": ("model: !!python/object/apply:os.mkdir [exploded]", "could not determine a constructor"),
     "a billion laughs": (LAUGHS + "model: *i\n", "more than 100000 values where every alias"),
     "a list within itself": ("model: &m [*m]", "more than 100000 values where every alias"),
-    "nested lists": ("model: " + "[" * 1500, "not readable as YAML: maximum recursion depth"),
+    "nested lists": ("model: " + "[" * 600, "not readable as YAML: maximum recursion depth"),
 }
 
 
