@@ -7,6 +7,7 @@ a line, fails.
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import exp, log, sqrt
 from pathlib import Path
@@ -76,6 +77,9 @@ def optimizer(sections: Sections) -> OptimizerConfig:
 def loss(sections: Sections, taken: list[Taken] | None = None, **changes: Any) -> dict[str, float]:
     """Of two completions: ratios 1.5 and .5 with A = 1, and 1.1 with A = -2; d to the reference log 2, 0, -log 2."""
     config = algorithm(sections, **changes)
+    if config.old_logprobs == "sampler":  # then nothing else was sampled from
+        own = [{name: x for name, x in one.more.items() if name != "sampler_logprobs"} for one in taken or BOTH]
+        taken = [replace(one, more=more) for one, more in zip(taken or BOTH, own, strict=True)]
     return reduced(partial(grpo_loss, config=config, over=config.over(10)), inputs_of(batch_of(taken or BOTH)))
 
 
@@ -149,6 +153,12 @@ def rate(at: float, end: float) -> Callable[[Sections], None]:
         close(float(schedule(50)), end)
 
     return check
+
+
+def warmup(s: Sections) -> None:
+    """get_linear_schedule_with_warmup: step / 10 of the rate for steps 0 to 9, then all of it."""
+    schedule = build_schedule(OptimizerConfig(learning_rate=1.0, schedule="constant", **s["optimizer"]), 100)
+    close([float(schedule(step)) for step in (0, 1, 9, 10, 11)], [0, 0.1, 0.9, 1, 1])
 
 
 def adam(s: Sections) -> None:
@@ -301,6 +311,7 @@ CHECKS: dict[str, dict[str, Callable[[Sections], None]]] = {
         "adam_beta1": adam,
         "weight_decay": decay(0.0),
     },
+    "TRL: a warm-up": {"warmup_steps": warmup},
     "TRL: RLOO": {
         "num_generations": rloo,
         "one action": one_action,
