@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -110,12 +110,13 @@ def main() -> None:
         child(arguments.child, arguments.families)
         return
     command = [sys.executable, "-m", "benchmarks.mismatch", "--families", *arguments.families, "--child"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     console = Console(width=120)
     found = Table("family", *(f"{mode}: {name}" for mode in MODES for name in ("mean", "max", "scorer", "reference")))
-    children = [subprocess.Popen([*command, mode], text=True, **pipes) for mode in MODES]
+    children = [
+        subprocess.Popen([*command, mode], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for mode in MODES
+    ]
 
-    def answer(one: subprocess.Popen[str]) -> "dict[str, float] | float":
+    def answer(one: subprocess.Popen[str]) -> Any:
         assert one.stdout is not None
         return json.loads(one.stdout.readline())
 
