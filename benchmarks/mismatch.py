@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mismatch`: how far the trainer's log-probs are from the sampler's in bfloat16, and what that costs.
+"""`python -m benchmarks.mismatch`: the trainer's log-probs beside the sampler's in bfloat16, and what equal ones cost.
 
 Small random models of every family draw completions; the training step and `Client.logprobs` look at them again. Once
 with the rounding that tunix asks of XLA (`tunix.exact`), once with the liberty that XLA takes by itself, each in a
@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from benchmarks.shapes import Shape
     from tunix.config import Family
 
-PROMPTS, GROUP, PROMPT, NEW = 4, 4, 24, 72
+PROMPTS, GROUP, PROMPT, NEW = 2, 8, 16, 48
 SIZES = {"d_model": 128, "ffn": 384, "num_layers": 4}
-WINDOW = 32
+WINDOW = 16
 FAMILIES: "tuple[Family, ...]" = ("llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3")
 MODES = ("exact", "free")
 
@@ -66,11 +66,11 @@ def distances(family: "Family") -> dict[str, float]:
     scored = client.logprobs(sequences)
     apart = [np.abs(x - y.per_token["sampled"])[y.loss_mask] for x, y in zip(scored, sequences, strict=True)]
     step = client.step(pack(sequences, len(sequences), shape.length), Loss(look, reference=True))
-    found = {name: float(step[f"{name}"]) for name in ("mean", "max", "reference")}
+    found = {name: float(step[name]) for name in ("mean", "max", "reference")}
     return found | {"scorer": float(np.max(np.concatenate(apart)))}
 
 
-def child(mode: str) -> None:
+def child(mode: str, families: "list[Family]") -> None:
     """Prints what `distances` finds, line by line; then the seconds of one step and of one draw for each line read."""
     from tunix import exact
 
@@ -84,7 +84,7 @@ def child(mode: str) -> None:
     from benchmarks.train import LOSS
     from tunix.types import Sampling
 
-    for family in FAMILIES:
+    for family in families:
         print(json.dumps(distances(family)), flush=True)
     shape = replace(SHAPES["small"], dtype="bfloat16")
     client, batch = shape.trainer(), shape.batch()
@@ -103,29 +103,31 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed turns, after one that compiles")
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child(arguments.child)
+        child(arguments.child, arguments.families)
         return
-    command = [sys.executable, "-m", "benchmarks.mismatch", "--child"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-m", "benchmarks.mismatch", "--families", *arguments.families, "--child"]
     console = Console(width=120)
     found = Table("family", *(f"{mode}: {name}" for mode in MODES for name in ("mean", "max", "scorer", "reference")))
-    children = [subprocess.Popen([*command, mode], text=True, **pipes) for mode in MODES]
+    children = [
+        subprocess.Popen([*command, mode], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for mode in MODES
+    ]
 
-    def answer(one: subprocess.Popen[str]) -> "dict[str, float] | float":
+    def answer(one: subprocess.Popen[str]) -> Any:
         assert one.stdout is not None
         return json.loads(one.stdout.readline())
 
-    for family in FAMILIES:
+    for family in arguments.families:
         numbers = [answer(one) for one in children]
         found.add_row(family, *(f"{x[name]:.1e}" for x in numbers for name in ("mean", "max", "scorer", "reference")))
     console.print(found)
     times = Table("what", *MODES, "exact / free")
     for what in ("step", "draw"):
         seconds = []
-        for turn in range(arguments.rounds + 1):
+        for _ in range(arguments.rounds + 1):
             for one in children:
                 assert one.stdin is not None
                 print(what, file=one.stdin, flush=True)

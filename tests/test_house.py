@@ -176,6 +176,19 @@ def test_the_recipe_reads_configs_only_and_they_need_words_only():
     assert all(name.endswith(".config") for name in read if room(name) == "algorithms")
 
 
+def test_everything_is_compiled_in_one_way():
+    """`jax.jit` itself lets XLA drop casts of bfloat16, in each program others (`tunix.exact`)."""
+
+    def makes(node: ast.AST) -> bool:
+        imported = (
+            isinstance(node, ast.ImportFrom) and node.module == "jax" and any(x.name == "jit" for x in node.names)
+        )
+        return imported or (isinstance(node, ast.Attribute) and ast.unparse(node) in ("jax.jit", "jax.pmap", "nnx.jit"))
+
+    found = {name for name, file in modules().items() if any(map(makes, ast.walk(ast.parse(file.read_text()))))}
+    assert found == {"exact"}
+
+
 def test_algorithms_do_not_know_the_machinery():
     """They speak to the client's protocol: no trainer, no model, no mesh."""
     forbidden = {"models", "lora", "mesh", "trainer"}

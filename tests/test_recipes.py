@@ -113,7 +113,7 @@ def test_every_recipe_with_rewards_runs_tiny(path: Path):
     assert rows[0]["compile/count"] == rows[-1]["compile/count"] or path.stem == "ppo_gemma"
     updates = [one for one in rows if "mismatch/max" in one]  # PPO's critic is alone at first
     assert len(updates) >= 2
-    assert all(one["mismatch/max"] < (0.5 if bfloat16 else 1e-3) for one in updates)
+    assert all(one["mismatch/max"] < (0.25 if bfloat16 else 1e-3) for one in updates)
     assert max(one["train/grad_norm"] for one in updates) > 0
     assert AutoModelForCausalLM.from_pretrained(folder / "export")
     assert (folder / "curves.svg").is_file()

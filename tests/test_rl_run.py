@@ -119,8 +119,8 @@ def test_bfloat16_passes_with_its_own_tolerance(tmp_path: Path):
     write_policy(tmp_path, **PLAIN, model__dtype="bfloat16", steps=2)
     train("r.yaml")
     for row in steps("run"):
-        assert 0 < row["mismatch/mean"] < 0.05
-        assert row["mismatch/max"] < 0.5
+        assert 0 <= row["mismatch/mean"] < 0.01
+        assert row["mismatch/max"] < 0.25
 
 
 def test_adapters_are_sampled_unmerged_and_start_at_the_reference(tmp_path: Path):

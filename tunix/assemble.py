@@ -55,9 +55,10 @@ from tunix.trainer.passes import Cut, rows_per_pass
 from tunix.trainer.progress import Display, readable
 from tunix.types import Sampling
 
-MISMATCH: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.5}
-"""The largest difference of trainer and sampler that is rounding. Where inputs are rounded to 8 bits, that of bfloat16:
-two values that differ in their last bit may fall to either side."""
+MISMATCH: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.25}
+"""The largest difference of trainer and sampler that is rounding; in bfloat16 five times the largest that was measured
+(4.6e-2, Gemma 2 of four layers), since trained models are sharper than random ones. Where inputs are rounded to 8 bits,
+that of bfloat16: two values that differ in their last bit may fall to either side."""
 
 
 @dataclass(frozen=True)

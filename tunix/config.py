@@ -394,7 +394,7 @@ class RolloutConfig(Config):
     """Completions that are decoded at a time; null: as many as fill this kind of device. Never changes a result."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
-    1e-3 in float32, 0.5 in bfloat16 and where `quantization` rounds activations: rounding alone makes some."""
+    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone makes some."""
     environment: EnvironmentConfig | None = None
     """What answers the model; null for single answers."""
     samples: Annotated[int, Field(ge=0)] = 1

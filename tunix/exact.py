@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 ROUNDS: Mapping[str, bool] = {"xla_allow_excess_precision": False}
-"""Known to every backend of XLA."""
+"""An option of XLA itself, not of one backend
+(https://github.com/openxla/xla/blob/main/xla/xla.proto, `DebugOptions`)."""
 
 
 def jit(function: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **how: Any) -> Any:
