@@ -161,3 +161,24 @@ def test_accounting_adds_up():
     assert Accounting.from_dict(total.to_dict()) == total
     with pytest.raises(AssertionError):
         Accounting(rows=2, kept=1)
+
+
+def test_tokens_have_weights_by_every_row_or_none():
+    """A weight of 0 is not trained, nor is the first token; what is too long is cut with its weights."""
+    row = {"input_ids": [9, 8, 7, 6], "loss_weights": [1, 0.5, 0, 2]}
+    how = rendering(DataConfig(train="x", max_length=3), row, "row 1")
+    (found,) = to_example(row, None, how).sequences
+    assert (found.tokens.tolist(), found.loss_mask.tolist()) == ([9, 8, 7], [False, True, False])
+    assert found.per_token["loss_weights"].tolist() == [1.0, 0.5, 0.0]
+    plain = rendering(DataConfig(train="x"), {"input_ids": [1, 2]}, "row 1")
+    for one, other, said in (
+        ({"input_ids": [1, 2]}, how, "there is no column 'loss_weights'"),
+        ({**row, "loss_weights": [1, 2]}, how, "loss_weights has 2 values for 4 input_ids"),
+        ({**row, "loss_weights": [1, -1, 0, 0]}, how, r"loss_weights\[1\] is -1, not a finite number of at least 0"),
+        ({**row, "loss_weights": [1, float("nan"), 0, 0]}, how, r"loss_weights\[1\] is nan"),
+        ({**row, "loss_weights": "all"}, how, "not a list of numbers"),
+        ({**row, "loss_mask": [0, 1, 1, 1]}, how, "a weight of 0 says what is not trained"),
+        (row, plain, "which the first row has not"),
+    ):
+        with pytest.raises(UserError, match=f"row 7: .*{said}"):
+            to_example(one, None, other, "row 7")
