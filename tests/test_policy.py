@@ -240,6 +240,23 @@ def test_a_part_in_which_all_failed_is_left_out():
     assert update.metrics["reward/failed"] == 0.5
 
 
+@pytest.mark.parametrize(("std", "deviation"), [("population", 0.2338889**0.5), ("sample", 0.3508333**0.5)])
+def test_every_token_is_credited_with_what_is_still_to_come(std: str, deviation: float):
+    """KL .1 x .5 a token: `1` returns .95, the two tokens of `0.` -.1 and -.05. Over three tokens the mean is .8 / 3 =
+
+    .26667, the deviations .68333, -.36667 and -.31667, and the sum of their squares .70167, over 3 or over 2.
+    """
+    client = Fake("1", "0.")
+    updated(grpo(group_size=1, preset="reinforce_pp", advantage="batch", kl=0.1, token_returns=True, std=std), client)
+    found = np.concatenate(trained(client.steps[0][1], "advantages"))
+    np.testing.assert_allclose(found, np.array([0.68333, -0.36667, -0.31667]) / (deviation + 1e-4), rtol=1e-4)
+    # The group's mean first: 1 and 3 are -1 and 1, less .05 each; a failure is left out of everything.
+    client = Fake("1", "3", "7!")
+    updated(grpo(group_size=3, advantage="mean_batch", token_returns=True), client, prompts=1)
+    batch = client.steps[0][1]
+    np.testing.assert_allclose(np.concatenate(trained(batch, "advantages")), [-1, 1, 0, 0], atol=1e-3)
+
+
 # --- Failures -------------------------------------------------------------------------------------------------------
 
 

@@ -254,6 +254,7 @@ def test_bf16_computes_near_f32_and_keeps_f32_masters():
     all_half = trainer(dtype="bfloat16", param_dtype="bfloat16", rows=1)
     all_half.step(batch, SFT_LOSS)
     assert all(x.dtype == jnp.bfloat16 for x in all_half.state.params.values())
+    assert {str(x.dtype) for x in jax.tree.leaves(all_half.state.moments)} == {"int32", "float32"}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])

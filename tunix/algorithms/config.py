@@ -105,10 +105,20 @@ class PolicyConfig(RuledConfig):
     """Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of KL(policy || reference), k3 that of
     KL(reference || policy); k3+ has the value of k3 and the gradient of k2."""
     kl_weighted: bool = False
-    """In the loss: times the ratio to the policy that drew, so that k1 and k3 have the gradient of
-    KL(policy || reference), after several updates too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556)."""
+    """In the loss: times the ratio to the policy that sampled, so that k1 and k3 have the gradient of
+    KL(policy || reference), after several updates too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). With
+    `old_logprobs: recompute` that is still the sampler, not the trainer's copy of it."""
+    kl_input_clamp: Annotated[float, Field(gt=0, le=20)] | None = None
+    """The estimate counts log-ratios to the reference as no larger than this. Null: 20, as NeMo-RL and verl take it."""
+    kl_output_clamp: Annotated[float, Field(gt=0)] | None = None
+    """And the estimate as no larger than this, beyond which it has no gradient. NeMo-RL and verl (for k3) take 10; null
+    for no bound, as in the papers and TRL."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
+    entropy_over: Literal["reduction", "tokens"] = "reduction"
+    """What the entropy is averaged over: as `reduction` says, or all trained tokens whatever that is."""
+    std: Literal["population", "sample"] = "population"
+    """Standard deviations that advantages are divided by: n of the population, or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
     """The ratio's denominator: what the sampler reports, or a forward pass of the trainer before the updates."""
     correction: Literal["none", "truncate", "mask"] = "none"
@@ -146,11 +156,20 @@ class PolicyConfig(RuledConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("reduction_length",), lambda s: s["reduction"] == "constant", "without reduction: constant"),
-        Rule(("kl_in", "kl_estimator"), lambda s: bool(s["kl"]), "while kl is 0: set kl"),
+        Rule(
+            ("kl_in", "kl_estimator", "kl_input_clamp", "kl_output_clamp"),
+            lambda s: bool(s["kl"]),
+            "while kl is 0: set kl",
+        ),
         Rule(
             ("kl_weighted",),
             lambda s: bool(s["kl"]) and s["kl_in"] != "reward",
             "without a KL term in the loss: set kl and kl_in: loss",
+        ),
+        Rule(
+            ("entropy_over",),
+            lambda s: bool(s["entropy_bonus"]) and s["reduction"] != "tokens",
+            "without an entropy_bonus and another reduction than tokens: set both",
         ),
         Rule(
             ("correction", "geometric_mask", "mismatch_limit"),
@@ -175,6 +194,7 @@ class PolicyConfig(RuledConfig):
             "clip_high": 0.2,
             "kl_in": "loss",
             "kl_estimator": "k1" if settings["kl_in"] == "reward" else "k3",
+            "kl_input_clamp": 20.0,
             "correction_level": "token",
             "correction_low": 0.0 if settings["correction"] == "truncate" else 0.5,
             "correction_high": 2.0 if settings["correction"] == "truncate" else 5.0,

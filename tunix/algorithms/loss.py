@@ -17,14 +17,17 @@ from jaxtyping import Array, Float, Num
 
 from tunix.algorithms.config import Level, PolicyConfig
 from tunix.algorithms.ops import (
+    LOG_RATIO_LIMIT,
+    Clamp,
     Estimator,
     Importance,
     Surrogate,
+    clamped_kl,
     importance_weight,
     kl_estimate,
     log_ratio,
     sequence_sum,
-    token_ratio,
+    weighted_kl,
 )
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
@@ -91,7 +94,7 @@ def policy_outputs(
         inputs: `reference_logprobs` are read where `config.kl` is not 0, `sampler_logprobs` with
             `old_logprobs: recompute`, the entropy where there is a bonus.
         config: the section.
-        over: what every term is averaged over.
+        over: what every term is averaged over, but for `entropy_over: tokens`.
         surrogate: the policy's loss per token.
         ratio: what the surrogate clips.
         kl: coefficient of the KL term; read with `kl_in: loss`.
@@ -118,13 +121,29 @@ def policy_outputs(
         reference = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch)
         metrics["kl/reference"] = _estimate(reference, "k3")
         if config.kl_in == "loss":
-            weight = token_ratio(current) if config.kl_weighted else 1.0
-            terms["kl"] = Term(kl * weight * _estimate(reference, config.kl_estimator or "k3"), over)
+            terms["kl"] = Term(kl * _kl(inputs, config), over)
     if inputs.entropy is not None:
         metrics["policy/entropy"] = inputs.entropy
         if config.entropy_bonus:
-            terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+            terms["entropy"] = Term(
+                -config.entropy_bonus * inputs.entropy, "tokens" if config.entropy_over == "tokens" else over
+            )
     return with_mismatch(LossOutputs(terms, metrics), inputs, config)
+
+
+def _kl(inputs: LossInputs, config: PolicyConfig) -> Float[Array, "B T"]:
+    """KL(policy || reference) of each token, clamped, and weighted by the policy over the one that drew."""
+    batch, estimator, clamp = inputs.batch, config.kl_estimator or "k3", kl_clamp(config)
+    ratios = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch, clamp.input)
+    if not config.kl_weighted:
+        return cast(Array, clamped_kl(ratios, estimator, clamp))
+    # Not the old log-probs: recomputed, they are the trainer's own.
+    return weighted_kl(log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch), ratios, estimator, clamp)
+
+
+def kl_clamp(config: PolicyConfig) -> Clamp:
+    """The bounds of the KL estimate that a section asks for."""
+    return Clamp(config.kl_input_clamp or LOG_RATIO_LIMIT, config.kl_output_clamp)
 
 
 def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:

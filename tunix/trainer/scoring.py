@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
+from tunix.exact import jit
 from tunix.models.model import Model, Params
 from tunix.trainer.passes import Cut
 from tunix.trainer.step import Passes
@@ -81,7 +82,7 @@ class Scorer:
         def compute(params: Params, passes: Passes, temperature: float, entropy: bool = False) -> Float[Array, "M R T"]:
             return each_pass(lambda rows: one(params, rows, temperature, entropy), passes)
 
-        return jax.jit(compute, static_argnames=("temperature", "entropy"))
+        return jit(compute, static_argnames=("temperature", "entropy"))
 
     @cached_property
     def _values(self):
@@ -90,7 +91,7 @@ class Scorer:
             hidden = self.model.hidden(params, tokens, positions, segments)
             return self.model.values_of(params, hidden, positions)
 
-        return jax.jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
+        return jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
 
 
 def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T *width"]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, length_lambda, whitened
 from tunix.algorithms.base import Update
+from tunix.algorithms.loss import kl_clamp
 from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
@@ -98,7 +99,7 @@ class PPO(PolicyGradient):
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
         advantages = [advantage for advantage, _ in pairs]
         if self.config.whiten:
-            advantages = whitened(advantages, counted)
+            advantages = whitened(advantages, counted, std=self.config.std)
         self._measure(listed, [returns for _, returns in pairs], values, counted)
         for name, arrays in (
             ("advantages", advantages),
@@ -137,8 +138,8 @@ class PPO(PolicyGradient):
         if not self.config.kl or self.config.kl_in != "reward":
             return np.zeros(len(sequence.tokens))
         reference = sequence.per_token["reference_logprobs"]
-        estimator = self.config.kl_estimator or "k1"
-        return kl_rewards(drawn_with(sequence), reference, sequence.loss_mask, self._kl, estimator)
+        estimator, clamp = self.config.kl_estimator or "k1", kl_clamp(self.config)
+        return kl_rewards(drawn_with(sequence), reference, sequence.loss_mask, self._kl, estimator, clamp)
 
     def _measure(
         self, listed: list[Sequence], returns: list[np.ndarray], values: list[np.ndarray], counted: list[np.ndarray]

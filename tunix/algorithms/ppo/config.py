@@ -42,6 +42,7 @@ class PPOConfig(PolicyConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *PolicyConfig.rules,
+        Rule(("std",), lambda s: bool(s["whiten"]), "without whiten: true"),
         Rule(("lam",), lambda s: s["lam_length"] is None, "with lam_length, which stands in its place: set lam_critic"),
         Rule(("kl_target",), lambda s: bool(s["kl"]), "while kl, its first value, is 0: set kl"),
         Rule(
