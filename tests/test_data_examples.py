@@ -6,10 +6,12 @@ import pytest
 from tunix.config import DataConfig
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
+from tunix.data.cutting import Cutter
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
+from tunix.types import Sequence
 
 TOKENIZER = bytes_tokenizer()
 BOS, EOS = 2, 1
@@ -182,3 +184,11 @@ def test_tokens_have_weights_by_every_row_or_none():
     ):
         with pytest.raises(UserError, match=f"row 7: .*{said}"):
             to_example(one, None, other, "row 7")
+
+
+def test_pieces_keep_their_tokens_weights():
+    row = {"input_ids": [9, 8, 7, 6, 5], "loss_weights": [0, 1, 2, 3, 4]}
+    example = Kept((Sequence(np.arange(5), np.arange(5) > 0, per_token={"loss_weights": np.arange(5.0)}),), row=row)
+    cut = Cutter(3, wrapped=False)
+    pieces = [cut.take(example).piece for _ in range(2)]
+    assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
