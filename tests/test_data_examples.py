@@ -6,10 +6,12 @@ import pytest
 from tunix.config import DataConfig
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
+from tunix.data.cutting import Cutter
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
+from tunix.types import Sequence
 
 TOKENIZER = bytes_tokenizer()
 BOS, EOS = 2, 1
@@ -161,3 +163,32 @@ def test_accounting_adds_up():
     assert Accounting.from_dict(total.to_dict()) == total
     with pytest.raises(AssertionError):
         Accounting(rows=2, kept=1)
+
+
+def test_tokens_have_weights_by_every_row_or_none():
+    """A weight of 0 is not trained, nor is the first token; what is too long is cut with its weights."""
+    row = {"input_ids": [9, 8, 7, 6], "loss_weights": [1, 0.5, 0, 2]}
+    how = rendering(DataConfig(train="x", max_length=3), row, "row 1")
+    (found,) = to_example(row, None, how).sequences
+    assert (found.tokens.tolist(), found.loss_mask.tolist()) == ([9, 8, 7], [False, True, False])
+    assert found.per_token["loss_weights"].tolist() == [1.0, 0.5, 0.0]
+    plain = rendering(DataConfig(train="x"), {"input_ids": [1, 2]}, "row 1")
+    for one, other, said in (
+        ({"input_ids": [1, 2]}, how, "there is no column 'loss_weights'"),
+        ({**row, "loss_weights": [1, 2]}, how, "loss_weights has 2 values for 4 input_ids"),
+        ({**row, "loss_weights": [1, -1, 0, 0]}, how, r"loss_weights\[1\] is -1, not a finite number of at least 0"),
+        ({**row, "loss_weights": [1, float("nan"), 0, 0]}, how, r"loss_weights\[1\] is nan"),
+        ({**row, "loss_weights": "all"}, how, "not a list of numbers"),
+        ({**row, "loss_mask": [0, 1, 1, 1]}, how, "a weight of 0 says what is not trained"),
+        (row, plain, "which the first row has not"),
+    ):
+        with pytest.raises(UserError, match=f"row 7: .*{said}"):
+            to_example(one, None, other, "row 7")
+
+
+def test_pieces_keep_their_tokens_weights():
+    row = {"input_ids": [9, 8, 7, 6, 5], "loss_weights": [0, 1, 2, 3, 4]}
+    example = Kept((Sequence(np.arange(5), np.arange(5) > 0, per_token={"loss_weights": np.arange(5.0)}),), row=row)
+    cut = Cutter(3, wrapped=False)
+    pieces = [cut.take(example).piece for _ in range(2)]
+    assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]

@@ -15,7 +15,7 @@ from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
-from tunix.types import Batch, Sequence, Term
+from tunix.types import LOSS_WEIGHTS, Batch, Sequence, Term
 
 SFT_LOSS = SFT(SFTConfig()).objective
 
@@ -35,10 +35,16 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], toler
         np.testing.assert_allclose(one[name], right, atol=tolerance * max(size, 1e-6), rtol=0, err_msg=name)
 
 
-def two_sequences() -> Batch:
-    """A: 4 tokens, 2 of them trained, weight 1. B: 3 tokens, 1 trained, weight 3. One packed row of 8."""
-    a = Sequence(np.array([5, 6, 7, 8], np.int32), np.array([False, False, True, True]), 1.0)
-    b = Sequence(np.array([9, 1, 2], np.int32), np.array([False, True, False]), 3.0)
+def two_sequences(weights: tuple[float, float, float] | None = None) -> Batch:
+    """A: 4 tokens, 2 of them trained, weight 1. B: 3 tokens, 1 trained, weight 3. One packed row of 8.
+
+    Args:
+        weights: by which the trained tokens count; another number stands where nothing is trained.
+    """
+    own = [{}, {}] if weights is None else [{LOSS_WEIGHTS: np.array([9.0, 9.0, *weights[:2]])}]
+    own = own if weights is None else [*own, {LOSS_WEIGHTS: np.array([9.0, weights[2], 9.0])}]
+    a = Sequence(np.array([5, 6, 7, 8], np.int32), np.array([False, False, True, True]), 1.0, own[0])
+    b = Sequence(np.array([9, 1, 2], np.int32), np.array([False, True, False]), 3.0, own[1])
     return pack([a, b], 2, 8, packing=True)
 
 
@@ -52,13 +58,31 @@ def two_sequences() -> Batch:
     ],
 )
 def test_terms_are_divided_as_written_by_hand(over, expected):
-    batch = two_sequences()
+    assert reduced_by_hand(two_sequences(), over) == pytest.approx(expected)
+    assert reduced_by_hand(two_sequences((1.0, 1.0, 1.0)), over) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        # A's tokens count 1/2 and 1/4, B's 2: numerators 1/2 * 1 + 1/4 * 2 = 1 and 2 * 4 = 8, lengths 3/4 and 2.
+        ("tokens", (1 * 1 + 3 * 8) / (1 * 0.75 + 3 * 2)),
+        ("sequences", (1 * 1 / 0.75 + 3 * 8 / 2) / (1 + 3)),
+        (10.0, (1 * 1 / 10 + 3 * 8 / 10) / (1 + 3)),
+    ],
+)
+def test_a_token_counts_with_its_weight_above_and_below_the_line(over, expected):
+    assert reduced_by_hand(two_sequences((0.5, 0.25, 2.0)), over) == pytest.approx(expected)
+
+
+def reduced_by_hand(batch: Batch, over) -> float:
+    """Of values 1 and 2 at A's trained tokens and 4 at B's."""
     values = np.full(batch.tokens.shape, np.inf, np.float32)  # whatever lies outside of the mask must not matter
     order = {(0, 2): 1.0, (0, 3): 2.0, (1, 1): 4.0}
     for (sequence, position), value in order.items():
         mine = (batch.sequence_ids == sequence) & (batch.segment_ids > 0) & (batch.positions == position)
         values[mine] = value
-    assert float(reduce(Term(jnp.asarray(values), over), jax.tree.map(jnp.asarray, batch))) == pytest.approx(expected)
+    return float(reduce(Term(jnp.asarray(values), over), jax.tree.map(jnp.asarray, batch)))
 
 
 @pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
+LOSS_WEIGHTS = "loss_weights"
+"""The per-token value by which a trained token counts, in the loss and in its denominators, where rows give it."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
@@ -33,7 +35,7 @@ class Sequence:
     weight: float = 1.0
     """Multiplies the sequence's share of the loss and of its denominators; 0 leaves the sequence out."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Named `[T]` float values, such as `old_logprobs`."""
+    """Named `[T]` float values, such as `old_logprobs`; `LOSS_WEIGHTS` is read by the framework itself."""
     per_sequence: Mapping[str, float] = field(default_factory=dict)
     """Named numbers, such as `advantage`."""
 
@@ -56,7 +58,8 @@ class Batch:
     weights: Float[Array | np.ndarray, "S"]
     """Weight of each sequence; 0 where the last batch of an epoch has fewer than S."""
     lengths: Float[Array | np.ndarray, "S"]
-    """Trained tokens of each sequence, at least 1 so that it can divide."""
+    """Trained tokens of each sequence, each counted by its weight where it has one; 1 for none, so that it can
+    divide."""
     counts: Mapping[str, Float[Array | np.ndarray, ""]]
     """The denominators of the whole batch, weighted: `tokens`, `sequences`, and `pairs` where sequences 2 i and 2 i + 1
     are one. Taken before any split."""

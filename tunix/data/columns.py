@@ -84,6 +84,23 @@ def as_string(value: Any, name: str) -> str:
     return value
 
 
+def as_weights(value: Any, name: str, number: int) -> np.ndarray:
+    """`[T]` float32 of a list of finite numbers of at least 0, one for each of `number` tokens."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a ragged list
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
+        raise UserError(f"{name} is {value!r:.80}, not a list of numbers")
+    if len(array) != number:
+        raise UserError(f"{name} has {len(array)} values for {number} input_ids")
+    wrong = ~(np.isfinite(array) & (array >= 0))
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        raise UserError(f"{name}[{place}] is {array[place]:g}, not a finite number of at least 0")
+    return array.astype(np.float32)
+
+
 def as_integers(value: Any, name: str) -> np.ndarray:
     """`[T]` int32 of a list of whole numbers (or booleans, for a mask)."""
     try:

@@ -94,7 +94,8 @@ class Cutter(Whole):
         self._begin = end
         if finished:
             self._begin = self._pieces = 0
-        cut = replace(whole, tokens=whole.tokens[begin:end], loss_mask=mask)
+        own = {name: values[begin:end] for name, values in whole.per_token.items()}
+        cut = replace(whole, tokens=whole.tokens[begin:end], loss_mask=mask, per_token=own)
         return Taken(replace(example, sequences=(cut,)) if trained else None, account, finished)
 
     def get_state(self) -> dict[str, Any]:

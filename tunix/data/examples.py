@@ -1,8 +1,9 @@
 """One row becomes one example: a sequence, a pair of them, or a reason why not, and all of it is counted.
 
-The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with `labels`
-or `loss_mask`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled completions a `label`, and both
-may come as ids too. Where a policy writes the completions (`train_on: prompt`) only the prompt of a row is read.
+The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with
+`labels`, `loss_mask` or `loss_weights`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled
+completions a `label`, and both may come as ids too. Where a policy writes the completions (`train_on: prompt`) only the
+prompt of a row is read.
 `shapes.rendering` reads the shape off a row, `to_example` renders it (`rendered`, `pairs`), cuts or refuses what is too
 long, and `Accounting` adds up: kept plus dropped is the number of rows.
 """
@@ -28,11 +29,11 @@ from tunix.data.accounting import (
 )
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column
 from tunix.data.pairs import render_pair
-from tunix.data.rendered import Rendered, render_row
+from tunix.data.rendered import Rendered, given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import Sequence
+from tunix.types import LOSS_WEIGHTS, Sequence
 
 
 def to_example(row: Row, tokenizer: Tokenizer | None, how: Rendering, where: str = "the row") -> Kept | Dropped:
@@ -53,6 +54,7 @@ def to_example(row: Row, tokenizer: Tokenizer | None, how: Rendering, where: str
     try:
         sides = render_pair(row, tokenizer, how) if how.train_on == "pairs" else (render_row(row, tokenizer, how),)
         weight, values = as_weight(column(row, "weight", how.columns, None)), _values(row, how)
+        per_token = {} if isinstance(sides, Dropped) else _token_values(row, len(sides[0][0]), how)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     if isinstance(sides, Dropped):
@@ -62,7 +64,7 @@ def to_example(row: Row, tokenizer: Tokenizer | None, how: Rendering, where: str
             raise UserError(f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {how.vocab_size}")
     if how.train_on == "prompt":
         return _prompt(sides[0][0], weight, row, how, where)
-    return _fault(sides, tokenizer, how) or _fitted(sides, weight, values, how, where)
+    return _fault(sides, tokenizer, how) or _fitted(sides, weight, per_token, values, how, where)
 
 
 def _prompt(tokens: np.ndarray, weight: float, row: Row, how: Rendering, where: str) -> Kept | Dropped:
@@ -89,7 +91,12 @@ def _fault(sides: List[Rendered], tokenizer: Tokenizer | None, how: Rendering) -
 
 
 def _fitted(
-    sides: List[Rendered], weight: float, values: Mapping[str, float], how: Rendering, where: str
+    sides: List[Rendered],
+    weight: float,
+    per_token: Mapping[str, np.ndarray],
+    values: Mapping[str, float],
+    how: Rendering,
+    where: str,
 ) -> Kept | Dropped:
     """The row within its limit."""
     limit = how.max_length
@@ -97,7 +104,8 @@ def _fitted(
     if too_long and how.on_overflow == "drop":
         return Dropped(TOO_LONG)
     end = None if how.on_overflow == "keep" else limit
-    cut = tuple(Sequence(tokens[:end], mask[:end], weight, per_sequence=values) for tokens, mask in sides)
+    own = {name: x[:end] for name, x in per_token.items()}
+    cut = tuple(Sequence(tokens[:end], mask[:end], weight, own, values) for tokens, mask in sides)
     if not all(sequence.loss_mask.any() for sequence in cut):
         return Dropped(CUT_AWAY)
     return Dropped(CUT_EQUAL) if _equal([sequence.tokens for sequence in cut]) else Kept(cut, too_long)
@@ -136,6 +144,12 @@ def _values(row: Row, how: Rendering) -> dict[str, float]:
     if "margin" in how.fixed:
         return {"margin": as_margin(column(row, "margin", how.columns), how.columns.get("margin", "margin"))}
     return {}
+
+
+def _token_values(row: Row, number: int, how: Rendering) -> dict[str, np.ndarray]:
+    """What the framework reads of each token besides its id."""
+    weights = given_weights(row, number, how)
+    return {} if weights is None else {LOSS_WEIGHTS: weights}
 
 
 def _renamed(row: Row, how: Rendering) -> Row:

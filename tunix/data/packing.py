@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from tunix.types import Batch, Sequence
+from tunix.types import LOSS_WEIGHTS, Batch, Sequence
 
 LABEL = "label"
 """The per-sequence value that is 1 for a desirable completion and 0 for another."""
@@ -73,7 +73,10 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing
     owners = np.repeat(pieces.owner, sizes)
     weights = np.zeros(size)
     weights[: len(sequences)] = [sequence.weight for sequence in sequences]
-    trained = np.bincount(owners[mask], minlength=size)
+    own = None
+    if LOSS_WEIGHTS in sequences[0].per_token:
+        own = joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
+    trained = np.bincount(owners[mask], own, minlength=size)
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
     if members == 2:
         counts["pairs"] = weights[::2].sum()
@@ -89,7 +92,7 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing
         loss_mask=laid(mask, np.bool_),
         sequence_ids=laid(owners, np.int32),
         weights=weights.astype(np.float32),
-        lengths=np.maximum(trained, 1).astype(np.float32),
+        lengths=np.where(trained > 0, trained, 1).astype(np.float32),
         counts={name: np.asarray(count, np.float32) for name, count in counts.items()},
         per_token={
             name: laid(joined([sequence.per_token[name] for sequence in sequences]), np.float32)

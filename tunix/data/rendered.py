@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from tunix.data.chat import render_chat, render_prompt
-from tunix.data.columns import Row, as_integers, as_messages, as_string, as_tools, column
+from tunix.data.columns import Row, as_integers, as_messages, as_string, as_tools, as_weights, column
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
+from tunix.types import LOSS_WEIGHTS
 
 Rendered = tuple[np.ndarray, np.ndarray]
 """`[T]` int32 tokens and `[T]` bool mask of what is trained."""
@@ -155,10 +156,30 @@ def _given_completion(row: Row, how: Rendering) -> Rendered:
     return joined(given_ids(row, "prompt_ids", how), given_ids(row, "completion_ids", how))
 
 
+def given_weights(row: Row, number: int, how: Rendering) -> np.ndarray | None:
+    """`[T]` what each token counts, where the rows say so; every one of them does, or none.
+
+    Raises:
+        UserError: a row without them where the first has them, or the other way round.
+    """
+    if LOSS_WEIGHTS in how.fixed:
+        return as_weights(column(row, LOSS_WEIGHTS, how.columns), LOSS_WEIGHTS, number)
+    if how.train_on == "completion" and column(row, LOSS_WEIGHTS, how.columns, None) is not None:
+        raise UserError(
+            "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
+        )
+    return None
+
+
 def _given_tokens(row: Row, how: Rendering) -> Rendered:
-    """Ids as they stand, with the mask that `labels` (not shifted, -100 is not trained) or `loss_mask` tells."""
+    """Ids as they stand, with the mask of `labels` (not shifted, -100 is not trained), `loss_mask` or weights."""
     tokens = given_ids(row, "input_ids", how)
     labels, loss_mask = (column(row, name, how.columns, None) for name in ("labels", "loss_mask"))
+    weights = given_weights(row, len(tokens), how)
+    if weights is not None:
+        if labels is not None or loss_mask is not None:
+            raise UserError("it has loss_weights and labels or loss_mask: a weight of 0 says what is not trained")
+        return tokens, weights > 0
     if labels is not None and loss_mask is not None:
         raise UserError("it has labels and loss_mask: leave one of them out")
     if labels is None and loss_mask is None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tunix.config import DataConfig
 from tunix.data.columns import Row, listed, near
 from tunix.errors import UserError, nearest
+from tunix.types import LOSS_WEIGHTS
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
 TrainOn = Literal["completion", "all", "prompt", "row", "pairs", "labels"]
@@ -62,9 +63,9 @@ _READ: Mapping[TrainOn, str] = {
 CUT: tuple[TrainOn, ...] = ("completion", "all")
 """What can be cut into pieces: a sequence that nothing is compared with, and that nobody goes on from."""
 
-OPTIONAL = ("labels", "loss_mask", "weight", "tools", "margin")
+OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", "margin")
 FIXED = ("prompt", "margin")
-"""Columns of pairs that may be left out, but then by every row."""
+"""Columns of pairs that may be left out, but then by every row; of token ids it is `loss_weights`."""
 
 SPOKEN = ("messages", "prompt and completion", "prompt", "text", "chosen and rejected", "prompt, completion and label")
 """The shapes that are named to a person first: the most usual."""
@@ -97,7 +98,7 @@ class Rendering:
     vocab_size: int | None = None
     """Rows of the model's embedding, where known: a larger id is refused instead of being read as another one."""
     fixed: tuple[str, ...] = ()
-    """Those of `FIXED` that the first row of pairs has, and therefore every one."""
+    """Those of `FIXED` that the first row has, and therefore every one."""
 
 
 def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "completion") -> Rendering:
@@ -127,8 +128,15 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
         chat=config.chat,
         system=config.system,
         template_kwargs=config.template_kwargs,
-        fixed=tuple(name for name in FIXED if shapes is PAIRS and config.columns.get(name, name) in first),
+        fixed=tuple(name for name in _fixed(train_on, shape) if first.get(config.columns.get(name, name)) is not None),
     )
+
+
+def _fixed(train_on: TrainOn, shape: Format) -> tuple[str, ...]:
+    """Columns that every row has or none."""
+    if train_on == "completion" and shape == "tokens":
+        return (LOSS_WEIGHTS,)
+    return FIXED if train_on == "pairs" else ()
 
 
 def detect_format(

@@ -23,7 +23,7 @@ from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Term
+from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Term
 
 DROPOUT = 0xD0
 """Folded into a step's key for dropout, so that the noise of the embeddings shares nothing with it."""
@@ -281,6 +281,8 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
         share, count = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
     else:
         share = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)
+        if LOSS_WEIGHTS in batch.per_token:
+            share = share * batch.per_token[LOSS_WEIGHTS]
         count = batch.counts["tokens" if over == "tokens" else "sequences"]
         if over == "sequences":
             share = share / batch.lengths[batch.sequence_ids]

@@ -88,8 +88,8 @@ def cosine(
 ) -> float:
     """Right answers earn more the shorter they are, wrong ones less, along half a cosine.
 
-    `long + (short - long) (1 + cos(pi t / limit)) / 2`. Yeo et al. 2025, https://arxiv.org/abs/2502.03373, sec. 4.2; the
-    defaults are the paper's.
+    `long + (short - long) (1 + cos(pi t / limit)) / 2`. Yeo et al. 2025, https://arxiv.org/abs/2502.03373, sec. 4.2;
+    the defaults are the paper's.
 
     Args:
         completion: what the model wrote.
