@@ -31,9 +31,11 @@ def with_pages(monkeypatch, size: int, adapter: AdapterConfig | None) -> tuple:
 def test_wide_matrices_are_turned_and_compute_the_same(monkeypatch):
     # In PLAIN 32 inputs become 64 of the ffn: rows of 256 bytes. No row is as long as a usual page.
     turned, weights, _, states = with_pages(monkeypatch, 255, None)
-    assert turned == {"gate", "up"} and weights.layers[0]["gate/w"].shape == (64, 32)
+    assert turned == {"gate", "up"}
+    assert weights.layers[0]["gate/w"].shape == (64, 32)
     usual, plain, _, expected = with_pages(monkeypatch, 256, None)
-    assert not usual and plain.layers[0]["gate/w"].shape == (32, 64)
+    assert not usual
+    assert plain.layers[0]["gate/w"].shape == (32, 64)
     np.testing.assert_array_equal(weights.layers[1]["up/w"].T, plain.layers[1]["up/w"])
     np.testing.assert_allclose(states[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(states[1, :2], expected[1, :2], rtol=1e-5, atol=1e-6)
