@@ -128,8 +128,8 @@ def continuous(net, prompts: list[list[int]], new: list[int]) -> None:
     """transformers' continuous batching, each request with its own limit."""
     settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(new), eos_token_id=-1, pad_token_id=0)
     blocks = sum(-(-(len(ids) + limit) // BLOCK) for ids, limit in zip(prompts, new, strict=True))
-    # Without a number it would take its share of all memory there is.
-    cache = ContinuousBatchingConfig(block_size=BLOCK, num_blocks=blocks)
+    # Unnumbered it takes its share of all memory; shared pages would outlast a turn.
+    cache = ContinuousBatchingConfig(page_size=BLOCK, num_blocks=blocks, allow_block_sharing=False)
     tokens = 0
     with net.continuous_batching_context_manager(settings, continuous_batching_config=cache) as manager:
         while True:
