@@ -12,10 +12,18 @@ torch.set_num_threads(CORES)
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 STEPS = 200
+BLOCK = 32
+"""Tokens of a page of the cache of continuous batching."""
 PLAIN = {
     "output_dir": tempfile.mkdtemp(),
     "max_steps": STEPS,
@@ -119,10 +127,13 @@ def even(net, prompts: list[list[int]], new: list[int]) -> None:
 def continuous(net, prompts: list[list[int]], new: list[int]) -> None:
     """transformers' continuous batching, each request with its own limit."""
     settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(new), eos_token_id=-1, pad_token_id=0)
+    blocks = sum(-(-(len(ids) + limit) // BLOCK) for ids, limit in zip(prompts, new, strict=True))
+    # Unnumbered it takes its share of all memory; shared pages would outlast a turn.
+    cache = ContinuousBatchingConfig(page_size=BLOCK, num_blocks=blocks, allow_block_sharing=False)
     tokens = 0
-    while True:
-        turn(tokens=tokens)
-        with net.continuous_batching_context_manager(generation_config=settings) as manager:
+    with net.continuous_batching_context_manager(settings, continuous_batching_config=cache) as manager:
+        while True:
+            turn(tokens=tokens)
             for ids, limit in zip(prompts, new, strict=True):
                 manager.add_request(ids, max_new_tokens=limit)
             tokens = done = 0

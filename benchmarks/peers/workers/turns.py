@@ -15,8 +15,8 @@ CORES = 2
 def start() -> "tuple[dict[str, Any], Turns]":
     """The case that the command line names, and the turns; before any library counts the cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(CORES))
-    cores = sorted(os.sched_getaffinity(0))[:CORES]
-    os.sched_setaffinity(0, cores)
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     with open(sys.argv[1], encoding="utf-8") as file:
         return json.load(file), Turns()
 
