@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
+from tunix.mesh import fast_products
 from tunix.models.model import Model, Params
 from tunix.trainer.passes import Cut
 from tunix.trainer.step import Passes
@@ -68,7 +69,8 @@ class Scorer:
         def compute(params: Params, passes: Passes, temperature: float) -> Float[Array, "M R T"]:
             return each_pass(lambda rows: one(params, rows, temperature), passes)
 
-        return jax.jit(compute, static_argnames="temperature")
+        options = fast_products(self.cut.mesh, self.model.dtype)
+        return jax.jit(compute, static_argnames="temperature", compiler_options=options)
 
     @cached_property
     def _values(self):
