@@ -1,8 +1,9 @@
 """The fastest step that we know how to write in plain JAX: a list of layers, all logits at once, one `jax.jit`.
 
 The yardstick for ours: same shapes, same optimizer (AdamW, clipped), no packing, no chunked head, no stacked layers. It
-has what pays without a framework: heads first, so that attention is two plain batched products, and a log-sum-exp and a
-gather in the place of `log_softmax`. docs/log.md has the variants that were slower.
+has what pays without a framework: q, k and v as one product, and gate and up; heads first, so that attention is two
+plain batched products; a log-sum-exp and a gather in the place of `log_softmax`; the library of products that is faster
+on a CPU. docs/log.md has the variants that were slower.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.shapes import Shape
+from tunix.mesh import PRODUCTS
 
 
 def plain_step(shape: Shape) -> tuple[Callable, Any]:
@@ -26,12 +28,9 @@ def plain_step(shape: Shape) -> tuple[Callable, Any]:
     def layer() -> dict[str, jax.Array]:
         wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         return {
-            "q": matrix(c.d_model, wide),
-            "k": matrix(c.d_model, narrow),
-            "v": matrix(c.d_model, narrow),
+            "qkv": matrix(c.d_model, wide + 2 * narrow),
             "o": matrix(wide, c.d_model),
-            "gate": matrix(c.d_model, c.ffn),
-            "up": matrix(c.d_model, c.ffn),
+            "gate_up": matrix(c.d_model, 2 * c.ffn),
             "down": matrix(c.ffn, c.d_model),
             "norm1": jnp.ones(c.d_model),
             "norm2": jnp.ones(c.d_model),
@@ -56,7 +55,21 @@ def plain_step(shape: Shape) -> tuple[Callable, Any]:
         updates, moments = optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return jax.jit(step, donate_argnums=0), (params, optimizer.init(params))
+    options = PRODUCTS.get((jax.default_backend(), "float32"), {})
+    return jax.jit(step, donate_argnums=0, compiler_options=options), (params, optimizer.init(params))
+
+
+def plain_work(shape: Shape) -> Callable[[], None]:
+    """One finished step of it on the shape's own batch, at each call."""
+    tokens = jnp.asarray(shape.tokens())
+    step, state = plain_step(shape)
+    held = {"state": state}
+
+    def plain() -> None:
+        held["state"], loss = step(held["state"], tokens)
+        jax.block_until_ready((held["state"], loss))
+
+    return plain
 
 
 def forward(params: dict, tokens: jax.Array, shape: Shape) -> jax.Array:
@@ -80,13 +93,13 @@ def forward(params: dict, tokens: jax.Array, shape: Shape) -> jax.Array:
     x = params["embed"][tokens]
     for w in params["layers"]:
         h = norm(x, w["norm1"])
-        q = rotate(heads_first(h @ w["q"], heads)).reshape(rows, kv_heads, -1, dim)
-        k = rotate(heads_first(h @ w["k"], kv_heads))
-        v = heads_first(h @ w["v"], kv_heads)
+        q, k, v = jnp.split(h @ w["qkv"], [heads * dim, (heads + kv_heads) * dim], -1)
+        q = rotate(heads_first(q, heads)).reshape(rows, kv_heads, -1, dim)
+        k, v = rotate(heads_first(k, kv_heads)), heads_first(v, kv_heads)
         scores = jnp.einsum("bkmh,bkth->bkmt", q, k).reshape(rows, heads, length, length) * dim**-0.5
         weights = jax.nn.softmax(scores + bias, -1).reshape(rows, kv_heads, -1, length)
         mixed = jnp.einsum("bkmt,bkth->bkmh", weights, v).reshape(rows, heads, length, dim)
         x = x + mixed.transpose(0, 2, 1, 3).reshape(rows, length, -1) @ w["o"]
-        h = norm(x, w["norm2"])
-        x = x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+        gate, up = jnp.split(norm(x, w["norm2"]) @ w["gate_up"], 2, -1)
+        x = x + (jax.nn.silu(gate) * up) @ w["down"]
     return norm(x, params["norm"]) @ params["head"]

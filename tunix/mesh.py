@@ -16,8 +16,8 @@ from tunix.errors import UserError
 Axes = tuple[str | None, ...]
 AXES = ("data", "fsdp", "tensor")
 PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}}
-"""What XLA is to be told, by platform and dtype of the computation, where its own choice of a library is the slower one:
-on a CPU YNNPACK keeps the reductions, and products go to Eigen."""
+"""What XLA is given, by platform and dtype of the computation, where its own choice of a library is the slower one: on
+a CPU YNNPACK keeps the reductions, and products go to Eigen."""
 
 
 # The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
