@@ -19,13 +19,14 @@ SUITABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-slow lint format
+.PHONY: help quickstart test test-slow lint format peers
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
+	@echo "make peers        the libraries that benchmarks/peers measures beside ours, in environments of their own"
 
 quickstart: $(VENV)/installed
 	$(BIN)/tunix run recipes/quickstart.yaml $(ARGS)
@@ -46,6 +47,19 @@ lint: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Beside ours in `python -m benchmarks.peers`; several GB. vLLM's builds of torchvision and the like do not fit a torch
+# for CPUs, and text needs none of them.
+PEERS := .peers
+PEER_PIP = $(PEERS)/$(@F:installed-%=%)/bin/python -m pip install --quiet --disable-pip-version-check
+
+peers: $(PEERS)/installed-tunix $(PEERS)/installed-trl $(PEERS)/installed-vllm
+
+$(PEERS)/installed-tunix $(PEERS)/installed-trl $(PEERS)/installed-vllm: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)/$(@F:installed-%=%)
+	$(PEER_PIP) $$(grep '^$(@F:installed-%=%):' $< | cut -d: -f2)
+	test $(@F) != installed-vllm || $(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # pip arrives last, so that a .venv that was cut short is made again.
 $(BIN)/pip:

@@ -69,7 +69,8 @@ def base_bytes(shape: Shape, kind: str) -> float:
 
 
 def state_bytes(shape: Shape, kind: str) -> float:
-    """What all weights and the moments take, by arithmetic: two moments of its own type for each that trains."""
+    """What all weights and the moments take, by arithmetic: for each that trains two moments, float32 or, where
+    all weights train in bfloat16, of that type too."""
     c, adapter = shape.config, KINDS[kind]
     rest = c.vocab_size * c.d_model * (1 if c.tied else 2) + (2 * c.num_layers + 1) * c.d_model
     if adapter is None:

@@ -77,12 +77,12 @@ class Contender:
 
     @property
     def flops(self) -> float:
-        """Of the tokens that are computed: 6 N T (4 N T under a frozen base) and 2 N T for the reference."""
-        step = training_flops(SHAPE.config, self.batch, self.lora)
+        """Of the tokens that are computed: a step's, and 2 N T for the reference."""
+        step = training_flops(SHAPE.config, self.batch, LORA if self.lora else None)
         if not self.loss.reference:
             return step
         # A forward pass: 2 N T, and a third of attention's 12 N H.
-        attention = training_flops(SHAPE.config, self.batch, False) - 6 * matmul_weights(SHAPE.config) * self.tokens
+        attention = training_flops(SHAPE.config, self.batch, None) - 6 * matmul_weights(SHAPE.config) * self.tokens
         return step + 2 * matmul_weights(SHAPE.config) * self.tokens + attention / 3
 
     @property

@@ -21,6 +21,8 @@ from tunix.trainer.perf import training_flops
 from tunix.types import Batch, Sequence
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="constant")
+HALF = OptimizerConfig(learning_rate=1e-4, schedule="constant", b2=0.99, moments_dtype="bfloat16")
+"""Where all weights train in bfloat16: moments of their type."""
 LORA = AdapterConfig(rank=16)
 
 
@@ -48,8 +50,8 @@ class Shape:
         return pack([Sequence(row, mask) for row in self.tokens()], self.rows, self.length, packing=False)
 
     def flops(self, *, frozen: bool) -> float:
-        """FLOPs of one step: 6 N T (4 N T under a frozen base) and causal attention."""
-        return training_flops(self.config, self.batch(), frozen)
+        """FLOPs of one step: 6 N T (under a frozen base 4 N T, and 6 of the adapter's) and causal attention."""
+        return training_flops(self.config, self.batch(), LORA if frozen else None)
 
     def trainer(
         self,
@@ -76,11 +78,12 @@ class Shape:
         dtypes: dict[str, DType] = {name: trains if name in mine else self.dtype for name in model.shapes}
         params = model.init(jax.random.key(0), dtypes, mesh)
         trained = {name: params[name] for name in mine}
+        optimizer = HALF if trains == "bfloat16" else OPTIMIZER
         machinery = Machinery(
             model=model,
             mesh=mesh,
-            optimizer=build_optimizer(OPTIMIZER, 1000, {name: model.axes[name] for name in trained}),
-            schedule=build_schedule(OPTIMIZER, 1000),
+            optimizer=build_optimizer(optimizer, 1000, {name: model.axes[name] for name in trained}),
+            schedule=build_schedule(optimizer, 1000),
             cut=Cut(rows or self.rows, mesh),
             length=length or self.length,
             seed=0,

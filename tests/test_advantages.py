@@ -18,6 +18,7 @@ from tunix.algorithms.advantages import (
     weighted_sum,
     whitened,
 )
+from tunix.algorithms.ops import Clamp
 from tunix.errors import UserError
 
 NAN = float("nan")
@@ -55,6 +56,30 @@ def test_maxrl_divides_by_the_success_rate():
     np.testing.assert_allclose(group_advantages(rewards, "mean_relative"), expected)
     with pytest.raises(UserError, match=r"divides by the group's mean reward, but one is -0.5"):
         group_advantages(np.array([[1.0, -0.5]]), "mean_relative")
+
+
+@pytest.mark.parametrize(
+    ("kind", "variance"),
+    # The sums of squares above, 6 of four, 8 of eight and 6 of eight, over one less.
+    [("mean_std", 6 / 3), ("batch", 8 / 7), ("mean_batch", 6 / 7)],
+)
+def test_the_samples_deviation_divides_by_one_less(kind, variance):
+    centred = REWARDS - (1.5 if kind == "batch" else REWARDS.mean(axis=1, keepdims=True))
+    expected = centred / variance**0.5
+    np.testing.assert_allclose(group_advantages(REWARDS, kind, 1e-12, "sample"), expected, atol=1e-9)
+    np.testing.assert_allclose(REWARDS.std(ddof=1, axis=1)[0] ** 2, 2)  # numpy's, as torch.std
+    # A sample alone has no deviation: 0 over the epsilon.
+    assert not group_advantages(np.array([[5.0, NAN]]), kind, std="sample").any()
+
+
+def test_gdpo_and_whitening_by_the_samples_deviation():
+    # Group (0, 1): +-.5 over sqrt(.5); over the batch of those two the same again: sqrt(.5) (1 - ...) = +-sqrt(.5).
+    np.testing.assert_allclose(
+        gdpo({"a": np.array([[0.0, 1.0]])}, {"a": 1.0}, eps=1e-12, std="sample"), [[-(0.5**0.5), 0.5**0.5]]
+    )
+    # 1 and 3: mean 2, squares 1 + 1 over 1.
+    (found,) = whitened([np.array([1.0, 9.0, 3.0])], [np.array([True, False, True])], 0.0, "sample")
+    np.testing.assert_allclose(found, [-(0.5**0.5), 0, 0.5**0.5])
 
 
 def test_the_epsilon_stands_beside_the_deviation():
@@ -166,6 +191,9 @@ def test_kl_rewards_by_hand():
     drawn = np.array([False, True, True, False])
     # d = 0.5 and -1: k1 d; k2 d^2/2 = .125 and .5; k3 e^-d - 1 + d = .10653 and .71828.
     np.testing.assert_allclose(kl_rewards(policy, reference, drawn, 0.1), [0, -0.05, 0.1, 0])
+    # Clamped: d within .4, then the estimate within .1.
+    np.testing.assert_allclose(kl_rewards(policy, reference, drawn, 0.1, "k1", Clamp(0.4)), [0, -0.04, 0.04, 0])
+    np.testing.assert_allclose(kl_rewards(policy, reference, drawn, 0.1, "k2", Clamp(0.6, 0.1)), [0, -0.01, -0.01, 0])
     np.testing.assert_allclose(kl_rewards(policy, reference, drawn, 0.1, "k2"), [0, -0.0125, -0.05, 0])
     np.testing.assert_allclose(kl_rewards(policy, reference, drawn, 1.0, "k3"), [0, -0.10653066, -0.71828183, 0])
     assert not kl_rewards(policy, policy, drawn, 0.1).any()

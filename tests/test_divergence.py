@@ -215,6 +215,30 @@ def test_the_teacher_gets_no_gradient_and_extreme_logits_are_finite(arrays):
         assert not np.any(theirs)
 
 
+@pytest.mark.parametrize("how", HOWS[::3], ids=repr)
+def test_an_offset_that_all_logits_share_takes_no_digit_away(how):
+    """Logits are numbers of 1/1024, exact in float32 beside 1e4; a divergence does not know their offset."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-5 * 1024, 5 * 1024, (2, 40)) / 1024
+    targets, needed = jnp.array([[3]]), jnp.array([[True]])
+
+    def found(offset: float) -> tuple[Compared, jax.Array]:
+        tables = [jnp.asarray(np.stack([x, np.full(40, offset)], 1), jnp.float32) for x in logits]
+
+        def divergence(state: jax.Array) -> tuple[jax.Array, Compared]:
+            sides = Side(state, tables[0], None), Side(jnp.ones((1, 1, 2)), tables[1], None)
+            both = compared(*sides, targets, needed, how)
+            return both.divergence.sum(), both
+
+        gradient, both = jax.grad(divergence, has_aux=True)(jnp.ones((1, 1, 2)))
+        return both, gradient[0, 0, 0]
+
+    q = logits[1] - np.log(np.exp(logits[1]).sum())
+    np.testing.assert_allclose(found(1e4)[0].teacher_logprobs, [[q[3]]], atol=3e-6)
+    for shifted, right in zip(jax.tree.leaves(found(1e4)), jax.tree.leaves(found(0.0)), strict=True):
+        np.testing.assert_allclose(shifted, right, atol=1e-5)
+
+
 def test_all_logits_are_never_held():
     rows, length, vocab, width = 2, 512, 32_768, 16
     shape = jax.ShapeDtypeStruct

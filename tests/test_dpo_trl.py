@@ -18,10 +18,11 @@ from preference_batches import LENGTH, PROMPT, Side
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss, slope
+from tunix.client import Client
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
 from tunix.data.pipeline import Packed
-from tunix.types import Batch, LossInputs, Sequence
+from tunix.types import Batch, Loss, LossInputs, Sequence
 
 CHOSEN, REJECTED = [-6.0, -5.4, -6.55, -7.78, -6.91], [-7.98, -5.88, -3.32, -6.98, -7.24]
 REFERENCE_CHOSEN, REFERENCE_REJECTED = [-5.27, -4.86, -6.39, -9.18, -6.95], [-6.94, -7.9, -4.01, -9.83, -9.17]
@@ -32,17 +33,17 @@ SIDES = [
 ]
 
 
-class Client:
+class Known(Client):
     """Knows each sequence's log-probs, and takes a step without changing anything."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def logprobs(self, sequences: List[Sequence], of: str, temperature: float) -> list[np.ndarray]:
+    def logprobs(self, sequences: List[Sequence], of: str = "policy", temperature: float = 1.0) -> list[np.ndarray]:
         self.asked.append(of)
         return [one.per_token["current" if of == "policy" else "reference"] for one in sequences]
 
-    def step(self, batch: Batch, loss) -> dict[str, float]:
+    def step(self, batch: Batch, loss: Loss, of: str = "policy") -> dict[str, float]:
         return reduced(loss.function, inputs_of(batch))
 
 
@@ -65,7 +66,7 @@ def inputs_of(batch: Batch) -> LossInputs:
 def measured(settings: dict, sides: List[Side] = SIDES, packing: bool = True) -> LossInputs:
     """What the loss reads of a batch, after the scoring that comes before an update."""
     packed = packed_of(sides, packing)
-    return inputs_of(DPO(DPOConfig(**settings)).measured(Client(), packed.batch, packed.sequences))
+    return inputs_of(DPO(DPOConfig(**settings)).measured(Known(), packed.batch, packed.sequences))
 
 
 def loss_of(settings: dict):
@@ -249,7 +250,9 @@ def test_sorting_sees_the_whole_batch_whatever_its_cut(form, settings):
     assert reduced(loss, shuffled)["train/loss"] == pytest.approx(value, rel=1e-6)
     found = {(2 * order[s // 2] + s % 2, t): x for (s, t), x in gradients(loss, shuffled).items() if x}
     assert found == pytest.approx({place: x for place, x in wanted.items() if x}, rel=1e-5)
-    batch = replace(apart.batch, per_token={**apart.batch.per_token, "current": np.asarray(apart.logprobs)})
+    asked = apart.batch.per_token["reference_logprobs"]
+    named = {"current": apart.logprobs, "reference": asked, "reference_logprobs": asked}
+    batch = replace(apart.batch, per_token={name: np.asarray(x) for name, x in named.items()})
     parts = [inputs_of(rows(batch, i, i + 2)) for i in range(0, len(batch.tokens), 2)]
     assert len(parts) > 2
     assert sum(reduced(loss, part)["train/loss"] for part in parts) == pytest.approx(value, rel=1e-6)
@@ -261,7 +264,7 @@ def test_sorting_sees_the_whole_batch_whatever_its_cut(form, settings):
 
 def test_a_sorted_form_asks_the_reference_once():
     """Its log-probs come with the scoring, and the update needs no pass of its own; where they are there, none."""
-    algorithm, client = DPO(DPOConfig(loss="aot")), Client()
+    algorithm, client = DPO(DPOConfig(loss="aot")), Known()
     packed = packed_of(several())
     batch = algorithm.measured(client, packed.batch, packed.sequences)
     assert client.asked == ["policy", "reference"]
@@ -270,7 +273,7 @@ def test_a_sorted_form_asks_the_reference_once():
     mask = np.asarray(batch.loss_mask)
     given = np.asarray(packed.batch.per_token["reference"])
     np.testing.assert_array_equal(np.asarray(batch.per_token["reference_logprobs"])[mask], given[mask])
-    before, client = DPO(DPOConfig(loss="aot", reference="precompute")), Client()
+    before, client = DPO(DPOConfig(loss="aot", reference="precompute")), Known()
     ready = [
         replace(x, per_token={**x.per_token, "reference_logprobs": x.per_token["reference"]}) for x in packed.sequences
     ]
@@ -281,7 +284,7 @@ def test_a_sorted_form_asks_the_reference_once():
 
 def test_bcos_shift_is_the_mean_of_the_updates_before():
     """delta = (mean chosen + mean rejected) / 2 over all pairs so far; the first update's is 0."""
-    algorithm, client = DPO(DPOConfig(loss="bco")), Client()
+    algorithm, client = DPO(DPOConfig(loss="bco")), Known()
     first, second = packed_of(FOUR), packed_of([Side([-1.0], [-4.0], weight=2.0), Side([-1.0], [-2.0], weight=2.0)])
     # Rewards .1, -.2 and -.1, .1.
     found = dict(algorithm.update(client, first).metrics)

@@ -67,8 +67,8 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("gspo", -(sqrt(0.75) - 2.2) / 2),
         # Weights 1.5, .5, 1.1 (bounded by 5) times A log p.
         ("cispo", -(1.5 * log(0.5) + 0.5 * -1.0 + 1.1 * -2.0 * -2.0) / 3),
-        # r A, unclipped, over the constant; the KL is in the reward.
-        ("rloo", -((1.5 + 0.5) / 10 - 2.2 / 10) / 2),
+        # A completion is one action: 1.5 x .5 and 1.1, unclipped, over the constant; the KL is in the reward.
+        ("rloo", -(0.75 / 10 - 2.2 / 10) / 2),
         # PPO's clip over tokens; the KL is in the reward.
         ("reinforce_pp", -(1.2 + 0.5 - 2.2) / 3),
         # (4 / tau) sigmoid(tau (r - 1)) A, tau 1 and 1.05; mean over sequences of their token means.
@@ -105,7 +105,8 @@ def test_each_preset_by_hand(preset, expected):
         ("gspo", [-sqrt(0.75) / 4, -sqrt(0.75) / 4, 2.2 / 2]),
         # The weight is constant: w A.
         ("cispo", [-1.5 / 3, -0.5 / 3, 2.2 / 3]),
-        ("rloo", [-1.5 / 20, -0.5 / 20, 2.2 / 20]),
+        # d(r1 r2) / d log p is r1 r2 for either token.
+        ("rloo", [-0.75 / 20, -0.75 / 20, 2.2 / 20]),
         # 4 p (1 - p) r A with p = sigmoid(tau (r - 1)): mean over tokens of a sequence, then over two.
         (
             "sapo",
@@ -176,6 +177,25 @@ def test_entropy_is_raised():
     found, without = reduced(loss_of(entropy_bonus=0.1), inputs), reduced(loss_of(), inputs)
     assert found["policy/entropy"] == without["policy/entropy"] == pytest.approx(1.5)  # (.5 + 1 + 3) / 3
     assert found["train/loss"] == pytest.approx(without["train/loss"] - 0.15, rel=1e-5)
+
+
+@pytest.mark.parametrize(("over", "entropy"), [("reduction", (0.75 + 3) / 2), ("tokens", 1.5)])
+def test_the_entropy_is_averaged_over_tokens_where_that_is_asked_for(over, entropy):
+    """.5 and 1 of one completion, 3 of the other: a mean of means, or 4.5 over three tokens."""
+    taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
+    loss = loss_of(entropy_bonus=0.1, reduction="sequences", entropy_over=over)
+    assert reduced(loss, inputs_of(batch_of(taken), entropy=True))["loss/entropy"] == pytest.approx(-0.1 * entropy)
+
+
+def test_a_completion_is_one_action_under_its_ratio():
+    """1.5 x .5 = .75 with A = 1 and 1.1 with A = -2; clipped at .8 and 1.2 the second is what it is."""
+    inputs = inputs_of(batch_of([A, B]))
+    for surrogate in ("none", "clip"):
+        loss = loss_of(ratio="completion", reduction="sequences", surrogate=surrogate)
+        assert reduced(loss, inputs)["train/loss"] == pytest.approx(-(0.75 - 2.2) / 2, rel=1e-5)
+        found = gradients(loss, inputs)
+        slopes = [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))]
+        np.testing.assert_allclose(slopes, [-0.75 / 2, -0.75 / 2, 2.2 / 2], rtol=1e-5)
 
 
 # Surrogates, ratio by ratio.
@@ -332,6 +352,14 @@ def test_gradients_of_the_estimators_are_what_their_docstring_says():
     np.testing.assert_allclose(slope(LOGITS, "k3"), backwards, atol=1e-6)
 
 
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
+    p = jax.nn.log_softmax(LOGITS)
+    np.testing.assert_allclose(kl_estimate(p - REFERENCE, "k3+"), kl_estimate(p - REFERENCE, "k3"), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(expected)(LOGITS, "k3+"), jax.grad(kl_true)(LOGITS), atol=1e-6)
+    found = reduced(loss_of(kl=1.0, kl_estimator="k3+"), inputs_of(batch_of([A, B])))
+    assert found["loss/kl"] == pytest.approx(sum(K3) / 3, rel=1e-5)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_weighted_estimators_have_the_true_gradient_whoever_drew(estimator):
     other = jax.nn.log_softmax(jnp.array([1.0, 0.0, -1.0]))
@@ -355,6 +383,51 @@ def test_the_weighted_term_multiplies_by_the_ratio():
     assert found["loss/kl"] == pytest.approx((1.5 * log(2) - 1.1 * log(2)) / 3, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("d", "w", "settings", "value", "slope"),
+    [
+        # k3 = exp(-d) - 1 + d. Its gradient is 1 - exp(-d); weighted, w (1 - exp(-d)) + w k3 = w d.
+        (-2.0, 1.5, {}, 1.5 * (exp(2) - 3), 1.5 * -2),
+        # The two summands are 4.4e8 each: as a product in float32 they leave -32.
+        (-19.9, 1.0, {}, exp(19.9) - 20.9, -19.9),
+        (-19.9, 2.0, {}, 2 * (exp(19.9) - 20.9), -39.8),
+        (1e-3, 1.0, {}, 5e-7, 1e-3),  # d^2 / 2
+        # Beyond the bound the estimate is that of 20, and nothing moves; the weight's own gradient would be 4.85e8.
+        (-25.0, 1.0, {}, exp(20) - 21, 0.0),
+        (25.0, 1.5, {}, 1.5 * 19.0, 0.0),
+        (-6.0, 1.0, {"kl_input_clamp": 5.0}, exp(5) - 6, 0.0),
+        # The weighted estimate within 10, as NeMo-RL: exp(2) - 3 = 4.39; times 1.5 it is 6.58, times 3 13.17.
+        (-2.0, 1.5, {"kl_output_clamp": 10.0}, 1.5 * (exp(2) - 3), -3.0),
+        (-2.0, 3.0, {"kl_output_clamp": 10.0}, 10.0, 0.0),
+        # k1 = d; weighted its gradient is w d + w.
+        (-2.0, 1.5, {"kl_estimator": "k1"}, -3.0, -1.5),
+        (-25.0, 1.5, {"kl_estimator": "k1"}, -30.0, 0.0),
+        (-12.0, 1.0, {"kl_estimator": "k1", "kl_output_clamp": 10.0}, -10.0, 0.0),
+        # Unweighted, as verl: exp(3) - 4 = 16.1 is 10.
+        (-2.0, 1.5, {"kl_weighted": False, "kl_output_clamp": 10.0}, exp(2) - 3, 1 - exp(2)),
+        (-3.0, 1.5, {"kl_weighted": False, "kl_output_clamp": 10.0}, 10.0, 0.0),
+        (-25.0, 1.5, {"kl_weighted": False}, exp(20) - 21, 0.0),
+    ],
+)
+def test_where_the_kl_is_clamped_nothing_moves(d, w, settings, value, slope):
+    """One token of log-prob -1, d above the reference and log w above the sampler; advantage 0."""
+    one = Taken([-1.0], [-1.0 - log(w)], [0.0], {"reference_logprobs": [-1.0 - d]})
+    loss, inputs = loss_of(**{"kl": 1.0, "kl_weighted": True, **settings}), inputs_of(batch_of([one]))
+    assert reduced(loss, inputs)["loss/kl"] == pytest.approx(value, rel=2e-4 if d == 1e-3 else 2e-6)
+    assert gradients(loss, inputs)[0, PROMPT] == pytest.approx(slope, rel=2e-4 if d == 1e-3 else 2e-6)
+
+
+def test_weighted_k1_moves_at_step_0_and_k3_does_not():
+    """d = 0 and w = 1: w d + w = 1 for each of three tokens, in expectation 0; k3's is w d = 0."""
+    start = [replace(one, old=one.current, more={"reference_logprobs": one.current}) for one in (A, B)]
+    inputs = inputs_of(batch_of([replace(one, advantage=[0.0] * len(one.current)) for one in start]))
+    k1, k3 = (loss_of(kl=0.06, kl_weighted=True, kl_estimator=kind) for kind in ("k1", "k3"))
+    assert reduced(k1, inputs)["loss/kl"] == 0
+    found = gradients(k1, inputs)
+    assert [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))] == pytest.approx([0.02] * 3)
+    assert not any(gradients(k3, inputs).values())
+
+
 # Corrections for a sampler that is not the trainer.
 
 # Trainer over sampler before the updates: A .4 and 3, product 1.2; B 6. The sampler's log-probs are old - log w.
@@ -364,6 +437,23 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_weighted_kl_knows_who_sampled(given):
+    """Policy over old is 1.5, .5, 1.1, old over sampler .4, 3, 6: policy over sampler .6, 1.5, 6.6. Where the old ones
+
+    are left out they are the current ones, 1, 1, 1 over which say nothing about who sampled.
+    """
+    taken = [replace(x, more={**x.more, **y.more}) for x, y in zip(SAMPLED, (A, B), strict=True)]
+    inputs = inputs_of(batch_of(taken))
+    if not given:
+        named = {name: x for name, x in inputs.batch.per_token.items() if name != "old_logprobs"}
+        inputs = replace(inputs, batch=replace(inputs.batch, per_token=named))
+    settings = {"kl": 1.0, "kl_weighted": True, "old_logprobs": "recompute"}
+    k1, k3 = (reduced(loss_of(**settings, kl_estimator=kind), inputs)["loss/kl"] for kind in ("k1", "k3"))
+    assert k3 == pytest.approx((0.6 * K3[0] + 1.5 * K3[1] + 6.6 * K3[2]) / 3, rel=1e-5)
+    assert k1 == pytest.approx((0.6 * log(2) - 6.6 * log(2)) / 3, rel=1e-5)  # d is log 2, 0, -log 2: -2 log 2
+
+
 @pytest.mark.parametrize(
     ("settings", "weights", "changed"),
     [
@@ -371,7 +461,11 @@ SAMPLED = [
         ({"correction": "truncate", "correction_high": 4.0}, (0.4, 3, 4), 1),
         ({"correction": "mask"}, (0, 3, 0), 2),  # .5 <= w <= 5
         ({"correction": "mask", "correction_low": 0.3, "correction_high": 2.0}, (0.4, 0, 0), 2),
+        ({"correction": "truncate", "correction_low": 0.5}, (0.5, 2, 2), 3),  # from below too
         ({"correction": "truncate", "correction_level": "sequence"}, (1.2, 1.2, 2), 1),
+        # Geometric means: sqrt(.4 * 3) = 1.0954, and 6 alone.
+        ({"correction": "truncate", "correction_level": "geometric"}, (sqrt(1.2), sqrt(1.2), 2), 1),
+        ({"correction": "mask", "correction_level": "geometric"}, (sqrt(1.2), sqrt(1.2), 0), 1),
         ({"correction": "mask", "correction_level": "sequence"}, (1.2, 1.2, 0), 1),
     ],
 )
@@ -385,6 +479,33 @@ def test_corrections_by_hand(settings, weights, changed):
     assert found["mismatch/mean"] == pytest.approx((-log(0.4) + log(3) + log(6)) / 3, rel=1e-5)
     # KL(sampler || trainer): w - 1 - log w.
     assert found["mismatch/k3"] == pytest.approx((0.4 + 3 + 6 - 3 - log(0.4 * 3 * 6)) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "masked"),
+    [
+        ({"geometric_mask": (0.9, 1.1)}, (1, 1, 0), 1),  # 1.0954 is inside, 6 is not
+        ({"geometric_mask": (0.9, 1.09)}, (0, 0, 0), 3),
+        # seq-mask-tis: tokens' truncated weights where the completion's geometric mean is inside.
+        ({"geometric_mask": (0.9, 1.1), "correction": "truncate"}, (0.4, 2, 0), 1),
+    ],
+)
+def test_the_geometric_mask_by_hand(settings, weights, masked):
+    found = reduced(loss_of(old_logprobs="recompute", **settings), inputs_of(batch_of(SAMPLED)))
+    terms = np.array([1.2, 0.5, -2.2]) * weights
+    assert found["train/loss"] == pytest.approx(-terms.sum() / 3, rel=1e-5)
+    assert found["mismatch/masked"] == pytest.approx(masked / 3)
+
+
+def test_high_entropy_keeps_the_denominator():
+    """Of the terms -1.2, -.5 and 2.2 the first and the last; still over three tokens. The KL is of all of them."""
+    taken = [
+        replace(A, more={**A.more, "high_entropy": [1.0, 0.0]}),
+        replace(B, more={**B.more, "high_entropy": [1.0]}),
+    ]
+    found = reduced(loss_of(high_entropy=0.5, kl=0.1), inputs_of(batch_of(taken)))
+    assert found["loss/policy"] == pytest.approx(-(1.2 - 2.2) / 3, rel=1e-5)
+    assert found["loss/kl"] == pytest.approx(0.1 * sum(K3) / 3, rel=1e-5)
 
 
 def test_weights_are_constants():
@@ -413,6 +534,14 @@ FAMILY = {
     "tis_sequence": {"old_logprobs": "recompute", "correction": "truncate", "correction_level": "sequence"},
     "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute", "off_policy_limit": 0.1},
     "soft_off_policy": {"preset": "sapo", "off_policy_limit": 0.1, "drift": 0.1},
+    "geometric": {
+        "old_logprobs": "recompute",
+        "correction": "truncate",
+        "correction_level": "geometric",
+        "correction_low": 0.9,
+        "geometric_mask": (0.2, 5.0),
+    },
+    "high_entropy": {"high_entropy": 0.5, "kl": 0.1, "kl_estimator": "k3+"},
     "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
 }
 
@@ -426,6 +555,7 @@ def rollouts(seed: int = 0) -> list[Taken]:
         current = rng.normal(-1.5, 0.7, number)
         names = ("reference_logprobs", "sampler_logprobs", "entropy")
         more = {name: list(np.abs(rng.normal(1, 0.5, number)) * (1 if name == "entropy" else -1)) for name in names}
+        more["high_entropy"] = list((np.array(more["entropy"]) > 1).astype(float))
         trained = [True] * number
         if index == 1:
             trained[number // 2] = False
@@ -487,6 +617,7 @@ def test_masked_tokens_are_inert(member, fill):
 def test_gradients_are_finite_at_the_edges(member):
     """A token that one side thought impossible."""
     more = {"sampler_logprobs": [-1e4, 0.0], "reference_logprobs": [0.0, -1e4], "entropy": [0.0, 0.0]}
+    more["high_entropy"] = [1.0, 1.0]
     taken = [
         Taken([-1e4, 0.0], [0.0, -1e4], [advantage] * 2, {**more, "reference_logprobs": reference})
         for advantage in (1.0, -1.0, 0.0)
@@ -537,12 +668,21 @@ def test_nulls_become_the_usual_values():
     assert GRPOConfig(kl=0.1, kl_in="reward").kl_estimator == "k1"
     mask = GRPOConfig(old_logprobs="recompute", correction="mask")
     assert (mask.correction_level, mask.correction_low, mask.correction_high) == ("token", 0.5, 5.0)
+    assert GRPOConfig(old_logprobs="recompute", correction="truncate").correction_low == 0.0
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         ({"kl_in": "loss"}, "kl_in is 'loss', which changes nothing while kl is 0"),
+        ({"entropy_over": "tokens"}, "entropy_over is 'tokens', which changes nothing without an entropy_bonus"),
+        ({"entropy_over": "tokens", "entropy_bonus": 0.1}, "another reduction than tokens"),
+        ({"preset": "dr_grpo", "std": "sample"}, "std is 'sample', which changes nothing where nothing is divided"),
+        ({"preset": "rloo", "std_eps": 1e-6}, "std_eps is 1e-06, which changes nothing"),
+        ({"token_returns": True}, "token_returns is True.*without advantage: batch"),
+        ({"ratio": "completion"}, "count once for each token; set reduction: sequences or constant"),
+        ({"kl_output_clamp": 10}, "kl_output_clamp is 10.0, which changes nothing while kl is 0"),
+        ({"kl": 0.1, "kl_input_clamp": 21}, "less than or equal to 20"),
         ({"kl_weighted": True}, "kl_weighted is True.*leave it at false"),
         ({"kl": 0.1, "kl_in": "reward", "kl_weighted": True}, "without a KL term in the loss"),
         ({"kl": 0.1, "kl_estimator": "k1"}, "gradient of k1 as a loss is 0"),
@@ -560,7 +700,15 @@ def test_nulls_become_the_usual_values():
         ({"reduction_length": 10}, "reduction_length is 10.*reduction: constant"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
         ({"old_logprobs": "recompute", "correction_high": 3}, "correction_high is 3.0.*set correction"),
-        ({"old_logprobs": "recompute", "correction": "truncate", "correction_low": 0.1}, "correction: mask"),
+        ({"old_logprobs": "recompute", "correction_low": 0.1}, "correction_low is 0.1.*set correction"),
+        ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is .*set old_logprobs: recompute"),
+        ({"mismatch_limit": 2.0}, "mismatch_limit is 2.0.*set old_logprobs: recompute"),
+        ({"old_logprobs": "recompute", "geometric_mask": (1.1, 2.0)}, "1, where trainer and sampler agree, is outside"),
+        ({"old_logprobs": "recompute", "mismatch_limit": 1.0}, "greater than 1"),
+        ({"high_entropy": 1.0}, "less than 1"),
+        ({"overlong_coefficient": 2.0}, "overlong_coefficient is 2.0.*without an overlong_buffer"),
+        ({"kl": 0.1, "kl_estimator": "k3+", "kl_weighted": True}, "k3. has the gradient"),
+        ({"kl": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, "a reward has none: take k3"),
         ({"max_refills": 3}, "max_refills is 3.*dynamic_sampling"),
         ({"group_size": 1}, "a group of one has nothing to be compared with"),
         ({"group_size": 1, "advantage": "batch", "dynamic_sampling": True}, "every group would be replaced"),

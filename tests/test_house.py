@@ -17,7 +17,7 @@ PACKAGE = ROOT / "tunix"
 
 # Every file and folder directly below tunix/ stands on a floor; a new one has to be given its own here.
 FLOORS = (
-    ("errors", "types", "config", "client", "reading", "reference", "files"),
+    ("errors", "types", "config", "update_rules", "client", "reading", "reference", "files", "exact"),
     ("models", "lora", "mesh"),
     ("data",),
     ("rollout",),

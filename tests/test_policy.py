@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from tunix.algorithms.advantages import length_lambda
 from tunix.algorithms.base import Update
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.presets import PRESETS
@@ -63,6 +64,10 @@ class Fake(Client):
     ) -> list[np.ndarray]:
         self.calls.append(f"logprobs of {of}")
         return [np.full(len(x.tokens), -1.0 if of == "policy" else -1.5, np.float32) for x in sequences]
+
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        self.calls.append("entropies")
+        return [np.arange(len(x.tokens), dtype=np.float32) for x in sequences]
 
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         self.calls.append("values")
@@ -235,6 +240,23 @@ def test_a_part_in_which_all_failed_is_left_out():
     assert update.metrics["reward/failed"] == 0.5
 
 
+@pytest.mark.parametrize(("std", "deviation"), [("population", 0.2338889**0.5), ("sample", 0.3508333**0.5)])
+def test_every_token_is_credited_with_what_is_still_to_come(std: str, deviation: float):
+    """KL .1 x .5 a token: `1` returns .95, the two tokens of `0.` -.1 and -.05. Over three tokens the mean is .8 / 3 =
+
+    .26667, the deviations .68333, -.36667 and -.31667, and the sum of their squares .70167, over 3 or over 2.
+    """
+    client = Fake("1", "0.")
+    updated(grpo(group_size=1, preset="reinforce_pp", advantage="batch", kl=0.1, token_returns=True, std=std), client)
+    found = np.concatenate(trained(client.steps[0][1], "advantages"))
+    np.testing.assert_allclose(found, np.array([0.68333, -0.36667, -0.31667]) / (deviation + 1e-4), rtol=1e-4)
+    # The group's mean first: 1 and 3 are -1 and 1, less .05 each; a failure is left out of everything.
+    client = Fake("1", "3", "7!")
+    updated(grpo(group_size=3, advantage="mean_batch", token_returns=True), client, prompts=1)
+    batch = client.steps[0][1]
+    np.testing.assert_allclose(np.concatenate(trained(batch, "advantages")), [-1, 1, 0, 0], atol=1e-3)
+
+
 # --- Failures -------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +363,56 @@ def test_overlong_answers_are_worth_less():
     assert update.metrics["reward/mean"] == 1.0  # what the reward said
     assert update.metrics["reward/signal"] == 1.0  # and yet there is something to learn
     assert update.notes == ()
+
+
+def test_the_overlong_penalty_has_a_coefficient():
+    """Three times the 1/2 above: the rewards are 1 and 1 - 3/2, their mean 1/4."""
+    client = Fake("1", "1.........")
+    updated(grpo(overlong_buffer=4, overlong_coefficient=3.0), client, prompts=1)
+    assert trained(client.steps[0][1], "advantages") == [[0.75], [-0.75] * 10]
+
+
+class Doubling(Fake):
+    """A trainer that finds the sampler's tokens (log-prob -1) less likely where the answer is longer than a token."""
+
+    def logprobs(
+        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        self.calls.append(f"logprobs of {of}")
+        found = [np.full(len(x.tokens), -1.0, np.float32) for x in sequences]
+        for own in found:
+            own[PROMPT + 1 :] -= np.log(3.0)
+            own[:PROMPT] = 9.0  # the prompt's play no part
+        return found
+
+
+def test_completions_on_which_trainer_and_sampler_disagree_are_left_out():
+    """exp|difference| is 1 at the first token, 3 after it: means 1, 2, 7/3. Their rewards count in the baseline."""
+    settings = {"group_size": 3, "old_logprobs": "recompute"}
+    client = Doubling("1", "02", "003")
+    update = updated(grpo(mismatch_limit=2.1, **settings), client, prompts=1)
+    batch = client.steps[0][1]
+    assert batch.weights.tolist() == [1, 1, 0]
+    assert (float(batch.counts["tokens"]), float(batch.counts["sequences"])) == (3, 2)
+    assert trained(batch, "advantages") == [[-1], [0, 0], [1, 1, 1]]
+    assert update.metrics["mismatch/dropped"] == pytest.approx(1 / 3)
+    assert [call for call in client.calls if call.startswith("logprobs")] == ["logprobs of policy"]
+    client = Doubling("1", "02", "003")
+    assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).metrics["mismatch/dropped"] == 2 / 3
+    client = Doubling("10", "02", "003")
+    assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).batches == ()  # nothing is left
+
+
+def test_the_most_uncertain_tokens_are_those_of_the_whole_step():
+    """Entropies are places: 3 | 3 4 | 3 4 5 6 | (failed). The highest 30 % are those from the quantile .7 on: of
+    3 3 3 4 4 5 6 at place .7 * 6 = 4.2, that is 4.2. Two updates share the one threshold."""
+    client = Fake("1", "02", "0003", "1!")
+    updated(grpo(high_entropy=0.3, updates=2), client)
+    kept = [values for _, batch in client.steps for values in trained(batch, "high_entropy")]
+    assert kept == [[0], [0, 0], [0, 0, 1, 1], [0, 0]]
+    assert client.calls[-3:] == ["entropies", "step policy", "step policy"]
+    updated(grpo(), client := Fake("1", "0", "1", "1"))
+    assert "entropies" not in client.calls
 
 
 # --- Signal ---------------------------------------------------------------------------------------------------------
@@ -549,3 +621,37 @@ def test_the_clock_adds_up_what_a_step_did():
         "perf/reward_seconds",
         "perf/update_seconds",
     }
+
+
+# --- VAPO's lambdas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "advantages", "returns"),
+    [
+        # Values .3 .4, reward 2 on the last: deltas .4 - .3 = .1 and 2 - .4 = 1.6. lam 1/2: A = .1 + .8, 1.6.
+        ({"lam": 0.5}, [0.9, 1.6], [1.2, 2.0]),
+        # The critic's returns by lambda 1: 2 and 2.
+        ({"lam": 0.5, "lam_critic": 1.0}, [0.9, 1.6], [2.0, 2.0]),
+        # 1 - 1 / (2 * 2 tokens) = 3/4: A = .1 + .75 * 1.6.
+        ({"lam_length": 2.0, "lam_critic": 1.0}, [1.3, 1.6], [2.0, 2.0]),
+        # 1 - 1 / (.05 * 2) = -9 is 0: the error of one step; the returns by the same.
+        ({"lam_length": 0.05}, [0.1, 1.6], [0.4, 2.0]),
+    ],
+)
+def test_lambdas_of_the_policy_and_the_critic(settings: dict[str, Any], advantages: list[float], returns: list[float]):
+    client = Fake("02", "00")
+    updated(ppo(**settings), client)
+    batch = next(batch for of, batch in client.steps if of == "policy")
+    np.testing.assert_allclose(trained(batch, "advantages")[0], advantages, rtol=1e-6)
+    np.testing.assert_allclose(trained(batch, "returns")[0], returns, rtol=1e-6)
+
+
+def test_the_papers_lambda_of_a_long_answer():
+    assert length_lambda(200, 0.05) == pytest.approx(0.9)  # 1 - 1 / 10
+    assert length_lambda(0, 0.05) == 0
+
+
+def test_lam_means_nothing_where_the_length_tells():
+    with pytest.raises(ValueError, match=r"lam is 0\.9, which changes nothing with lam_length"):
+        ppo(lam=0.9, lam_length=0.05)

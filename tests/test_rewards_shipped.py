@@ -1,12 +1,15 @@
 r"""The shipped rewards on completions as models write them; every expected score is plain from the texts."""
 
+from typing import Any
+
 import pytest
 
 from tunix.config import RewardFunction
+from tunix.errors import UserError
 from tunix.rollout.rewards.answers import gsm8k, last_box, math, number
-from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.base import Failure, read_reward
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.rollout.rewards.shipped import exact_match, format_match, json_schema, length
+from tunix.rollout.rewards.shipped import cosine, exact_match, format_match, json_schema, length, repetition
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,65 @@ def test_format(completion: str, score: float):
 def test_length(tokens: int, score: float):
     """Target 100, width 20: 1 - |tokens - 100| / 20."""
     assert length("whatever", tokens, target=100, width=20) == score
+
+
+@pytest.mark.parametrize(
+    ("ids", "n", "score"),
+    [
+        ([1, 2, 3, 4], 2, 0.0),
+        ([1, 2, 1, 2, 1], 2, -0.5),  # 12 21 12 21: two of four are new
+        ([7, 7, 7, 7, 7], 2, -0.75),
+        ([7, 7, 7], 4, 0.0),  # no 4-gram
+        ([], 1, 0.0),
+    ],
+)
+def test_repetition(ids: list[int], n: int, score: float):
+    assert repetition("whatever", ids, n=n) == score
+    assert repetition("whatever", ids, n=n, penalty=2.0) == 2 * score
+
+
+@pytest.mark.parametrize(
+    ("completion", "tokens", "score"),
+    [
+        # The paper's numbers at limit 100: right from 2 to 1, wrong from -10 to 0, in the middle halfway.
+        ("7", 0, 2.0),
+        ("7", 50, 1.5),
+        ("7", 25, 1.5 + 0.5 * 0.5**0.5),  # cos(pi / 4) = sqrt(1 / 2)
+        ("8", 0, -10.0),
+        ("8", 50, -5.0),
+        ("7", 100, -10.0),  # reached the limit, right or wrong
+        ("8", 101, -10.0),
+    ],
+)
+def test_cosine(completion: str, tokens: int, score: float):
+    assert cosine(completion, "7", tokens, limit=100) == pytest.approx(score)
+    assert cosine(f"It is {completion}.", 7, tokens, limit=100, grader="number") == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ({"name": "cosine", "options": {"limit": 0}}, "limit: 0; it is a positive number of tokens"),
+        (
+            {"name": "cosine", "options": {"limit": 9, "grader": "format"}},
+            "the grader 'format', which is none of exact",
+        ),
+        ({"name": "cosine"}, "limit"),
+        ({"name": "repetition", "options": {"n": 0}}, "n: 0; it is a positive number"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(reward: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        read_reward(RewardFunction(**reward), deadline=1.0)
+
+
+def test_scores_are_clipped_before_they_are_weighed():
+    clipped = RewardFunction(name="length", options={"target": 10, "width": 10}, clip=(0.25, 0.5), weight=2.0)
+    with Scorer([clipped]) as scorer:
+        found = scorer.score(["p"] * 3, ["c"] * 3, {"completion_tokens": [10, 6, 0]})
+    assert found == {"length": [0.5, 0.5, 0.25]}  # of 1, .6 and 0
+    with pytest.raises(ValueError, match=r"\[1.0, 0.0\] is no interval"):
+        RewardFunction(name="length", clip=(1.0, 0.0))
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

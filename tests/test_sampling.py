@@ -114,6 +114,18 @@ def test_greedy_takes_the_first_of_the_most_likely():
     np.testing.assert_allclose(found.logprobs[0], 2 - np.log(1 + 2 * np.e**2 + np.e), atol=1e-6)
 
 
+def test_an_offset_that_all_logits_share_takes_no_digit_away():
+    """Logits are numbers of 1/1024, exact in float32 beside 1e4, where float32 keeps 5e-4 of a log-sum-exp."""
+    own = np.random.default_rng(0).integers(-5 * 1024, 5 * 1024, 40) / 1024
+    expected = own - np.log(np.exp(own).sum())
+    logits, settings = np.stack([own + offset for offset in (1e4, -1e4)]), [Sampling(top_logprobs=20)] * 2
+    found = many(logits, settings)
+    np.testing.assert_allclose(found.logprobs, expected[found.tokens], atol=3e-6)
+    np.testing.assert_allclose(found.top_logprobs, expected[found.top_ids], atol=3e-6)
+    given = logprobs(jnp.asarray(logits, jnp.float32), jnp.array([7, 7]), Transform.of(settings))
+    np.testing.assert_allclose(given, expected[[7, 7]], atol=3e-6)
+
+
 def test_what_has_no_mass_is_never_picked():
     """Alone in a large vocabulary, at the ends of blocks and at the ends of the uniform range."""
     rng = np.random.default_rng(0)

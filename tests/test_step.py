@@ -193,6 +193,19 @@ def test_the_reference_is_the_base_under_the_adapter():
         plain.logprobs(rows, of="reference")
 
 
+def test_entropies_are_those_of_the_loss_at_a_temperature():
+    """The scorer's, at every token of three sequences in one row, against the model's of each alone."""
+    client = trainer()
+    rows = sequences(3)
+    for row, found in zip(rows, client.entropies(rows, temperature=0.7), strict=True):
+        tokens, positions = row.tokens[None], np.arange(len(row.tokens))[None]
+        own = (jnp.asarray(x) for x in (tokens, positions, np.ones_like(tokens), np.ones(tokens.shape, bool)))
+        alone = client.machinery.model.logprobs(client.params, *own, entropy=True, temperature=0.7)[1]
+        np.testing.assert_allclose(found, alone[0], atol=1e-5)
+        assert found[0] == 0
+        assert (found[1:] > 1).all()
+
+
 def test_logprobs_are_those_of_the_loss_and_of_each_sequence_alone():
     rows = sequences(7)
     client = trainer(RICH)
@@ -231,6 +244,7 @@ def test_bf16_computes_near_f32_and_keeps_f32_masters():
     all_half = trainer(dtype="bfloat16", param_dtype="bfloat16", rows=1)
     all_half.step(batch, SFT_LOSS)
     assert all(x.dtype == jnp.bfloat16 for x in all_half.state.params.values())
+    assert {str(x.dtype) for x in jax.tree.leaves(all_half.state.moments)} == {"int32", "float32"}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])

@@ -20,6 +20,7 @@ from tunix.data.pipeline import (
     Layout,
     Prompts,
     account,
+    cut_steps,
     eval_batches,
     eval_prompts,
     sequences_of,
@@ -108,7 +109,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     rewards = recipe.reward and judge(recipe.reward, found.tokenizer, recipe.data, recipe.model.dtype, mesh)
     collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = _stream(recipe, found, algorithm, collector)
-    total = recipe.steps or total_steps(len(found.train), recipe.batch_size, recipe.epochs or 1)
+    total = recipe.steps or _steps(recipe, found, algorithm)
     trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher, reference)
     display.say(_described(trainer, found, mesh, total))
     display.say(_products(trainer, mesh))
@@ -131,6 +132,15 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         scorer=scorer,
         workload=_workload(recipe, algorithm, evaluation),
     )
+
+
+def _steps(recipe: Recipe, found: Inputs, algorithm: Algorithm) -> int:
+    """Updates of the recipe's epochs, where no row is dropped."""
+    epochs = recipe.epochs or 1
+    if not recipe.data.cuts:
+        return total_steps(len(found.train), recipe.batch_size, epochs)
+    read = (algorithm.train_on, found.source.decoder.vocab_size)
+    return cut_steps(found.train, found.tokenizer, recipe.data, recipe.batch_size, recipe.seed, epochs, *read)
 
 
 def _asked_reference(recipe: Recipe, found: Inputs, trainer: Trainer, folder: Path, display: Display) -> Answers:
@@ -216,7 +226,7 @@ def build_trainer(
     params, base = weights(source, model, mesh, recipe.seed, trained, frozen, full)
     if recipe.adapter is not None:
         params = started(recipe.adapter, model, params, base, trained, mesh)
-    packing = recipe.data.packing
+    packing = bool(recipe.data.packing)
     length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data.max_length)
     updates = total * recipe.algorithm.updates_per_step
     units = recipe.sequences_per_update // (1 if algorithm is None else algorithm.members)
@@ -298,7 +308,7 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
             seed=recipe.seed,
             first=True,
             length=algorithm.members * data.max_length,
-            packing=data.packing,
+            packing=bool(data.packing),
             members=algorithm.members,
             tolerance=tolerance,
             shown=recipe.rollout.samples,

@@ -66,6 +66,11 @@ class Client(Sampler, Protocol):
         """For each sequence the `[T]` log-probs of its tokens, 0 for the first; forward only."""
         ...
 
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """For each sequence the `[T]` entropies in nats of what its tokens were drawn from under the policy, 0 for the
+        first; forward only."""
+        ...
+
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         """For each sequence the critic's `[T]` values: at t of the state before token t is drawn; 0 for the first."""
         ...

@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tunix.update_rules import complaints
+
 Family = Literal["llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 DType = Literal["float32", "bfloat16"]
@@ -41,7 +43,9 @@ class Config(BaseModel):
     @classmethod
     def _no_switch(cls, value: Any, info: Any) -> Any:
         # pydantic takes true for 1: `steps: true` would train one step.
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        annotation = cls.model_fields[info.field_name].annotation
+        switches = annotation is bool or any(choice is value for choice in get_args(annotation))
+        if isinstance(value, bool) and not switches:
             raise ValueError(f"{str(value).lower()} does not fit: this key is no switch")
         return value
 
@@ -147,13 +151,21 @@ class DataConfig(Config):
     """System message of such chats."""
     shuffle: bool = True
     """False takes the rows in file order."""
-    packing: bool = True
-    """Several sequences in a row; never changes the result."""
+    packing: Literal[True, False, "wrapped", "split"] = True
+    """Several sequences in a row; true and false never change the result. Of texts and completions that
+    are longer than max_length `split` makes several pieces, each a sequence of its own, instead of truncating them;
+    `wrapped` fills the rows of a batch in order, and cuts wherever one is full. With both `batch_size` counts pieces,
+    and a piece's first token, which nothing in it predicts, is not trained."""
     chat_template: str | None = None
     """For a tokenizer without one: `gemma`, `llama3`, `chatml`, or a .jinja file. Replaces the folder's own."""
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
     would write today's date, which a run that goes on tomorrow could not repeat."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether long texts become several pieces."""
+        return isinstance(self.packing, str)
 
     @property
     def longest_completion(self) -> int:
@@ -173,6 +185,11 @@ class DataConfig(Config):
                 f"prompt_length {self.longest_prompt} and completion_length {self.longest_completion} do not fit into "
                 f"max_length {self.max_length}, the tokens of a whole sequence"
             )
+        if self.cuts and self.on_overflow != "truncate":
+            raise ValueError(
+                f"on_overflow {self.on_overflow!r} changes nothing with packing {self.packing!r}, which cuts what is "
+                "too long into pieces; leave it out"
+            )
         if self.system and not self.chat:
             raise ValueError("system changes nothing without `chat: true`; rows of messages bring their own")
         return self
@@ -188,7 +205,11 @@ class OptimizerConfig(Config):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """How the rate falls after the warm-up, over the steps that are left."""
     warmup: Annotated[float, Field(ge=0)] = 0.0
-    """Below 1 a share of all steps, else a number of steps; the rate rises linearly from 0."""
+    """Below 1 a share of all steps, rounded, else a number of steps n; the rate rises linearly, with 1/n of it at the
+    first update."""
+    warmup_from_zero: bool = False
+    """The warm-up begins with an update at rate 0, one later than else, as in Hugging Face's
+    `get_*_schedule_with_warmup` (which round a share up)."""
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the rate that linear and cosine end at."""
     b1: Fraction | None = None
@@ -206,21 +227,14 @@ class OptimizerConfig(Config):
     https://arxiv.org/abs/2402.12354, who take 16); null for the same rate."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Global norm that gradients are clipped to; null for none."""
+    moments_dtype: DType = "float32"
+    """What momentum and mean squares are kept in, whatever the weights are. bfloat16 halves them, and wants decays of
+    0.996 at most: nearer to 1 they round back to what they were. adafactor's are few, and float32."""
 
     @model_validator(mode="after")
     def _read(self) -> "OptimizerConfig":
-        reads = {
-            "adamw": ("b1", "b2", "eps"),
-            "adafactor": ("eps",),
-            "lion": ("b1", "b2"),
-            "muon": ("b1", "b2", "eps", "momentum"),
-            "sgd": ("momentum",),
-        }
-        for key in ("b1", "b2", "eps", "momentum"):
-            if getattr(self, key) is not None and key not in reads[self.name]:
-                raise ValueError(f"{key} changes nothing for {self.name}, which reads {', '.join(reads[self.name])}")
-        if self.schedule == "constant" and self.end:
-            raise ValueError("end changes nothing for a constant schedule")
+        if wrong := list(complaints(self.model_dump())):
+            raise ValueError("\n".join(wrong))
         return self
 
 
@@ -296,16 +310,25 @@ class RewardFunction(Config):
     """One reward: a function, what it is told, and how much it counts."""
 
     name: str
-    """A shipped one (exact_match, number, math, gsm8k, format, length, json_schema, unit_tests), or `module:function`
-    or `file.py:function`."""
+    """A shipped one (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests), or
+    `module:function` or `file.py:function`."""
     label: str | None = None
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0
     """Multiplies its scores in the sum."""
+    clip: tuple[float, float] | None = None
+    """Scores count as no less than the first and no more than the second, before the weight. Null: as they are."""
     options: dict[str, Any] = {}
     """Arguments with one value for the whole run, such as {pattern: "<answer>.*</answer>"}."""
     columns: dict[str, str] = {}
     """Argument -> column of the row, where they are called differently, such as {answer: solution}."""
+
+    @field_validator("clip")
+    @classmethod
+    def _rising(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"{list(value)} is no interval: the lower bound stands first")
+        return value
 
     @property
     def title(self) -> str:

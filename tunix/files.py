@@ -1,4 +1,5 @@
-"""Writing so that a reader sees all of it or nothing: a temporary sibling first, then one rename.
+"""Writing so that a reader sees all of it or nothing: a temporary sibling first, then one rename; reading nothing that
+a folder from elsewhere has no right to name.
 
 `atomic_folder` serves exports; `write_text_atomic`, `write_lines_atomic` and `write_bytes_atomic` single files. What
 stood at the target before is never deleted by a folder; on a failure the temporary goes and the target is as it was.
@@ -98,6 +99,31 @@ def refuse_taken(path: Path) -> None:
     """Raises UserError where a new folder would have to replace something; an empty folder may be filled."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} is there already and nothing is overwritten: choose another path, or move it away.")
+
+
+def refuse_foreign(folder: Path, name: str) -> None:
+    """Refuses a file of a folder from elsewhere that is not its own: its name, or a link, would have another file read.
+
+    The hub's cache links the files of a snapshot to the blobs of the same repository
+    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache); those are its own.
+
+    Raises:
+        UserError: names the file and where it leads, or something that is there and is no file.
+    """
+    file = folder / name
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        raise UserError(
+            f"{folder} names the file {name!r}, which is none of its own: only files of the folder are read."
+        )
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not target.is_relative_to(home) and not target.is_relative_to(blobs):
+        raise UserError(
+            f"{file} is a link to {target}, outside of {folder}: only files of the folder are read. "
+            "If that file is meant, put a copy in the place of the link."
+        )
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+        raise UserError(f"{file} is not a file but a pipe or a device, and would never end.")
 
 
 def refuse_out(path: Path) -> None:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.files import write_bytes_atomic
 from tunix.models.model import Params
 from tunix.trainer.client import Trainer
@@ -106,7 +107,7 @@ def digest_of_weights(params: Params) -> str:
     return digest(f"{name} {params[name].shape} {params[name].dtype} {int(x)}" for name, x in sums.items())
 
 
-@jax.jit
+@jit
 def _checksum(array: jax.Array) -> jax.Array:
     """Sum modulo 2^32 of the bits of each element times an odd number of its place: whole numbers add up exactly."""
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32)

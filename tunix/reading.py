@@ -7,6 +7,7 @@
 
 import copy
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
@@ -20,6 +21,9 @@ from tunix.errors import UserError, nearest
 
 Keys = Mapping[str, List[str]]
 """The known keys of each section; those of the top level under ``."""
+
+
+MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,6 +41,23 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """The value, unless its aliases make more of it than any recipe holds: printing that would take for ever."""
+        if _expanded(node, {}) > MOST_VALUES:
+            problem = f"more than {MOST_VALUES} values where every alias (*name) stands for what it means"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_document(node)
+
+
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """The values in a node with every alias followed; without end for one that is within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # as long as it is not counted: met again, it is within itself
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
+        known[id(node)] = 1.0 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -72,7 +93,7 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         raise UserError(f"{place}: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from error
 
 
@@ -205,7 +226,8 @@ def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind in _BOUNDS:
         return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
     if kind == "literal_error":
-        return re.sub(r",? or ", ", ", context["expected"])
+        words = re.sub(r",? or ", ", ", context["expected"])
+        return words.replace("True", "true").replace("False", "false")
     return _NOUNS.get(kind.split("_")[0], message)
 
 

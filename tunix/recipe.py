@@ -14,6 +14,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.distill.config import DistillConfig, TeacherConfig
+from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.catalogue import ALGORITHMS, algorithm_config
@@ -292,6 +293,11 @@ def _disagreements(recipe: Recipe) -> Iterator[str]:
             "are frozen: leave one of them out. `adapter: {kind: qlora}` rounds a frozen base; `tunix quantize` rounds "
             "a model whose adapter is merged"
         )
+    if recipe.data.cuts and recipe.algorithm.reads != "completions":
+        yield (
+            f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
+            f"{recipe.algorithm.reads}, which stay whole; take true or false"
+        )
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
     if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == "prompts":
@@ -320,6 +326,8 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
     writes = recipe.algorithm.reads == "prompts"
     if isinstance(recipe.algorithm, KTOConfig) and recipe.algorithm.loss == "kto" and recipe.batch_size < 2:
         yield "batch_size: 1 row has no other row's prompt, from which kto measures the KL; take 2 or more"
+    if isinstance(recipe.algorithm, DPOConfig) and recipe.algorithm.sorts and recipe.batch_size < 2:
+        yield f"batch_size: {recipe.algorithm.loss} sorts the pairs of a batch, and 1 has no other; take 2 or more"
     if recipe.algorithm.learns_from_rewards:
         if not rewarded:
             yield (

@@ -12,6 +12,7 @@ from tunix.algorithms.base import Update
 from tunix.config import LoggingConfig
 from tunix.data.accounting import Accounting
 from tunix.errors import UserError
+from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.trainer.metrics import Sink
 from tunix.trainer.perf import Compilations, peak_flops, peak_memory, training_flops
@@ -22,14 +23,19 @@ class Recorder:
     """Makes one row per step. `push` hands over a step; `add` gives it more values; `flush` completes it.
 
     Args of the constructor:
-        frozen: whether the base is frozen under an adapter, which saves FLOPs.
+        adapter: what trains on a frozen base, if that is so: it has other FLOPs.
     """
 
     def __init__(
-        self, sinks: list[Sink], display: Display, config: LoggingConfig, decoder: DecoderConfig, *, frozen: bool
+        self,
+        sinks: list[Sink],
+        display: Display,
+        config: LoggingConfig,
+        decoder: DecoderConfig,
+        adapter: AdapterConfig | None,
     ):
         self._sinks, self._display, self._every = sinks, display, config.every
-        self._decoder, self._frozen = decoder, frozen
+        self._decoder, self._adapter = decoder, adapter
         self._compilations = Compilations()
         self._pending: tuple[int, Update, Accounting, dict[str, float]] | None = None
         self._extra: dict[str, float] = {}
@@ -116,7 +122,7 @@ class Recorder:
     def _count(self, update: Update) -> None:
         for batch in update.batches:
             self._tokens += int(np.count_nonzero(batch.segment_ids))
-            self._flops += training_flops(self._decoder, batch, self._frozen)
+            self._flops += training_flops(self._decoder, batch, self._adapter)
         self._steps += 1
 
     def _speed(self) -> dict[str, float]:
@@ -166,6 +172,7 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
         "data/kept": float(counted.kept),
         "data/truncated": float(counted.truncated),
         "data/dropped": float(sum(counted.dropped.values())),
+        **({"data/pieces": float(counted.pieces)} if counted.pieces else {}),
         "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
 

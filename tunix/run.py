@@ -245,7 +245,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         display.total(job.total)
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
         decoder = job.trainer.machinery.model.config
-        recorder = Recorder(sinks, display, recipe.logging, decoder, frozen=recipe.adapter is not None)
+        recorder = Recorder(sinks, display, recipe.logging, decoder, recipe.adapter)
         stack.enter_context(closing(recorder))
         loop = Loop(job, checkpoints, recorder, start)
         if loop.finished:

@@ -18,7 +18,8 @@ from rich.text import Text
 from tunix.algorithms.base import Algorithm
 from tunix.assemble import inputs, layout, read_of_rows
 from tunix.catalogue import algorithm_class
-from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
+from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
 from tunix.data.packing import waste
 from tunix.data.pipeline import Layout
@@ -59,11 +60,14 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
         how = _how(recipe, algorithm, found.train)
         examples = _examples(found.train, found.tokenizer, how)
         shown = list(itertools.islice(examples, rows))
-        for number, example in enumerate(shown, start=1):
-            _show_example(number, example, found.tokenizer, how, console)
+        pieces = _pieces(shown, cutter(recipe.data, how.train_on), recipe.batch_size)
+        for number, parts in enumerate(pieces, start=1):
+            for part, example in enumerate(parts, start=1):
+                place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
+                _show_example(place, example, found.tokenizer, how, console)
         seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
         packed = None if algorithm.train_on == "prompt" else layout(algorithm)
-        _show_totals(_total(seen, recipe, packed), found.train, how, console)
+        _show_totals(_total(seen, recipe, packed, cutter(recipe.data, how.train_on)), found.train, how, console)
 
 
 def _how(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
@@ -77,8 +81,26 @@ def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterat
         yield to_example(rows[index], tokenizer, how, f"row {index + 1} of {rows.name}")
 
 
+def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[list[Kept | Dropped]]:
+    """What each row is cut into, in batches of file order; the row itself where it is dropped."""
+    given = 0
+    cut.new_batch()
+    for example in examples:
+        parts: list[Kept | Dropped] = []
+        finished = False
+        while not finished:
+            if given and given % size == 0 and cut.gives(example):
+                cut.new_batch()
+            taken = cut.take(example)
+            finished = taken.finished
+            if taken.piece:
+                parts.append(taken.piece)
+                given += 1
+        yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
+
+
 def _show_example(
-    number: int, example: Kept | Dropped, tokenizer: Tokenizer | None, how: Rendering, console: Console
+    number: str, example: Kept | Dropped, tokenizer: Tokenizer | None, how: Rendering, console: Console
 ) -> None:
     """One example: the counts of its sequences, and their texts."""
     if isinstance(example, Dropped):
@@ -143,32 +165,36 @@ class _Totals:
     """Places without a token, in packed rows."""
     row_length: int = 0
     """Places of a packed row."""
-    group: list[Kept] = field(default_factory=list)
-    """Rows that wait for their batch to be full."""
 
 
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout | None) -> _Totals:
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout | None, cut: Whole) -> _Totals:
     """Counts the examples, packed by the batch as a run packs them; prompts alone are not packed."""
     totals = _Totals(row_length=how.length(recipe.data.max_length) if how else 0)
-    for example in examples:
-        totals.accounting += Accounting.of(example)
-        if isinstance(example, Kept):
-            totals.tokens += sum(len(sequence.tokens) for sequence in example.sequences)
-            totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in example.sequences)
-            totals.group.append(example)
-        if how and len(totals.group) == recipe.batch_size:
-            _pack(totals, recipe, how)
-    if how and totals.group:
-        _pack(totals, recipe, how)
+    for group, account in grouped(examples, cut, recipe.batch_size):
+        totals.accounting += account
+        sequences = [sequence for kept in group for sequence in kept.sequences]
+        totals.tokens += sum(len(sequence.tokens) for sequence in sequences)
+        totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
+        if how and group:
+            _pack(totals, group, recipe, how)
     return totals
 
 
-def _pack(totals: _Totals, recipe: Recipe, how: Layout) -> None:
-    """Packs the waiting rows and adds the batch's size and waste."""
-    batch = how.packed(totals.group, recipe.batch_size, recipe.data, totals.accounting).batch
+def _pack(totals: _Totals, group: list[Kept], recipe: Recipe, how: Layout) -> None:
+    """Packs a batch's rows and adds its size and waste."""
+    batch = how.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
     totals.packed_rows += len(batch.tokens)
     totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
-    totals.group = []
+
+
+def _cuts(account: Accounting, how: Rendering) -> list[tuple[str, int, str]]:
+    """What became of rows that are too long."""
+    if how.on_overflow != "keep":
+        return [("    truncated", account.truncated, f"cut at {_limit(how)} tokens")]
+    return [
+        ("    pieces", account.pieces, f"of at most {how.max_length} tokens, each a sequence of a batch"),
+        ("    left out", account.untrained, "pieces with nothing to train on"),
+    ]
 
 
 def _show_totals(totals: _Totals, rows: Rows, how: Rendering, console: Console) -> None:
@@ -182,7 +208,7 @@ def _show_totals(totals: _Totals, rows: Rows, how: Rendering, console: Console) 
     lines = [
         ("rows", account.rows, ""),
         ("  kept", account.kept, ""),
-        ("    truncated", account.truncated, f"cut at {_limit(how)} tokens"),
+        *_cuts(account, how),
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
         ("tokens", totals.tokens, "of the kept rows"),

@@ -21,6 +21,7 @@ from tunix.data.sources import Rows
 from tunix.data.templates import TemplateName
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.files import atomic_folder
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.belonging import foreign_base, named_base, rounding_of
@@ -28,7 +29,8 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import HEAD, load_adapter
 from tunix.lora.peft_config import CONFIG
 from tunix.models.config import DecoderConfig
-from tunix.models.families import preset, read_config, small, with_sizes
+from tunix.models.families import preset, small, with_sizes
+from tunix.models.folder import read_folder
 from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize
@@ -103,7 +105,7 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
         path, merged = _base(local), local
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
-    decoder = read_config(folder)
+    decoder = read_folder(folder)
     if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
         print(doubt, file=sys.stderr)
     rounding = None if merged is None else rounding_of(merged)
@@ -289,14 +291,14 @@ def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mes
     for name in (name for name in model.quantized if name in dtypes):
         found = _merged(load_params(whole, source.folder, {name: dtypes[name]}, mesh), whole, source, mesh)
         pair = (name, name + SCALE)
-        rounded = jax.jit(partial(_rounded, model, name), out_shardings=tuple(places[one] for one in pair))
+        rounded = jit(partial(_rounded, model, name), out_shardings=tuple(places[one] for one in pair))
         params |= zip(pair, jax.block_until_ready(rounded(found[name])), strict=True)
     return params
 
 
 def as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
     """The weights with the layers' matrices as they are after rounding, in the same dtype; takes their place."""
-    return jax.jit(partial(_as_rounded, decoder=decoder, how=how), donate_argnums=0)(params)
+    return jit(partial(_as_rounded, decoder=decoder, how=how), donate_argnums=0)(params)
 
 
 def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
@@ -329,7 +331,7 @@ def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
     arrays = {name: array.astype(params[name].dtype) if name in params else array for name, array in arrays.items()}
     placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
     params = {name: x for name, x in params.items() if name not in placed}
-    return jax.jit(lambda base, mine: merge({**base, **mine}, config), donate_argnums=0)(params, placed)
+    return jit(lambda base, mine: merge({**base, **mine}, config), donate_argnums=0)(params, placed)
 
 
 def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Params]:

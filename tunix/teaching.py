@@ -82,7 +82,7 @@ def build_teacher(recipe: Recipe, source: Source, students: Mesh, length: int, b
         model, params = _laid(source, below, mesh)
     else:
         model, params = loaded(source, config.dtype, mesh)
-    size, packing = recipe.sequences_per_update, recipe.data.packing
+    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
     rows = rows_per_pass(mesh, size, recipe.micro_batch_size, length, packing)
     return Teacher(model, params, Cut(rows, mesh), length, students)
 

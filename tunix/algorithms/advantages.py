@@ -14,13 +14,18 @@ from typing import Literal, cast
 import numpy as np
 from jaxtyping import Bool, Float, Num
 
-from tunix.algorithms.ops import Estimator, kl_estimate
+from tunix.algorithms.ops import USUAL_CLAMP, Clamp, Estimator, clamped_kl
 from tunix.errors import UserError
 
 Kind = Literal["mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch"]
+Std = Literal["population", "sample"]
+FREEDOM = {"population": 0, "sample": 1}
+"""What is taken from n before it divides."""
 
 
-def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float = 1e-4) -> Float[np.ndarray, "P G"]:
+def group_advantages(
+    rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float = 1e-4, std: Std = "population"
+) -> Float[np.ndarray, "P G"]:
     """How much better each sample is than its baseline.
 
     | kind | A | from |
@@ -33,14 +38,15 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
     | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
     | mean_batch | R - mean(group), then divided by the batch's std | REINFORCE++-baseline, same paper |
 
-    std is that of the population (divided by n), so that a group's advantages have variance 1; several libraries
-    divide by n - 1, which scales all of them by sqrt((n - 1) / n). Where a group has one sample left, there is
+    std is that of the population (divided by n), so that a group's advantages have variance 1; several libraries take
+    the sample's (n - 1), which scales all of them by sqrt((n - 1) / n). Where a group has one sample left, there is
     nothing to compare it with: 0.
 
     Args:
         rewards_PG: NaN where a sample failed.
         kind: see above.
         eps: keeps the quotient finite where all rewards are equal.
+        std: which.
 
     Returns:
         0 where a sample failed.
@@ -49,7 +55,7 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
         UserError: a negative reward under `mean_relative`, whose quotient it would turn round.
     """
     if kind == "batch":
-        return batch_normalised(rewards_PG, eps)
+        return batch_normalised(rewards_PG, eps, std)
     valid = ~np.isnan(rewards_PG)
     number = valid.sum(axis=1, keepdims=True)
     rewards = np.where(valid, rewards_PG, 0.0)
@@ -58,7 +64,7 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
     if kind == "mean":
         return centred
     if kind == "mean_std":
-        variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(number, 1)
+        variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(number - FREEDOM[std], 1)
         return centred / (np.sqrt(variance) + eps)
     if kind == "mean_relative":
         if (rewards < 0).any():
@@ -74,16 +80,23 @@ def group_advantages(rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float 
         # A group without a single valid sample has no median, and numpy would warn.
         median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
         return np.where(valid, rewards - median, 0.0)
-    return batch_normalised(np.where(valid, centred, np.nan), eps)
+    return batch_normalised(np.where(valid, centred, np.nan), eps, std)
 
 
-def batch_normalised(values_PG: Num[np.ndarray, "P G"], eps: float = 1e-4) -> Float[np.ndarray, "P G"]:
+def batch_normalised(
+    values_PG: Num[np.ndarray, "P G"], eps: float = 1e-4, std: Std = "population"
+) -> Float[np.ndarray, "P G"]:
     """`(x - mean) / (std + eps)` over all samples of the batch that did not fail; 0 for those that did."""
     valid = ~np.isnan(values_PG)
     if not valid.any():
         return np.zeros(values_PG.shape)
-    mean, std = values_PG[valid].mean(), values_PG[valid].std()
-    return np.where(valid, (values_PG - mean) / (std + eps), 0.0)
+    found = values_PG[valid]
+    return np.where(valid, (values_PG - found.mean()) / (deviation(found, std) + eps), 0.0)
+
+
+def deviation(values: Num[np.ndarray, "N"], std: Std) -> float:
+    """The standard deviation: of the population (divided by n), or estimated from the sample (by n - 1)."""
+    return float(np.sqrt(((values - values.mean()) ** 2).sum() / max(values.size - FREEDOM[std], 1)))
 
 
 def gdpo(
@@ -91,6 +104,7 @@ def gdpo(
     weights: Mapping[str, float],
     kind: Kind = "mean_std",
     eps: float = 1e-4,
+    std: Std = "population",
 ) -> Float[np.ndarray, "P G"]:
     """Several rewards, each made relative to its group before they are added: `batch_normalised(sum_k w_k A_k)`.
 
@@ -102,10 +116,11 @@ def gdpo(
         weights: by name.
         kind: of each reward's own advantage; the paper's is mean_std.
         eps: see `group_advantages`.
+        std: likewise.
     """
     failed = np.isnan(weighted_sum(rewards, weights))
-    parts = {name: group_advantages(np.where(failed, np.nan, x), kind, eps) for name, x in rewards.items()}
-    return batch_normalised(np.where(failed, np.nan, weighted_sum(parts, weights)), eps)
+    parts = {name: group_advantages(np.where(failed, np.nan, x), kind, eps, std) for name, x in rewards.items()}
+    return batch_normalised(np.where(failed, np.nan, weighted_sum(parts, weights)), eps, std)
 
 
 def weighted_sum(
@@ -146,14 +161,20 @@ def kl_rewards(
     drawn_T: Bool[np.ndarray, "T"],
     coefficient: float,
     estimator: Estimator = "k1",
+    clamp: Clamp = USUAL_CLAMP,
 ) -> Float[np.ndarray, "T"]:
     """The KL penalty as rewards of the drawn tokens: `-coefficient k(log p_t - log ref_t)`, 0 elsewhere.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
-    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3).
+    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). `clamp` as in the loss.
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
-    return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator))
+    return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, clamp))
+
+
+def to_come(rewards_T: Float[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
+    """The undiscounted return of each drawn token: the sum of its reward and of all that follow; 0 elsewhere."""
+    return np.where(drawn_T, np.cumsum(rewards_T[::-1])[::-1], 0.0)
 
 
 def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) -> float:
@@ -213,8 +234,24 @@ def gae(
     return advantages, returns
 
 
+def length_lambda(tokens: int, alpha: float) -> float:
+    """`max(0, 1 - 1 / (alpha tokens))`: GAE's lambda of a completion; its weights then sum to alpha times its length.
+
+    VAPO, Yue et al. 2025, https://arxiv.org/abs/2504.05118, sec. 4.2. Below `1 / alpha` tokens it would be negative and
+    is 0.
+
+    Args:
+        tokens: drawn ones.
+        alpha: 0.05 in the paper.
+    """
+    return max(0.0, 1.0 - 1.0 / (alpha * max(tokens, 1)))
+
+
 def whitened(
-    values: List[Float[np.ndarray, "_"]], masks: List[Bool[np.ndarray, "_"]], eps: float = 1e-8
+    values: List[Float[np.ndarray, "_"]],
+    masks: List[Bool[np.ndarray, "_"]],
+    eps: float = 1e-8,
+    std: Std = "population",
 ) -> list[np.ndarray]:
     """`(x - mean) / (std + eps)` over the masked places of all sequences of a batch; 0 elsewhere.
 
@@ -222,12 +259,13 @@ def whitened(
         values: of each sequence, e.g. its advantages.
         masks: the tokens that count; leave a failed sample's empty.
         eps: keeps the quotient finite.
+        std: see `deviation`.
     """
     joined = np.concatenate([x[mask] for x, mask in zip(values, masks, strict=True)])
     if joined.size == 0:
         return [np.zeros(len(x)) for x in values]
-    mean, std = joined.mean(), joined.std()
-    return [np.where(mask, (x - mean) / (std + eps), 0.0) for x, mask in zip(values, masks, strict=True)]
+    mean, scale = joined.mean(), deviation(joined, std) + eps
+    return [np.where(mask, (x - mean) / scale, 0.0) for x, mask in zip(values, masks, strict=True)]
 
 
 def explained_variance(returns: Float[np.ndarray, "N"], values: Float[np.ndarray, "N"]) -> float:

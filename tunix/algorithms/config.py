@@ -19,6 +19,7 @@ from tunix.errors import UserError
 Settings = Mapping[str, Any]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+Level = Literal["token", "sequence", "geometric"]
 
 
 class Rule(NamedTuple):
@@ -100,27 +101,49 @@ class PolicyConfig(RuledConfig):
     """Coefficient of KL(policy || reference). 0: no reference model is loaded."""
     kl_in: Literal["loss", "reward"] | None = None
     """Where the penalty stands. Null: `loss` for GRPO, `reward` for PPO."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = None
     """Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of KL(policy || reference), k3 that of
-    KL(reference || policy)."""
+    KL(reference || policy); k3+ has the value of k3 and the gradient of k2."""
     kl_weighted: bool = False
-    """In the loss: times the ratio to the policy that drew, so that k1 and k3 have the gradient of
-    KL(policy || reference), after several updates too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556)."""
+    """In the loss: times the ratio to the policy that sampled, so that k1 and k3 have the gradient of
+    KL(policy || reference), after several updates too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). With
+    `old_logprobs: recompute` that is still the sampler, not the trainer's copy of it."""
+    kl_input_clamp: Annotated[float, Field(gt=0, le=20)] | None = None
+    """The estimate counts log-ratios to the reference as no larger than this. Null: 20, as NeMo-RL and verl take it."""
+    kl_output_clamp: Annotated[float, Field(gt=0)] | None = None
+    """And the estimate as no larger than this, beyond which it has no gradient. NeMo-RL and verl (for k3) take 10; null
+    for no bound, as in the papers and TRL."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
+    entropy_over: Literal["reduction", "tokens"] = "reduction"
+    """What the entropy is averaged over: as `reduction` says, or all trained tokens whatever that is."""
+    std: Literal["population", "sample"] = "population"
+    """Standard deviations that advantages are divided by: n of the population, or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
     """The ratio's denominator: what the sampler reports, or a forward pass of the trainer before the updates."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Importance weights for a sampler that differs from the trainer: `truncate` (TIS), `mask` (IcePop)."""
-    correction_level: Literal["token", "sequence"] | None = None
-    """Weights of tokens, or one of the whole completion (the product of its tokens'). Null: token."""
+    correction_level: Level | None = None
+    """Weights of tokens, or one of the whole completion: the product of its tokens' (`sequence`) or their geometric
+    mean (`geometric`). Null: token."""
     correction_low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """`mask` drops weights below. Null: 0.5."""
+    """`truncate` raises smaller weights to this, `mask` drops them. Null: 0 for truncate, 0.5 for mask."""
     correction_high: Annotated[float, Field(ge=1)] | None = None
     """`truncate` lowers larger weights to this, `mask` drops them. Null: 2 for truncate, 5 for mask."""
+    geometric_mask: tuple[Above0, Above0] | None = None
+    """Completions are left out of the loss where the geometric mean of their weights lies outside, such as
+    [0.99, 1.01]: verl's seq_mean_k1; with `correction: truncate` NeMo-RL's seq-mask-tis. Null: none is."""
+    mismatch_limit: Annotated[float, Field(gt=1)] | None = None
+    """Completions are left out of the update, and of its denominators, where the mean of exp|trainer - sampler| over
+    their tokens' log-probs is above this, such as 2 (NeMo-RL's seq_logprob_error_threshold). Null: none is."""
+    high_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The policy's loss is that of this share of the step's tokens alone, the most uncertain ones before the updates,
+    at the price of a forward pass; 0.2 is the paper's (https://arxiv.org/abs/2506.01939). Null: all tokens."""
     overlong_buffer: Annotated[float, Field(gt=0)] | None = None
-    """DAPO's soft penalty: over the last so many tokens of the limit the reward falls by up to 1. Below 1 a share of
-    the limit; null for none."""
+    """DAPO's soft penalty: over the last so many tokens of the limit the reward falls by up to 1 (times
+    overlong_coefficient). Below 1 a share of the limit; null for none."""
+    overlong_coefficient: Above0 = 1.0
+    """By how much the reward falls over that buffer."""
     mask_truncated: bool = False
     """Completions that were cut off at the limit are left out of the loss; their rewards still count in baselines."""
     updates: Positive = 1
@@ -133,26 +156,33 @@ class PolicyConfig(RuledConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("reduction_length",), lambda s: s["reduction"] == "constant", "without reduction: constant"),
-        Rule(("kl_in", "kl_estimator"), lambda s: bool(s["kl"]), "while kl is 0: set kl"),
+        Rule(
+            ("kl_in", "kl_estimator", "kl_input_clamp", "kl_output_clamp"),
+            lambda s: bool(s["kl"]),
+            "while kl is 0: set kl",
+        ),
         Rule(
             ("kl_weighted",),
             lambda s: bool(s["kl"]) and s["kl_in"] != "reward",
             "without a KL term in the loss: set kl and kl_in: loss",
         ),
         Rule(
-            ("correction",),
+            ("entropy_over",),
+            lambda s: bool(s["entropy_bonus"]) and s["reduction"] != "tokens",
+            "without an entropy_bonus and another reduction than tokens: set both",
+        ),
+        Rule(
+            ("correction", "geometric_mask", "mismatch_limit"),
             lambda s: s["old_logprobs"] != "sampler",
             "with old_logprobs: sampler, whose ratio already starts at the sampler: set old_logprobs: recompute",
         ),
         Rule(
-            ("correction_level", "correction_high"),
+            ("correction_level", "correction_low", "correction_high"),
             lambda s: s["correction"] != "none",
             "without a correction: set correction",
         ),
         Rule(
-            ("correction_low",),
-            lambda s: s["correction"] not in ("none", "truncate"),
-            "without correction: mask, which alone has a lower bound",
+            ("overlong_coefficient",), lambda s: s["overlong_buffer"] is not None, "without an overlong_buffer: set it"
         ),
     )
 
@@ -164,8 +194,9 @@ class PolicyConfig(RuledConfig):
             "clip_high": 0.2,
             "kl_in": "loss",
             "kl_estimator": "k1" if settings["kl_in"] == "reward" else "k3",
+            "kl_input_clamp": 20.0,
             "correction_level": "token",
-            "correction_low": 0.5,
+            "correction_low": 0.0 if settings["correction"] == "truncate" else 0.5,
             "correction_high": 2.0 if settings["correction"] == "truncate" else 5.0,
         }
 
@@ -195,8 +226,13 @@ class PolicyConfig(RuledConfig):
             found.append(
                 "kl_estimator: the gradient of k1 as a loss is 0 in expectation: set kl_weighted, kl_in: reward, or k2"
             )
-        if self.kl_weighted and self.kl_estimator == "k2":
-            found.append("kl_weighted: k2 has the gradient of KL(policy || reference) unweighted; weight k1 or k3")
+        if self.kl_estimator == "k3+" and self.kl_in == "reward":
+            found.append("kl_estimator: k3+ differs from k3 in its gradient, and a reward has none: take k3")
+        if self.geometric_mask and not self.geometric_mask[0] < 1 < self.geometric_mask[1]:
+            found.append(f"geometric_mask: 1, where trainer and sampler agree, is outside of {self.geometric_mask}")
+        if self.kl_weighted and self.kl_estimator in ("k2", "k3+"):
+            own = f"{self.kl_estimator} has the gradient of KL(policy || reference) unweighted"
+            found.append(f"kl_weighted: {own}; weight k1 or k3")
         if self.overlong_buffer and self.overlong_buffer > 1 and self.overlong_buffer % 1:
             found.append(f"overlong_buffer: {self.overlong_buffer:g} is neither a share below 1 nor a number of tokens")
         return found

@@ -6,6 +6,7 @@ from `old_log_ratio`, and `policy_outputs` makes the terms and the metrics of it
 Axes: B rows, T time.
 """
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -14,16 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.config import Level, PolicyConfig
 from tunix.algorithms.ops import (
+    LOG_RATIO_LIMIT,
+    Clamp,
     Estimator,
     Importance,
     Surrogate,
+    clamped_kl,
     importance_weight,
     kl_estimate,
     log_ratio,
     sequence_sum,
-    token_ratio,
+    weighted_kl,
 )
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
@@ -90,7 +94,7 @@ def policy_outputs(
         inputs: `reference_logprobs` are read where `config.kl` is not 0, `sampler_logprobs` with
             `old_logprobs: recompute`, the entropy where there is a bonus.
         config: the section.
-        over: what every term is averaged over.
+        over: what every term is averaged over, but for `entropy_over: tokens`.
         surrogate: the policy's loss per token.
         ratio: what the surrogate clips.
         kl: coefficient of the KL term; read with `kl_in: loss`.
@@ -100,34 +104,65 @@ def policy_outputs(
     if surrogate.clipped is not None:
         metrics["policy/clipped"] = surrogate.clipped.astype(jnp.float32)
     policy = surrogate.loss
+    if config.high_entropy is not None:
+        policy = policy * batch.per_token["high_entropy"]
     if config.correction != "none":
         importance = _importance(inputs, config)
         policy = policy * importance.weight
         metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
+    if config.geometric_mask is not None:
+        low, high = config.geometric_mask
+        weights = _log_weights(inputs, "geometric")
+        masked = (weights < math.log(low)) | (weights > math.log(high))
+        policy = jnp.where(masked, 0.0, policy)
+        metrics["mismatch/masked"] = masked.astype(jnp.float32)
     terms = {"policy": Term(policy, over)}
     if config.kl:
         reference = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch)
         metrics["kl/reference"] = _estimate(reference, "k3")
         if config.kl_in == "loss":
-            weight = token_ratio(current) if config.kl_weighted else 1.0
-            terms["kl"] = Term(kl * weight * _estimate(reference, config.kl_estimator or "k3"), over)
+            terms["kl"] = Term(kl * _kl(inputs, config), over)
     if inputs.entropy is not None:
         metrics["policy/entropy"] = inputs.entropy
         if config.entropy_bonus:
-            terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+            terms["entropy"] = Term(
+                -config.entropy_bonus * inputs.entropy, "tokens" if config.entropy_over == "tokens" else over
+            )
     return with_mismatch(LossOutputs(terms, metrics), inputs, config)
+
+
+def _kl(inputs: LossInputs, config: PolicyConfig) -> Float[Array, "B T"]:
+    """KL(policy || reference) of each token, clamped, and weighted by the policy over the one that drew."""
+    batch, estimator, clamp = inputs.batch, config.kl_estimator or "k3", kl_clamp(config)
+    ratios = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch, clamp.input)
+    if not config.kl_weighted:
+        return cast(Array, clamped_kl(ratios, estimator, clamp))
+    # Not the old log-probs: recomputed, they are the trainer's own.
+    return weighted_kl(log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch), ratios, estimator, clamp)
+
+
+def kl_clamp(config: PolicyConfig) -> Clamp:
+    """The bounds of the KL estimate that a section asks for."""
+    return Clamp(config.kl_input_clamp or LOG_RATIO_LIMIT, config.kl_output_clamp)
 
 
 def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Array, "B T"]:
     return cast(Array, kl_estimate(log_ratios, estimator))
 
 
-def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
-    """Trainer over sampler, both as they were before the updates."""
+def _log_weights(inputs: LossInputs, level: Level) -> Float[Array, "B T"]:
+    """Trainer over sampler, both as they were before the updates: of each token, or of its sequence."""
     batch = inputs.batch
     weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
-    if config.correction_level == "sequence":
-        weights = sequence_sum(weights, batch)
+    if level == "token":
+        return weights
+    total = sequence_sum(weights, batch)
+    return total / jnp.asarray(batch.lengths)[batch.sequence_ids] if level == "geometric" else total
+
+
+def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
+    """What the surrogate is multiplied by."""
+    weights = _log_weights(inputs, config.correction_level or "token")
     assert config.correction != "none"
     return importance_weight(weights, config.correction, config.correction_low or 0.0, config.correction_high or 1.0)
 

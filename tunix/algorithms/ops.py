@@ -7,7 +7,7 @@ by a count: `types.Term` says over what a loss is averaged, and the framework do
 Axes: B rows, T time, S sequences of a batch.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,22 @@ from jaxtyping import Array, Bool, Float
 
 from tunix.types import Batch
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
+
+
+class Clamp(NamedTuple):
+    """Bounds of a KL estimate, as NeMo-RL's and verl's."""
+
+    input: float = LOG_RATIO_LIMIT
+    """Of the log-ratio."""
+    output: float | None = None
+    """Of the estimate; None for none."""
+
+
+USUAL_CLAMP = Clamp()
 
 
 class Surrogate(NamedTuple):
@@ -41,11 +53,13 @@ class Importance(NamedTuple):
 
 
 def log_ratio(
-    logprobs: Float[Array, "B T"], others: Float[Array | np.ndarray, "B T"], batch: Batch
+    logprobs: Float[Array, "B T"],
+    others: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    limit: float = LOG_RATIO_LIMIT,
 ) -> Float[Array, "B T"]:
-    """`log p - log q` of the taken tokens, 0 outside of the mask whatever stands there, within +-`LOG_RATIO_LIMIT`."""
-    difference = jnp.where(batch.loss_mask, logprobs - others, 0.0)
-    return jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """`log p - log q` of the taken tokens, 0 outside of the mask whatever stands there, within +-`limit`."""
+    return jnp.clip(jnp.where(batch.loss_mask, logprobs - others, 0.0), -limit, limit)
 
 
 def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
@@ -83,6 +97,15 @@ def sequence_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array
     return jnp.exp(sequence_sum(log_ratios, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids])
 
 
+def completion_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """`p(y) / q(y) = prod_t r_t`, the same for every token of a sequence, which is taken for one action.
+
+    As RLOO does (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3). Its logarithm is held within
+    +-`LOG_RATIO_LIMIT` too.
+    """
+    return jnp.exp(jnp.clip(sequence_sum(log_ratios, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
 def kl_estimate(
     log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator
 ) -> Float[Array | np.ndarray, "*shape"]:
@@ -98,7 +121,8 @@ def kl_estimate(
         r k1, r k3: that of KL(p || q), where r is p over whoever drew the token, also when p has moved on
         (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7)
 
-    As a penalty in the reward, k1 has the gradient of KL(p || q).
+    As a penalty in the reward, k1 has the gradient of KL(p || q). k3+ is k3 with the gradient of k2 (straight through,
+    as verl's `low_var_kl+`); of numpy arrays it is k3.
 
     Args:
         log_ratios: d, of any shape; numpy in, numpy out.
@@ -108,7 +132,47 @@ def kl_estimate(
         return log_ratios
     if estimator == "k2":
         return 0.5 * log_ratios**2
+    if estimator == "k3+" and isinstance(log_ratios, jax.Array):
+        k2 = kl_estimate(log_ratios, "k2")
+        return k2 + jax.lax.stop_gradient(kl_estimate(log_ratios, "k3") - k2)
     return log_ratios.__array_namespace__().expm1(-log_ratios) + log_ratios
+
+
+def clamped_kl(
+    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, clamp: Clamp
+) -> Float[Array | np.ndarray, "*shape"]:
+    """`kl_estimate` of log-ratios within +-`clamp.input`, within +-`clamp.output`. Clamped, it has no gradient."""
+    numpy = log_ratios.__array_namespace__()
+    found = kl_estimate(numpy.clip(log_ratios, -clamp.input, clamp.input), estimator)
+    return found if clamp.output is None else numpy.clip(found, -clamp.output, clamp.output)
+
+
+def weighted_kl(
+    log_weights: Float[Array, "B T"], log_ratios: Float[Array, "B T"], estimator: Estimator, clamp: Clamp
+) -> Float[Array, "B T"]:
+    """`w k(d)`, clamped as NeMo-RL does: d, and then the product. Its gradient is that of `KL(p || ref)` whoever
+    sampled the token (see `kl_estimate`).
+
+    Where the estimate is clamped nothing has a gradient, the weight's neither: of a huge constant, w alone would be
+    lowered, which is the wrong direction. The gradient of `w k3` is `w (k3 + 1 - exp(-d)) grad log p = w d grad log p`;
+    written as a product, float32 takes two numbers of 4e8 from each other at d = -19.9 and finds -32.
+
+    Args:
+        log_weights: `log p - log q`, q whoever sampled the tokens.
+        log_ratios: d, `log p - log ref`.
+        estimator: k1 or k3.
+        clamp: what is held within which bounds.
+    """
+    weight, held = jnp.exp(log_weights), jnp.clip(log_ratios, -clamp.input, clamp.input)
+    value, stopped = cast(Array, kl_estimate(held, estimator)), jax.lax.stop_gradient
+    product, outside = weight * value, jnp.abs(log_ratios) >= clamp.input
+    if estimator == "k3":
+        half = 0.5 * held**2  # whose gradient is d
+        product = stopped(weight) * (stopped(value - half) + half)
+    if clamp.output is not None:
+        outside |= jnp.abs(product) >= clamp.output
+        product = jnp.clip(product, -clamp.output, clamp.output)
+    return jnp.where(outside, stopped(product), product)
 
 
 def clipped_surrogate(
@@ -201,17 +265,18 @@ def importance_weight(
 ) -> Importance:
     """Weights `w = p(y) / q(y)` for tokens that q drew and that are trained as if p had.
 
-    truncate: `min(w, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008).
+    truncate: `clip(w, low, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008,
+    with low = 0; OpenRLHF clips from below too).
     mask: w where `low <= w <= high`, else 0 (IcePop, Ling team 2025, https://arxiv.org/abs/2510.18855).
 
     Args:
-        log_weights: log p - log q, of each token, or summed over the sequence (`sequence_sum`).
+        log_weights: log p - log q, of each token, or of its sequence: the sum (`sequence_sum`) or the mean.
         kind: which.
-        low: read by mask alone.
-        high: the largest weight.
+        low: the smallest weight.
+        high: the largest.
     """
     weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(log_weights), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    if kind == "truncate":
-        return Importance(jnp.minimum(weight, high), weight > high)
     outside = (weight < low) | (weight > high)
+    if kind == "truncate":
+        return Importance(jnp.clip(weight, low, high), outside)
     return Importance(jnp.where(outside, 0.0, weight), outside)

@@ -18,6 +18,7 @@ import numpy as np
 from tunix.algorithms.advantages import has_signal, overlong_penalty, weighted_sum
 from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.loss import with_mismatch
+from tunix.algorithms.masks import mismatch, most_uncertain
 from tunix.client import Client
 from tunix.errors import Doubtful, UserError
 from tunix.rollout.collect import Rollouts, Scored, require_scores
@@ -72,6 +73,10 @@ class PolicyGradient(Algorithm):
             if metrics:
                 gate(metrics[0], batches[0], data, self.needs_reference)
             numbers = report(groups, data.weights, signal) | merged(metrics)
+            if self.config.mismatch_limit is not None:
+                numbers["mismatch/dropped"] = float(
+                    np.mean([far(x, self.config.mismatch_limit) for x in flat(sequences)])
+                )
         numbers |= {f"perf/{part}_seconds": seconds for part, seconds in data.clock.items()}
         return Update(numbers, tuple(batches), rows(groups, sequences, data.shown), notes(groups, data.weights, signal))
 
@@ -98,8 +103,13 @@ class PolicyGradient(Algorithm):
         ]
         if config.old_logprobs == "recompute":
             sequences = renamed(sequences, "old_logprobs", "sampler_logprobs")
-            if config.updates * config.epochs > 1:  # a single update starts from them: the loss takes its own
+            # A single update starts from them: the loss takes its own.
+            if config.updates * config.epochs > 1 or config.mismatch_limit is not None:
                 sequences = self._with_logprobs(client, sequences, "old_logprobs", "policy")
+        if config.mismatch_limit is not None:
+            sequences = without_mismatch(sequences, config.mismatch_limit)
+        if config.high_entropy is not None:
+            sequences = self._with_high_entropy(client, sequences, config.high_entropy)
         if self.needs_reference:
             sequences = self._with_logprobs(client, sequences, "reference_logprobs", "reference")
         return sequences
@@ -116,7 +126,9 @@ class PolicyGradient(Algorithm):
         """`[P G]` DAPO's soft overlong penalty, 0 where the recipe asks for none."""
         limit = self.sampling.max_tokens
         buffer = self.config.overlong_tokens(limit)
-        return overlong_penalty(lengths_of(groups), limit, buffer) if buffer else np.zeros(shape_of(groups))
+        if not buffer:
+            return np.zeros(shape_of(groups))
+        return self.config.overlong_coefficient * overlong_penalty(lengths_of(groups), limit, buffer)
 
     def _with_logprobs(
         self, client: Client, sequences: Credited, name: str, of: Literal["policy", "reference"]
@@ -124,6 +136,13 @@ class PolicyGradient(Algorithm):
         """The sequences with log-probs under the sampling temperature."""
         found = client.logprobs(flat(sequences), of, self.sampling.temperature)
         return with_tokens(sequences, name, grouped(found, sequences))
+
+    def _with_high_entropy(self, client: Client, sequences: Credited, share: float) -> Credited:
+        """The sequences with 1 at the tokens of `masks.most_uncertain`, of all that count in this step, else 0."""
+        listed = flat(sequences)
+        entropies = client.entropies(listed, self.sampling.temperature)
+        kept = most_uncertain(entropies, [x.loss_mask & (x.weight > 0) for x in listed], share)
+        return with_tokens(sequences, "high_entropy", grouped([x.astype(np.float32) for x in kept], sequences))
 
     def _parts(self, sequences: Credited) -> Iterator[list[Sequence]]:
         """What each update sees: `updates` parts of the prompts, `epochs` times; parts without weight are left out."""
@@ -190,6 +209,17 @@ def renamed(sequences: Credited, old: str, new: str) -> Credited:
         return replace(sequence, per_token={**rest, new: sequence.per_token[old]})
 
     return [[one(sequence) for sequence in group] for group in sequences]
+
+
+def far(sequence: Sequence, limit: float) -> bool:
+    """Whether trainer and sampler are too far apart on a sequence; see `masks.mismatch`."""
+    own = sequence.per_token
+    return not mismatch(own["old_logprobs"], own["sampler_logprobs"], sequence.loss_mask) <= limit
+
+
+def without_mismatch(sequences: Credited, limit: float) -> Credited:
+    """The sequences, with weight 0 for those that are `far`."""
+    return [[replace(x, weight=0.0) if far(x, limit) else x for x in group] for group in sequences]
 
 
 def shape_of(groups: Groups) -> tuple[int, int]:

@@ -53,6 +53,10 @@ class Accounting:
     """Kept rows that lost tokens at their end."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> rows left out for it."""
+    pieces: int = 0
+    """Sequences that kept rows were cut into, with `packing: split` or `wrapped`; a row is kept from its first on."""
+    untrained: int = 0
+    """Pieces left out, since nothing in them is trained."""
 
     def __post_init__(self) -> None:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
@@ -60,7 +64,14 @@ class Accounting:
     def __add__(self, other: Accounting) -> Accounting:
         reasons = {**self.dropped, **other.dropped}
         dropped = {reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons}
-        return Accounting(self.rows + other.rows, self.kept + other.kept, self.truncated + other.truncated, dropped)
+        return Accounting(
+            self.rows + other.rows,
+            self.kept + other.kept,
+            self.truncated + other.truncated,
+            dropped,
+            self.pieces + other.pieces,
+            self.untrained + other.untrained,
+        )
 
     @staticmethod
     def of(example: Kept | Dropped) -> Accounting:

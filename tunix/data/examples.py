@@ -96,7 +96,8 @@ def _fitted(
     too_long = _too_long([tokens for tokens, _ in sides], limit, "max_length", how, where)
     if too_long and how.on_overflow == "drop":
         return Dropped(TOO_LONG)
-    cut = tuple(Sequence(tokens[:limit], mask[:limit], weight, per_sequence=values) for tokens, mask in sides)
+    end = None if how.on_overflow == "keep" else limit
+    cut = tuple(Sequence(tokens[:end], mask[:end], weight, per_sequence=values) for tokens, mask in sides)
     if not all(sequence.loss_mask.any() for sequence in cut):
         return Dropped(CUT_AWAY)
     return Dropped(CUT_EQUAL) if _equal([sequence.tokens for sequence in cut]) else Kept(cut, too_long)
@@ -104,6 +105,8 @@ def _fitted(
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, how: Rendering, where: str) -> bool:
     """Whether any side of a row is above the limit; an error where the recipe says so."""
+    if how.on_overflow == "keep":
+        return False
     most = max(map(len, sides))
     if most > limit and how.on_overflow == "error":
         raise UserError(

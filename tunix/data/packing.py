@@ -15,6 +15,7 @@ Axes: R rows (as many as are needed), T time, S sequences of a batch, U units th
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -24,14 +25,19 @@ LABEL = "label"
 """The per-sequence value that is 1 for a desirable completion and 0 for another."""
 
 
-def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = True, members: int = 1) -> Batch:
+Packing = Literal[True, False, "wrapped", "split"]
+"""See `DataConfig.packing`."""
+
+
+def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing = True, members: int = 1) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
 
     Args:
         sequences: each at most `max_length` long; all name the same per-token and per-sequence values.
         size: S, the length of the per-sequence arrays. Where there are fewer sequences, the rest has weight 0.
         max_length: T.
-        packing: False gives each unit a row of its own, and nothing is shared.
+        packing: False gives each unit a row of its own, and nothing is shared; `wrapped` fills the rows in the order of
+            the sequences.
         members: so many sequences that follow each other are a unit: they share a row, which has to have room for them,
             and the beginning that they have in common as far as it is not trained.
 
@@ -45,7 +51,7 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: bool = 
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     _check(sequences, lengths, size, members)
-    pieces = _pieces(sequences, lengths, members, share=packing)
+    pieces = _pieces(sequences, lengths, members, share=bool(packing))
     row_of, start_of, segment_of = _placed(pieces, max_length, packing)
     sizes = pieces.end - pieces.begin
     # Index of every laid token within its piece, then within its sequence, then in the rows.
@@ -143,7 +149,7 @@ def _common(group: List[Sequence]) -> int:
     return int(np.argmax(differ)) if differ.any() else most
 
 
-def _placed(pieces: _Pieces, max_length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _placed(pieces: _Pieces, max_length: int, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each piece its row, its first place there, and its segment (from 1).
 
     Raises:
@@ -155,7 +161,8 @@ def _placed(pieces: _Pieces, max_length: int, packing: bool) -> tuple[np.ndarray
         raise ValueError(f"sequences that share a row have {units.max()} tokens; 1 to {max_length} fit in a row")
     number = np.bincount(pieces.unit)
     if packing:
-        row_of, start_of, segment_of = _first_fit(units, number, max_length)
+        order = np.arange(len(units)) if packing == "wrapped" else np.argsort(-units, kind="stable")
+        row_of, start_of, segment_of = _fit(units, number, max_length, order, back=packing != "wrapped")
     else:
         row_of, start_of, segment_of = np.arange(len(units)), np.zeros_like(units), np.ones_like(units)
     first = np.cumsum(number) - number
@@ -185,12 +192,16 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, members: i
                 raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
 
 
-def _first_fit(lengths: np.ndarray, pieces: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First fit decreasing.
+def _fit(
+    lengths: np.ndarray, pieces: np.ndarray, max_length: int, order: np.ndarray, back: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First fit: each unit into the first row with room; or next fit: into the last one or a new one.
 
     Args:
         lengths: `[U]` tokens of each unit.
         pieces: `[U]` segments that it takes.
+        order: of the units.
+        back: whether rows before the last are looked at.
 
     Returns:
         `[U]` each: its row, its first place there, and its first segment (from 1).
@@ -199,9 +210,10 @@ def _first_fit(lengths: np.ndarray, pieces: np.ndarray, max_length: int) -> tupl
     used = np.ones(len(lengths), np.int64)
     row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
     rows = 0
-    for i in np.argsort(-lengths, kind="stable"):
+    for i in order:
+        first = 0 if back else max(rows - 1, 0)
         # Rows that are not open yet have full room, so the first that fits always exists.
-        row = int(np.argmax(room[: rows + 1] >= lengths[i]))
+        row = first + int(np.argmax(room[first : rows + 1] >= lengths[i]))
         rows = max(rows, row + 1)
         row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
         used[row] += pieces[i]

@@ -18,6 +18,7 @@ import numpy as np
 
 from tunix.config import DataConfig
 from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
 from tunix.data.packing import pack
 from tunix.data.rendered import prompt_text
@@ -104,11 +105,9 @@ class Stream(Generic[T]):
             made: turns a group of kept rows, and the account up to there, into what is handed out.
             read_ahead: how many of those wait for the trainer.
         """
-        how = _rendering(rows, config, train_on, vocab_size)
-        order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
-        if config.shuffle:
-            order = order.shuffle()
-        groups = _Groups(_Renderer(rows, tokenizer, how), order.repeat(epochs), batch_size, made)
+        renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+        order = _order(rows, config, seed, epochs)
+        groups = _Groups(renderer, order, batch_size, made, cutter(config, train_on))
         # Held in a list that the finalizer empties: Grain's iterator has to be gone before the interpreter is, or its
         # __del__ trips over modules that are no more; and its thread must not outlive this object.
         self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
@@ -252,12 +251,13 @@ def eval_batches(
     """
     renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
     examples = [renderer(i) for i in range(min(limit, len(rows)))]
-    kept = [example for example in examples if isinstance(example, Kept) and _counts(example)]
-    total = sum(map(Accounting.of, examples), Accounting())
-    if not kept:
+    silent = [example for example in examples if isinstance(example, Kept) and not _counts(example)]
+    heard = (example for example in examples if isinstance(example, Dropped) or _counts(example))
+    groups = list(grouped(heard, cutter(config, train_on), batch_size))
+    total = sum([*(account for _, account in groups), *map(Accounting.of, silent)], Accounting())
+    if not groups[0][0]:
         raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be evaluated: {_reasons(total)}")
-    groups = [kept[i : i + batch_size] for i in range(0, len(kept), batch_size)]
-    return [layout.packed(group, batch_size, config, total) for group in groups]
+    return [layout.packed(group, batch_size, config, total) for group, _ in groups if group]
 
 
 def eval_prompts(
@@ -317,6 +317,29 @@ def total_steps(n_rows: int, batch_size: int, epochs: int) -> int:
     return math.ceil(n_rows * epochs / batch_size)
 
 
+def cut_steps(
+    rows: Rows,
+    tokenizer: Tokenizer | None,
+    config: DataConfig,
+    batch_size: int,
+    seed: int,
+    epochs: int,
+    train_on: TrainOn = "completion",
+    vocab_size: int | None = None,
+) -> int:
+    """Batches of `epochs` passes where rows are cut into pieces: their number is that of the lengths and the order, so
+    every row is rendered once for each epoch. The arguments are those of `Batches`."""
+    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+    order = _order(rows, config, seed, epochs)
+    return sum(_Groups(renderer, order, batch_size, lambda *_: 1, cutter(config, train_on)))
+
+
+def _order(rows: Rows, config: DataConfig, seed: int, epochs: int | None) -> "grain.MapDataset[int]":
+    """The row numbers of all epochs, each shuffled in its own way."""
+    order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
+    return (order.shuffle() if config.shuffle else order).repeat(epochs)
+
+
 def _rendering(rows: Rows, config: DataConfig, train_on: TrainOn, vocab_size: int | None) -> Rendering:
     return replace(rendering(config, rows[0], f"row 1 of {rows.name}", train_on), vocab_size=vocab_size)
 
@@ -347,8 +370,10 @@ class _Groups(Generic[T]):
         order: grain.MapDataset[int],
         batch_size: int,
         made: Callable[[list[Kept], Accounting], T],
+        cut: Whole,
     ) -> None:
         self._renderer = renderer
+        self._cut = cut
         self._order = order
         self._batch_size = batch_size
         self._made = made
@@ -361,19 +386,21 @@ class _Groups(Generic[T]):
 
     def __next__(self) -> T:
         group: list[Kept] = []
+        self._cut.new_batch()
         # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
-        while (example := self._peek()) is not None and (len(group) < self._batch_size or isinstance(example, Dropped)):
-            self._take(example)
-            if isinstance(example, Kept):
-                group.append(example)
+        while (example := self._peek()) is not None and (len(group) < self._batch_size or not self._cut.gives(example)):
+            if piece := self._take(example):
+                group.append(piece)
         if not group:
             raise StopIteration
         return self._made(group, self._accounting)
 
     def get_state(self) -> dict[str, Any]:
-        """The next place in the order, the account up to there, and the number of rows that both hold for."""
+        """The next place in the order and within its row, the account up to there, and the number of rows that they
+        hold for."""
         size = len(self._renderer.rows)
-        return {"next_index": self._next, "rows": size, "accounting": self._accounting.to_dict()}
+        account = self._accounting.to_dict()
+        return {"next_index": self._next, "rows": size, "accounting": account, **self._cut.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a place that `get_state` told."""
@@ -385,6 +412,7 @@ class _Groups(Generic[T]):
             )
         self._next = state["next_index"]
         self._accounting = Accounting.from_dict(state["accounting"])
+        self._cut.set_state(state)
         self._ahead = None
 
     @property
@@ -399,10 +427,13 @@ class _Groups(Generic[T]):
             self._ahead = self._renderer(number)
         return self._ahead
 
-    def _take(self, example: Kept | Dropped) -> None:
-        """Counts the example and moves on, unless a whole epoch has come to nothing."""
-        self._accounting += Accounting.of(example)
-        self._next += 1
-        self._ahead = None
+    def _take(self, example: Kept | Dropped) -> Kept | None:
+        """Counts the example, or a piece of it, and moves on, unless a whole epoch has come to nothing."""
+        taken = self._cut.take(example)
+        self._accounting += taken.account
+        if taken.finished:
+            self._next += 1
+            self._ahead = None
         if not self._accounting.kept and self._accounting.rows >= len(self._renderer.rows):
             raise UserError(f"{self._name}: nothing in it can be trained on: {_reasons(self._accounting)}")
+        return taken.piece

@@ -16,7 +16,7 @@ from tunix.errors import UserError, nearest
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
 TrainOn = Literal["completion", "all", "prompt", "row", "pairs", "labels"]
-Overflow = Literal["truncate", "drop", "error"]
+Overflow = Literal["truncate", "drop", "error", "keep"]
 Shapes = Mapping[Format, tuple[str, ...]]
 """The columns of each shape; where a row has several, the first one is meant."""
 
@@ -59,6 +59,9 @@ _READ: Mapping[TrainOn, str] = {
 }
 """What is read of a row, in a person's words."""
 
+CUT: tuple[TrainOn, ...] = ("completion", "all")
+"""What can be cut into pieces: a sequence that nothing is compared with, and that nobody goes on from."""
+
 OPTIONAL = ("labels", "loss_mask", "weight", "tools", "margin")
 FIXED = ("prompt", "margin")
 """Columns of pairs that may be left out, but then by every row."""
@@ -78,7 +81,7 @@ class Rendering:
     max_length: int = 1024
     """Tokens of a sequence at most; of each side of a pair."""
     on_overflow: Overflow = "truncate"
-    """What happens to a longer one."""
+    """What happens to a longer one; `keep` leaves it to `cutting`."""
     train_on: TrainOn = "completion"
     """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing;
     `row` renders nothing: an environment makes its prompts of the columns; `pairs` reads two completions that are
@@ -118,7 +121,7 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
         format=shape,
         columns=config.columns,
         max_length=config.max_length,
-        on_overflow=config.on_overflow,
+        on_overflow="keep" if config.cuts and train_on in CUT else config.on_overflow,
         train_on=train_on,
         prompt_length=config.longest_prompt,
         chat=config.chat,

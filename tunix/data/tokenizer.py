@@ -20,6 +20,7 @@ import numpy as np
 
 from tunix.data.templates import END_OF_TURN, MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
 from tunix.errors import UserError
+from tunix.files import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+READ = (".json", ".jinja", ".model", ".txt")
+"""How the files end that are read of a tokenizer's folder, and copied beside an export."""
 
 # Qwen's word splitter. For a folder of model type qwen2 transformers rebuilds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: the exported folder then gives the ids that were trained on.
@@ -183,10 +186,14 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
     """The tokenizer of a local folder or a hub id; None for a folder that has none, which then serves token ids only.
 
     Raises:
-        UserError: the folder does not exist, its tokenizer does not load or is not a fast one, or the hub is silent.
+        UserError: the folder does not exist, a file is not its own, its tokenizer does not load or is not a fast one,
+            or the hub is silent.
     """
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
+        for file in folder.iterdir():
+            if file.suffix in READ:
+                refuse_foreign(folder, file.name)
         if not any((folder / name).is_file() for name in VOCABULARY_FILES):
             if (folder / "tokenizer_config.json").is_file():
                 raise UserError(f"{folder} has a tokenizer_config.json, but no vocabulary: tokenizer.json is missing")

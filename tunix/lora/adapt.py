@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.lora.config import AdapterConfig, Low
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block
@@ -127,7 +128,7 @@ def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params
     if adapter.start == "zero" and not adapter.dora and not adapter.also:
         return params
     places = model.shardings(mesh)
-    return jax.jit(start, out_shardings={name: places[name] for name in [*params, *tables(adapter, model.config)]})(
+    return jit(start, out_shardings={name: places[name] for name in [*params, *tables(adapter, model.config)]})(
         params, frozen
     )
 
@@ -227,7 +228,7 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
         cast = whole.astype(dtype)
         return cast, jnp.sum((cast.astype(jnp.float32) - whole) ** 2), jnp.sum(whole**2)
 
-    merged, sums, run = Params(), [], jax.jit(one)
+    merged, sums, run = Params(), [], jit(one)
     for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
         own = {other: x for other, x in params.items() if other == name or other.startswith(f"{name}_")}
         if name + SCALE not in params:

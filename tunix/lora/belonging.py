@@ -129,7 +129,7 @@ def _foreign_name(adapter: Path, named: str, name: str) -> str:
 
 def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
     """A few of every matrix, from the files; None where one is not there as it should be, which loading will tell."""
-    stored, table = named_tensors(folder, config), FAMILIES[config.family].tensors
+    stored, table = named_tensors(folder, config.family), FAMILIES[config.family].tensors
     wanted = [table["embed/w"].name]
     wanted += [table[f"layers/{name}/w"].key(layer) for layer in range(config.num_layers) for name in MODULES.values()]
     if not all(key in stored and len(stored[key].shape) == 2 and stored[key].dtype in DTYPES for key in wanted):

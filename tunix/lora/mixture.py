@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tunix.exact import jit
 from tunix.lora.adapt import adapt, plain_pairs
 from tunix.lora.config import AdapterConfig
 from tunix.models.cached import LAYERS, Weights, gains, unstack
@@ -96,7 +96,7 @@ def _ranks(settings: Sequence[AdapterConfig], name: str) -> list[int]:
     return [wide * low.rank if low else 0 for wide, low in zip(wider, lows, strict=True)]
 
 
-@partial(jax.jit, static_argnames="mixture")
+@partial(jit, static_argnames="mixture")
 def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple[Params, ...]:
     """What each layer gets beside the base."""
     settings, stacked = mixture.settings, Params()

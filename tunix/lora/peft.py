@@ -22,7 +22,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.peft_config import CONFIG, described, text
 from tunix.models.config import DecoderConfig
 from tunix.models.families import FAMILIES
-from tunix.models.family import Tensor
+from tunix.models.family import Tensor, axis_sizes
 from tunix.models.hf import STORED_DTYPE, rename
 from tunix.models.tensor_files import Entry, Stored, check_tensors, some, tensors_of_file, write_tensors
 
@@ -147,8 +147,7 @@ Place = tuple[Tensor, tuple[int, ...]]
 def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     """The adapter's own parameters. The layouts of A and B follow from that of the weight: its input axes are those of
     PEFT's last group."""
-    c, found = config, {}
-    sizes = {"D": c.d_model, "N": c.num_heads, "K": c.num_kv_heads, "H": c.head_dim, "F": c.ffn}
+    sizes, found = axis_sizes(config), {}
     for name, low in adapter.modules.items():
         base = FAMILIES[config.family].tensors[f"layers/{name}/w"]
         output, inputs = re.findall(r"\([^)]*\)|\S+", base.theirs)

@@ -36,6 +36,24 @@ class Bend(NamedTuple):
     """V: ids that are real."""
 
 
+class Mass(NamedTuple):
+    """The log-sum-exp of a token's logits in two parts: their sum would keep the digits of the larger one alone. Under
+    an offset of 1e4 that all logits share, log-probs by the sum are off by 5e-4, by the parts by 5e-7."""
+
+    top: Float[Array, "..."]
+    """The largest logit."""
+    log_total: Float[Array, "..."]
+    """`log sum_v exp(logit_v - top)`."""
+
+    def log_p(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Log-probs of logits of the same shape, or of `per_id`'s."""
+        return logits - self.top - self.log_total
+
+    def per_id(self) -> "Mass":
+        """With an axis for the ids of a chunk."""
+        return Mass(self.top[..., None], self.log_total[..., None])
+
+
 class Visit(NamedTuple):
     """The order in which tokens are visited."""
 

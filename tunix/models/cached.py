@@ -17,7 +17,7 @@ from tunix.config import DType
 from tunix.mesh import Axes, constrain
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
-from tunix.models.layers import HIDDEN, rms_norm, rope_tables
+from tunix.models.layers import HIDDEN, rms_norm, rope_tables, scaled
 from tunix.models.model import Model, Params
 from tunix.models.quantized import in_compute
 
@@ -41,10 +41,13 @@ class Weights(NamedTuple):
 
 
 def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights (or of some), layer by layer, in the compute dtype; the final norm keeps its own."""
+    """Copies of the weights (or of some), layer by layer, in the compute dtype. Wide matrices are turned
+    (`Model.turned`)."""
 
     def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-        held = x if name == "norm/w" else in_compute(name, model.on_grid(name, x), model.dtype)
+        held = in_compute(name, model.on_grid(name, x), model.dtype)
+        if name.removeprefix(LAYERS).removesuffix("/w") in model.turned:
+            held, axes = jnp.moveaxis(held, 0, -1), (*axes[1:], axes[0])
         return constrain(jnp.copy(held), *axes)
 
     top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
@@ -199,7 +202,7 @@ def _attend(
     """`layers.attention` over a cache."""
     rows, new, heads, dim = q.shape
     kv_heads, size = values.shape[1], values.shape[2]
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    q = scaled(q, scale).reshape(rows, new, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     queries = q.reshape(rows, kv_heads, -1, dim)
     scores = jnp.einsum("BKMH,BKHT->BKMT", queries, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     scores = scores.reshape(rows, kv_heads, -1, new, size)

@@ -25,6 +25,7 @@ from tunix.models.layers import (
     TokenKeys,
     attention,
     fold_tokens,
+    rms_norm,
     rope_tables,
     rotate,
     weight,
@@ -214,7 +215,9 @@ class Decoder(nnx.Module):
         local = jnp.asarray(c.local_layers or (False,) * c.num_layers)
         numbers = None if drawn is None else jnp.arange(c.num_layers)
         x, _ = jax.lax.scan(layer, x, (nnx.to_pure_dict(stacked), local, numbers))
-        return self.norm(x)
+        # Rounded as all weights are, so that a model in the compute dtype is the same one: a reference, or an export.
+        norm = in_compute("norm/w", self.norm.w[...], dtype)
+        return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset)
 
     def _layer_kinds(self, positions: jax.Array) -> Callable[[jax.Array], tuple]:
         """A function from a layer's `local` flag to its rope tables and window: one block text serves both kinds."""

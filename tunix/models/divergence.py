@@ -1,7 +1,7 @@
 """How far two heads are from each other at every token that counts, without ever holding logits `[B T V]`.
 
 A student's and a teacher's states `[B T D]` and `[B T E]` meet their own tables, block by block of tokens and chunk by
-chunk of the vocabulary (`blocks.py`). A first sweep over the chunks finds both log-sum-exps and, for `top_k`, the logit
+chunk of the vocabulary (`blocks.py`). A first sweep over the chunks finds both masses and, for `top_k`, the logit
 that an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass makes each
 chunk's logits once more; the gradient goes to the student alone.
 
@@ -24,6 +24,7 @@ from tunix.mesh import constrain
 from tunix.models.blocks import (
     NEVER,
     Bend,
+    Mass,
     Visit,
     block_length,
     chunk_logits,
@@ -66,9 +67,8 @@ class _Found(NamedTuple):
     """The teacher's log-prob of the target."""
     agree: jax.Array
     """1 where both find the same id the most likely one."""
-    student: jax.Array
-    """Log-sum-exp."""
-    teacher: jax.Array
+    student: Mass
+    teacher: Mass
     mean: jax.Array
     """`s`: the mean of g under the student."""
     least: jax.Array
@@ -126,12 +126,12 @@ def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _F
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
         own, other = (pick(x, order) for x in states)
         values = _block(pair, (own, other), chunks, pick(targets, order))
-        return _Found(
-            *(jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1) for x, new in zip(found, values, strict=True))
-        )
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1), found, values)
 
     empty = jnp.zeros((rows, places), jnp.float32)
-    return jax.lax.fori_loop(0, visit.number, body, _Found(*[empty] * len(_Found._fields)))
+    nothing = Mass(empty, empty)
+    start = _Found(*[empty] * len(_Found._fields))._replace(student=nothing, teacher=nothing)
+    return jax.lax.fori_loop(0, visit.number, body, start)
 
 
 def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
@@ -152,13 +152,14 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
     highest = jnp.full((*wanted.shape, pair.how.top_k + 1), NEVER)
     sums, taken, highest = jax.lax.fori_loop(0, number, first, ((nothing, nothing), zero, highest))
     (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
-    lse, teacher_lse = top + jnp.log(total), teacher_top + jnp.log(teacher_total)
+    masses = Mass(top, jnp.log(total)), Mass(teacher_top, jnp.log(teacher_total))
+    taken = masses[1].log_p(taken)
     # Between the k-th and the next: rounding that differs from sweep to sweep does not move an id across.
     least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.how.top_k else zero + NEVER
 
     def second(index, running):
         z, y = _both(pair, states, chunks, index)
-        log_p, log_q = z - lse[..., None], y - teacher_lse[..., None]
+        log_p, log_q = (mass.per_id().log_p(logits) for mass, logits in zip(masses, (z, y), strict=True))
         parts = _summands(pair.how, log_p, log_q)
         if pair.how.top_k:
             inside = y >= least[..., None]
@@ -173,7 +174,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
         rest_f, rest_pull = _summands(pair.how, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)
-    return _Found(divergence, taken - teacher_lse, agree, lse, teacher_lse, mean, least, log_rest, rest_pull)
+    return _Found(divergence, taken, agree, *masses, mean, least, log_rest, rest_pull)
 
 
 def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
@@ -229,7 +230,7 @@ def _backward(pair, saved, cotangents):
 
     def body(i, gradients):
         d_hidden, d_chunks = gradients
-        order, *own = (jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in (visit.order, *found))
+        order, own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block, 1), (visit.order, found))
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
         d = jnp.where(real, pick(cotangent, order), 0.0)
@@ -237,7 +238,7 @@ def _backward(pair, saved, cotangents):
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
-            d_logits = d[..., None] * _by_logits(pair, here, chunks, index, _Found(*own))
+            d_logits = d[..., None] * _by_logits(pair, here, chunks, index, own)
             # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks[0].dtype))
             d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[0][index], preferred_element_type=jnp.float32)
@@ -263,7 +264,7 @@ def _by_logits(pair: _Pair, states, chunks, index, found: _Found) -> jax.Array:
     """`[B C W]` derivatives of the divergence by the student's product of state and table."""
     z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
     y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
-    log_p, log_q = z - found.student[..., None], y - found.teacher[..., None]
+    log_p, log_q = found.student.per_id().log_p(z), found.teacher.per_id().log_p(y)
     pull = _summands(pair.how, log_p, log_q)[1]
     if pair.how.top_k:
         share = jnp.exp(log_p - found.rest[..., None])

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunix.config import Family
 from tunix.errors import UserError, nearest
+from tunix.files import refuse_foreign
 from tunix.models.config import DecoderConfig
 from tunix.models.family import FamilyText
 from tunix.models.fields import Fields
@@ -35,26 +36,33 @@ SIZE_NAMES = (
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The model that a Hugging Face folder describes.
+    """The model that a folder's config.json describes, whatever weights are beside it (`models/folder.py` looks).
 
     Raises:
         UserError: config.json is missing or broken, the model type is not ours, or a field is not handled.
     """
-    file = folder / "config.json"
-    raw = read_json(file)
+    return from_hf(read_json(folder / "config.json"), folder / "config.json")
+
+
+def family_of(raw: Mapping[str, Any], file: Path) -> Family:
+    """The family of a parsed config.json.
+
+    Raises:
+        UserError: the model type is not ours.
+    """
     model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
         raise UserError(f"{file}: model_type = {model_type!r} is not supported; tunix has {supported}.")
-    return from_hf(raw, file)
+    return MODEL_TYPES[model_type]
 
 
 def from_hf(raw: Mapping[str, Any], file: Path) -> DecoderConfig:
-    """The config of a parsed config.json with one of our model types; `file` is named in errors."""
+    """The config of a parsed config.json; `file` is named in errors."""
     fields = Fields(raw, file)
     if raw.get(SECTION) is not None:
         check_section(fields.mapping(SECTION), file)
-    config = FAMILIES[MODEL_TYPES[raw["model_type"]]].read(fields)
+    config = FAMILIES[family_of(raw, file)].read(fields)
     fields.finish()
     _check(config, str(file))
     return config
@@ -110,13 +118,14 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        UserError: the file is missing or holds no JSON object.
+        UserError: the file is missing, is not its folder's own, or holds no JSON object.
     """
+    refuse_foreign(file.parent, file.name)
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file} is missing: {file.parent} is not a folder in Hugging Face's format.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
         raise UserError(f"{file} is not valid JSON ({error}).") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None

@@ -124,6 +124,19 @@ class Shape(TypedDict):
     max_positions: int
 
 
+def axis_sizes(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of a layer's and the tables' weights, by its letter."""
+    c = config
+    return {
+        "V": c.vocab_size,
+        "D": c.d_model,
+        "N": c.num_heads,
+        "K": c.num_kv_heads,
+        "H": c.head_dim,
+        "F": c.ffn,
+    }
+
+
 def sizes(fields: Fields, **defaults: int | None) -> Shape:
     """The shape that a config.json states.
 

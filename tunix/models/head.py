@@ -1,9 +1,9 @@
 """Log-probs of the taken tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
 
-Blocks of tokens and chunks of the vocabulary are those of `blocks.py`: logits `[B C W]` -> a running log-sum-exp ->
-log-prob. The backward pass makes each chunk's logits again, and writes each chunk of the table's gradient once a block.
-Under a frozen table (LoRA) it has nothing to make: the forward pass gathers each log-prob's own gradient by the state,
-`[B T D]`, beside the sum.
+Blocks of tokens and chunks of the vocabulary are those of `blocks.py`: logits `[B C W]` -> a running maximum and the
+sum of exponentials under it -> log-prob. The backward pass makes each chunk's logits again, and writes each chunk of
+the table's gradient once a block. Under a frozen table (LoRA) it has nothing to make: the forward pass gathers each
+log-prob's own gradient by the state, `[B T D]`, beside the sum.
 
 Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
 """
@@ -21,6 +21,7 @@ from tunix.mesh import constrain
 from tunix.models.blocks import (
     NEVER,
     Bend,
+    Mass,
     block_length,
     chunk_logits,
     chunk_width,
@@ -74,25 +75,30 @@ def _token_logprobs(head, hidden, chunks, targets, needed):
 
 
 def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
-    """Log-probs and entropies `[B T]`; in the order of the visit log-sum-exps `[B P]` and, if asked, pulls `[B P D]`.
+    """Log-probs and entropies `[B T]`; in the order of the visit each token's `Mass` `[B P]` and, if asked, its pull
+    `[B P D]`.
 
     A pull is the gradient of a token's log-prob by its state, `w_target - sum_v p_v w_v` (each times its slope). Like
-    the log-sum-exp it is gathered chunk by chunk, and shrunk whenever a larger logit turns up.
+    the mass it is gathered chunk by chunk, and shrunk whenever a larger logit turns up. Everything is counted from the
+    largest logit so far: an offset that all logits share takes no digit away.
     """
     block = block_length(*needed.shape)
     number, width, size = chunks.shape
     size = size if pulled else 0
 
     def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
-        """Log-prob, entropy, log-sum-exp `[B C]` and pull `[B C D]` of a block."""
+        """Log-prob, entropy, both parts of the mass `[B C]` and pull `[B C D]` of a block."""
 
         def body(index, running):
             top, total, weighted, taken, mixed, steep = running
             logits, slope = chunk_logits(head.bend, h, chunks, index)
             new_top = jnp.maximum(top, jnp.max(logits, -1))
-            shrink, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None])
+            shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
+            p = jnp.exp(below)
+            if head.entropy:
+                # What was counted from the old top stands lower under the new one.
+                weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
             total = total * shrink + jnp.sum(p, -1)
-            weighted = weighted * shrink + jnp.sum(p * logits, -1) if head.entropy else weighted
             here = taken_in(wanted, width, index)
             taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
             if pulled:
@@ -106,12 +112,13 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
         zero = jnp.zeros(wanted.shape, jnp.float32)
         start = (zero + NEVER, zero, zero, zero, jnp.zeros((*wanted.shape, size), jnp.float32), zero)
         top, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
-        lse = top + jnp.log(total)
+        log_total = jnp.log(total)
         pull = mixed
         if pulled:
             target = chunks[wanted // width, wanted % width].astype(jnp.float32)
             pull = steep[..., None] * target - mixed / total[..., None]
-        return taken - lse, lse - weighted / total if head.entropy else zero, lse, pull
+        logprob = Mass(top, log_total).log_p(taken)
+        return logprob, log_total - weighted / total if head.entropy else zero, top, log_total, pull
 
     def body(i, found):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
@@ -121,10 +128,10 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
         )
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
-    start = (empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
-    logprobs, spread, lse, pull = jax.lax.fori_loop(0, visit.number, body, start)
+    start = (empty, empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
+    logprobs, spread, top, log_total, pull = jax.lax.fori_loop(0, visit.number, body, start)
     logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
-    return logprobs, spread, lse, pull
+    return logprobs, spread, Mass(top, log_total), pull
 
 
 def _forward(head, hidden, chunks, targets, needed):
@@ -133,11 +140,11 @@ def _forward(head, hidden, chunks, targets, needed):
     pulled = not trained and not head.entropy
     hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
     visit = visit_of(needed)
-    logprobs, spread, lse, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
+    logprobs, spread, mass, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
     if pulled:
         return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
     # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
-    return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
+    return (logprobs, spread), (hidden, chunks, targets, needed, visit, mass, spread, () if trained else None)
 
 
 def _backward(head, saved, cotangents):
@@ -159,7 +166,7 @@ def _backward(head, saved, cotangents):
 
 def _gradients(head, saved, d_logprobs, d_spread):
     """Gradients by the states and, where it trains, by the table; each chunk's logits are made again."""
-    hidden, chunks, targets, needed, visit, lse, spread, trained = saved
+    hidden, chunks, targets, needed, visit, mass, spread, trained = saved
     length = needed.shape[1]
     block = block_length(*needed.shape)
     number, width, size = chunks.shape
@@ -168,7 +175,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
         d_hidden, d_chunks = gradients
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
         h, wanted = pick(hidden, order), pick(targets, order)
-        own_lse = jax.lax.dynamic_slice_in_dim(lse, i * block, block, 1)[..., None]
+        own = Mass(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in mass)).per_id()
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
         pull, pull_spread = (jnp.where(real, pick(d, order), 0.0)[..., None] for d in (d_logprobs, d_spread))
@@ -177,10 +184,11 @@ def _gradients(head, saved, d_logprobs, d_spread):
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
             logits, slope = chunk_logits(head.bend, h, chunks, index)
-            p = jnp.exp(logits - own_lse)
+            log_p = own.log_p(logits)
+            p = jnp.exp(log_p)
             d_logits = pull * (taken_in(wanted, width, index) - p)
             if head.entropy:
-                d_logits -= pull_spread * p * (logits - own_lse + own_spread)
+                d_logits -= pull_spread * p * (log_p + own_spread)
             d_logits *= slope
             # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))

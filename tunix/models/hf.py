@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tunix.config import DType
+from tunix.config import DType, Family
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.files import atomic_folder
 from tunix.mesh import sharding
 from tunix.models.classifier import classifier_fields, padding, write_padding
@@ -117,7 +118,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     Raises:
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
-    stored = named_tensors(folder, model.config)
+    stored = named_tensors(folder, model.config.family)
     _check(model, stored, dtypes, folder)
     table = FAMILIES[model.config.family].tensors
     loaded: Params = {}
@@ -165,7 +166,7 @@ def _load_stacked(
             for one, part in zip(names, parts, strict=True)
         }
 
-    put = jax.jit(put, donate_argnums=0, out_shardings=whole)
+    put = jit(put, donate_argnums=0, out_shardings=whole)
     shape = model.shapes[name][1:]
     single = sharding(model.axes[name][1:], shape, mesh)
     for layer, file in enumerate(layers):
@@ -182,7 +183,7 @@ def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSh
         return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
 
 
-def named_tensors(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
+def named_tensors(folder: Path, family: Family) -> dict[str, Stored]:
     """A folder's tensors by their names in a text-only one; parts that are not text, and buffers, are left out.
     Packed matrices are there as the numbers that they stand for.
 
@@ -191,7 +192,7 @@ def named_tensors(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
     """
     named: dict[str, Stored] = {}
     for key, tensor in unpacked(tensors_of_folder(folder)).items():
-        name = rename(key, FAMILIES[config.family].prefixes)
+        name = rename(key, FAMILIES[family].prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named[name] = tensor
     return named
@@ -357,7 +358,7 @@ def _rounded(array: jax.Array, layer: int | None, tensor: Tensor, how: Packing) 
     """Values and scales of a layer's matrix as they lie in a file."""
     assert how.rule.weights is not None
     rounding = Quantization(how.rule.weights, how.tile)
-    values, scales = jax.jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
+    values, scales = jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
     return tensor.write(np.asarray(values)), np.asarray(scales).reshape(len(scales), -1).T
 
 

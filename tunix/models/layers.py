@@ -96,6 +96,8 @@ class Projection(nnx.Module):
         self.adapter: Adapter | None = None
         self.settled = False
         """Whether `w_lora_m` holds what `gain` returns, as for decoding."""
+        self.turned = False
+        """Whether `w` lies with its contracted axes last (`Model.turned`)."""
 
     def __call__(self, x: jax.Array, drawn: TokenKeys | None = None) -> jax.Array:
         """Args:
@@ -140,7 +142,8 @@ class Projection(nnx.Module):
     def weight(self, x: jax.Array) -> jax.Array:
         """The matrix that multiplies `x`."""
         if not self.quantized:
-            return self.w[...]
+            w = self.w[...]
+            return jnp.moveaxis(w, range(-self.contracted, 0), range(self.contracted)) if self.turned else w
         # Tied to x: a loop that draws tokens would otherwise dequantize all layers before it starts, and hold them.
         values, _ = jax.lax.optimization_barrier((self.w[...], jax.lax.stop_gradient(x)))
         return dequantize(values, self.w_scale[...]).astype(x.dtype)
@@ -215,11 +218,19 @@ def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, x, w)
+    return _einsum(spec, x, w)
 
 
 def _project_forward(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return jnp.einsum(spec, x, w), (x, w)
+    return _einsum(spec, x, w), (x, w)
+
+
+def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`jnp.einsum`, which sums over several axes in the order of the alphabet: where they lie in another one, XLA would
+    turn both operands around first. So the summed axes are renamed in the order of the matrix."""
+    summed = [axis for axis in axes_of(spec)[1] if axis not in axes_of(spec)[2]]
+    names = dict(zip(summed, sorted(summed), strict=True))
+    return jnp.einsum("".join(names.get(letter, letter) for letter in spec), x, w)
 
 
 def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -297,6 +308,11 @@ def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Ar
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
+def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
+    """Queries as they meet keys, multiplied in float32: Gemma 2 27B's 144^-0.5 in bfloat16 is 0.195 % too large."""
+    return (q.astype(jnp.float32) * scale).astype(q.dtype)
+
+
 class Segments(NamedTuple):
     """Which tokens of a row see each other; made once for all layers."""
 
@@ -339,7 +355,7 @@ def attention(
     rows, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     # Heads first, and the queries of a group as one matrix: plain batched products, which every backend does best.
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    q = scaled(q, scale).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     blocks = []
     size = max(BLOCK_Q, -(-length // MOST_BLOCKS))

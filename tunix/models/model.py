@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType
+from tunix.exact import jit
 from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
@@ -40,6 +41,10 @@ def is_adapter(name: str) -> bool:
 def is_own(name: str) -> bool:
     """Whether no folder of a base holds a parameter: an adapter's and a value head's are added, and always train."""
     return is_adapter(name) or name.startswith("value/")
+
+
+PAGE = 4096
+"""Bytes of a page of memory."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Model:
                 flat = _flatten(nnx.to_pure_dict(nnx.split(self._build(nnx.Rngs(key)))[1]))
                 return {name: flat[name].astype(self.kinds.get(name, dtypes[name])) for name in names}
 
-            return jax.jit(make, out_shardings={name: places[name] for name in names})(key)
+            return jit(make, out_shardings={name: places[name] for name in names})(key)
 
         params = made([name for name in dtypes if name not in self.kinds])
         for names in self._together([name for name in self.quantized if name in dtypes]):
@@ -229,9 +234,24 @@ class Model:
             settled: the weights hold DoRA's gains in the place of its magnitudes, as those for decoding do.
         """
         block: Block = nnx.merge(self._layer_graph, _nest(weights))
-        for projection in block.projections().values():
-            projection.settled = settled
+        for name, projection in block.projections().items():
+            projection.settled, projection.turned = settled, name in self.turned
         return block
+
+    @cached_property
+    def turned(self) -> frozenset[str]:
+        """Projections whose matrix is kept with its contracted axes last for sampling: wide ones, on a CPU.
+
+        There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
+        as long as with the same matrix turned around, which has shorter ones.
+        """
+        if jax.default_backend() != "cpu":
+            return frozenset()
+        projections = self._layers.projections().items()
+        matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name, one in projections if one.contracted == 1}
+        page = PAGE // jnp.dtype(self.dtype).itemsize
+        wide = [name for name, (inputs, *rest) in matrices.items() if math.prod(rest) > max(page, inputs)]
+        return frozenset(name for name in wide if f"layers/{name}/w" not in self.quantized)
 
     def _build(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(

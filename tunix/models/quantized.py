@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Shaped
 
 from tunix.config import BaseType
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.mesh import Axes
 
 SCALE = "_scale"
@@ -133,7 +134,7 @@ def check_supported(how: Quantization, key: str = "adapter.base") -> None:
         UserError: it does not.
     """
     try:
-        jax.block_until_ready(jax.jit(lambda w: dequantize(*quantize(w, how, 1)))(jnp.ones((SMALLEST_TILE, 1))))
+        jax.block_until_ready(jit(lambda w: dequantize(*quantize(w, how, 1)))(jnp.ones((SMALLEST_TILE, 1))))
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         reason, others = str(error).splitlines()[0], ", ".join(base for base in ROUNDED if base != how.base)
         raise UserError(

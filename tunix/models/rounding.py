@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tunix.exact import jit
 from tunix.models.model import Model, Params
 
 
@@ -27,7 +28,7 @@ def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:
     return changed, moved
 
 
-@partial(jax.jit, static_argnames=("model", "name"))
+@partial(jit, static_argnames=("model", "name"))
 def _rounded(model: Model, name: str, w: Float[Array, "L ..."]) -> tuple[jax.Array, jax.Array]:
     on_grid = jax.lax.map(partial(model.on_grid, name), w)
     change = on_grid.astype(model.dtype).astype(jnp.float32) - w.astype(jnp.float32)

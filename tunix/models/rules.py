@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tunix.config import BaseType, Config
 from tunix.errors import UserError
+from tunix.files import refuse_foreign
 from tunix.models.modules import PROJECTIONS, matched
 
 ActivationType = Literal["int8", "fp8"]
@@ -142,6 +143,7 @@ def read_rules(folder: Path) -> Rules | None:
     file = folder / RULES_FILE
     if not file.is_file():
         return None
+    refuse_foreign(folder, file.name)
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         return Rules(rules=told["rules"])

@@ -7,6 +7,7 @@ until the file is closed. Writing streams: the header needs only shapes, so one 
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tunix.errors import UserError
+from tunix.files import refuse_foreign
 from tunix.models.families import read_json
 from tunix.models.family import Piece
 
@@ -93,7 +95,8 @@ def tensors_of_folder(folder: Path) -> dict[str, Stored]:
         raise UserError(f"{folder / INDEX}: weight_map must name the file of each tensor.")
     found: dict[str, Stored] = {}
     for shard in sorted(set(shards.values())):
-        if not (folder / shard).is_file():
+        refuse_foreign(folder, shard)
+        if not os.path.isfile(folder / shard):  # pathlib would raise for a name that is too long
             lost = [key for key, file in shards.items() if file == shard]
             raise UserError(f"{folder / shard} is missing; {INDEX} says that it holds {some(lost)}. Download it again.")
         found |= tensors_of_file(folder / shard)
@@ -104,7 +107,12 @@ def tensors_of_folder(folder: Path) -> dict[str, Stored]:
 
 
 def tensors_of_file(file: Path) -> dict[str, Stored]:
-    """The tensors of one file."""
+    """The tensors of one file.
+
+    Raises:
+        UserError: it is damaged, or not its folder's own.
+    """
+    refuse_foreign(file.parent, file.name)
     with _opened(file) as opened:  # which checks it
         keys, (header, _) = list(opened.keys()), _header(file)
     return {key: Stored(file, key, tuple(header[key]["shape"]), header[key]["dtype"]) for key in keys}

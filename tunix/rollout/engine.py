@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.errors import UserError
+from tunix.exact import jit
 from tunix.lora.mixture import Laid, Mixture
 from tunix.models.cached import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
@@ -373,5 +374,5 @@ def _prompt_key(request: Request) -> tuple:
     return (prompt, request.adapter, request.sampling if request.sampling.prompt_logprobs else None)
 
 
-_unstack = jax.jit(unstack, static_argnames="model")
-_gains = jax.jit(gains, static_argnames="model")
+_unstack = jit(unstack, static_argnames="model")
+_gains = jit(gains, static_argnames="model")

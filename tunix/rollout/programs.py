@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from tunix.config import DType
+from tunix.exact import jit
 from tunix.mesh import constrain
 from tunix.models.cached import Cache, Weights, empty, extend, placed
 from tunix.models.model import Model, Params
@@ -37,7 +38,7 @@ def compiled(**how: Any) -> Callable[[Callable[..., Found]], Callable[..., Found
     """`jax.jit` with these arguments, for a function that multiplies with the weights of a model."""
 
     def decorate(function: Callable[..., Found]) -> Callable[..., Found]:
-        usual, in_turn = jax.jit(function, **how), jax.jit(function, **how, compiler_options=IN_TURN)
+        usual, in_turn = jit(function, **how), jit(function, **how, options=IN_TURN)
 
         @wraps(function)
         def call(model: Model, *rest: Any) -> Found:
@@ -86,7 +87,7 @@ class Steps(NamedTuple):
     counts: Int[Array, "S"]
 
 
-@partial(jax.jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
+@partial(jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
 def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> State:
     """Slots, or rows, that hold nothing."""
     hidden = constrain(jnp.zeros((rows, model.config.d_model), model.dtype), "rows", None)
@@ -110,7 +111,7 @@ def prefill(
     return State(caches, last), hidden
 
 
-@partial(jax.jit, static_argnames="model")
+@partial(jit, static_argnames="model")
 def score(
     model: Model, top: Params, hidden: Float[Array, "R C D"], targets: Int[Host, "R C"], transform: Transform
 ) -> Float[Array, "R C"]:
@@ -124,7 +125,7 @@ def score(
     return jax.lax.map(column, (hidden.swapaxes(0, 1), targets.T)).T
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jit, donate_argnames="state")
 def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
     """Slot s takes row `source[s]`, or stays as it is where that is -1. Rows may be shorter than slots."""
     chosen, taken = jnp.maximum(source, 0), source >= 0
@@ -138,13 +139,13 @@ def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
     return State(jax.tree.map(one, state.caches, rows.caches), constrain(hidden, "rows", None))
 
 
-@jax.jit
+@jit
 def take(state: State, slots: Int[Host, "R"]) -> State:
     """Copies of some slots as rows."""
     return State(jax.tree.map(lambda x: placed(x[slots]), state.caches), state.hidden[slots])
 
 
-@partial(jax.jit, static_argnames=("model", "length", "piece"))
+@partial(jit, static_argnames=("model", "length", "piece"))
 def resize(model: Model, state: State, source: Int[Host, "S"], length: int, piece: int) -> State:
     """Slots for sequences of `length`; slot s is the old slot `source[s]`."""
 

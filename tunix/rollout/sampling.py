@@ -73,16 +73,18 @@ def draw(logits: Float[Array, "S V"], keys: Key[Array, "S"], settings: Transform
     """
     scores = transformed(logits, settings, live)
     peak = jnp.max(scores, axis=-1, keepdims=True)
-    mass = jnp.exp(scores - peak)
+    below = scores - peak
+    mass = jnp.exp(below)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     sampled = pick(mass, uniform)
     # Not argmax: two plain reductions are vectorised on a CPU, a reduction of pairs is not.
     greedy = jnp.min(jnp.where(scores == peak, jnp.arange(scores.shape[1]), scores.shape[1]), axis=-1)
     tokens = jnp.where(settings.temperature == 0, greedy, sampled).astype(jnp.int32)
-    total = peak + jnp.log(jnp.sum(mass, axis=-1, keepdims=True))
-    logprobs = (jnp.take_along_axis(scores, tokens[:, None], axis=-1) - total)[:, 0]
-    ids, found = _most_likely(scores, jnp.any(live & settings.top))
-    return Draw(tokens, logprobs, ids, found - total)
+    # From the peak on, not from 0: an offset that all logits share takes no digit away.
+    log_total = jnp.log(jnp.sum(mass, axis=-1, keepdims=True))
+    logprobs = (jnp.take_along_axis(below, tokens[:, None], axis=-1) - log_total)[:, 0]
+    ids, found = _most_likely(below, jnp.any(live & settings.top))
+    return Draw(tokens, logprobs, ids, found - log_total)
 
 
 def transformed(logits: Float[Array, "S V"], settings: Transform, live: Bool[Array, "S"]) -> Float[Array, "S V"]:
@@ -99,8 +101,9 @@ def transformed(logits: Float[Array, "S V"], settings: Transform, live: Bool[Arr
 def logprobs(logits: Float[Array, "S V"], targets: Int[Array, "S"], settings: Transform) -> Float[Array, "S"]:
     """Log-probs of given tokens under the transform."""
     scores = transformed(logits, settings, jnp.ones(targets.shape, bool))
-    taken = jnp.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
-    return taken - jax.nn.logsumexp(scores, axis=-1)
+    below = scores - jnp.max(scores, axis=-1, keepdims=True)
+    taken = jnp.take_along_axis(below, targets[:, None], axis=-1)[:, 0]
+    return taken - jnp.log(jnp.sum(jnp.exp(below), axis=-1))
 
 
 def pick(mass: Float[Array, "S V"], uniform: Float[Array, "S 2"]) -> Int[Array, "S"]:

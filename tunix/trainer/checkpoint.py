@@ -6,6 +6,7 @@ arrays restore onto any mesh, bit for bit. The record (data position, counters) 
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,18 +74,22 @@ class Checkpoints:
         """State and record of a step, placed as `like` is.
 
         Raises:
-            UserError: the checkpoint does not hold this state (another model, optimizer or adapter), or is damaged.
+            UserError: the checkpoint does not hold this state (another model, optimizer or adapter), would lose digits
+                in it, or is damaged.
         """
         target = jax.tree.map(abstract, flatten(like))
         parts = ocp.args.Composite(state=ocp.args.StandardRestore(target), record=ocp.args.JsonRestore())
         try:
             found = self._manager.restore(step, args=parts)
-            return unflatten(found["state"], like), found["record"]
+            stored = self._manager.item_metadata(step)["state"].tree
+            restored = unflatten(found["state"], like), found["record"]
         except Exception as error:  # a damaged file reaches us as a bare Exception of tensorstore's
             raise UserError(
                 f"{self.folder / str(step)}: the checkpoint cannot be read: {_first_line(error)}. Delete that "
                 "folder to go on from the one before, or start anew with --fresh."
             ) from error
+        _compare_types(self.folder / str(step), stored, target)
+        return restored
 
     def wait(self) -> None:
         """Until what was started is on disk.
@@ -102,6 +107,23 @@ class Checkpoints:
 
     def _explained(self) -> "_WriteErrors":
         return _WriteErrors(self.folder)
+
+
+def _compare_types(where: Path, stored: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Orbax casts without a word. What becomes wider loses nothing and is noted: a run from before
+    `optimizer.moments_dtype`, whose moments were of the weights' type.
+
+    Raises:
+        UserError: digits would be lost.
+    """
+    for part, held in target.items():
+        pairs = {(stored[part][name].dtype, x.dtype) for name, x in held.items()}
+        for before, now in (pair for pair in pairs if pair[0] != pair[1]):
+            said = f"{where} holds {part} in {before}, and this run keeps them in {now}"
+            if before.itemsize > now.itemsize:
+                remedy = "set optimizer.moments_dtype and model.param_dtype as they were, or start with --fresh"
+                raise UserError(f"{said}: {remedy}")
+            print(f"note: {said}: they are the same numbers", file=sys.stderr)
 
 
 def _rank(metrics: Mapping[str, float | None]) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tunix.exact import jit
 from tunix.lora.adapt import merge, merge_rounded
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import save_adapter
@@ -191,6 +192,10 @@ class Trainer:
             return self._scorer.logprobs(self.params, sequences, temperature=temperature)
         return self._base_scorer.logprobs(self.reference, sequences, temperature=temperature)
 
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """`[T]` entropies of the policy's distributions that each sequence's tokens are drawn from; 0 for the first."""
+        return self._scorer.entropies(self.params, sequences, temperature=temperature)
+
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
         """`[T]` values of each sequence's states: at t of the one before token t is drawn; 0 for the first.
 
@@ -313,25 +318,25 @@ class Trainer:
 
     @cached_property
     def _step(self):
-        return jax.jit(self._compute.step, static_argnames="loss", donate_argnums=0, compiler_options=self._products)
+        return jit(self._compute.step, static_argnames="loss", donate_argnums=0, options=self._products)
 
     @cached_property
     def _gradients(self):
-        return jax.jit(self._compute.gradients, static_argnames="loss", compiler_options=self._products)
+        return jit(self._compute.gradients, static_argnames="loss", options=self._products)
 
     @cached_property
     def _apply(self):
         # Not the gradients: every output already has a buffer of the old state to take.
-        return jax.jit(self._compute.apply, donate_argnums=0)
+        return jit(self._compute.apply, donate_argnums=0)
 
     @cached_property
     def _evaluate(self):
-        return jax.jit(self._compute.evaluate, static_argnames="loss", compiler_options=self._products)
+        return jit(self._compute.evaluate, static_argnames="loss", options=self._products)
 
     @cached_property
     def _evaluate_unrounded(self):
         plain = replace(self._compute, model=replace(self.machinery.model, simulated=()))
-        return jax.jit(plain.evaluate, static_argnames="loss", compiler_options=self._products)
+        return jit(plain.evaluate, static_argnames="loss", options=self._products)
 
     @cached_property
     def _engine(self) -> Engine:
@@ -356,20 +361,28 @@ class Trainer:
             with jax.set_mesh(m.mesh):
                 return rounded(m.model, self.params)[0] if m.model.simulated else self.params
         if m.model.quantization is None:
-            return jax.jit(partial(merge, adapter=m.adapter))(self.params)
+            return jit(partial(merge, adapter=m.adapter))(self.params)
         with jax.set_mesh(m.mesh):
             merged, self.merging = merge_rounded(self.params, m.adapter, m.model.dtype)
         return merged
 
     def _snapshot(self, params: Params) -> Params:
-        """The weights as they are now, in the compute dtype: training takes their buffers over. No value head's."""
-        dtype, kept = self.machinery.model.dtype, {name: x for name, x in params.items() if not is_own(name)}
+        """The weights as they are now, in the compute dtype: training takes their buffers over. No value head's.
+
+        Matrices on a grid stay as they are: the grid of a rounded one would be another.
+        """
+        model = self.machinery.model
+        on_grid, kept = {f"layers/{name}/w" for name, _ in model.simulated}, [x for x in params if not is_own(x)]
+
+        def copied(params: Params) -> Params:
+            return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
+
         with jax.set_mesh(self.machinery.mesh):
-            return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype).copy(), params))(kept)
+            return jit(copied)({name: params[name] for name in kept})
 
     @cached_property
     def _add(self):
-        return jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
+        return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     def _new_state(self, params: Params) -> TrainState:
         """Step 0: a moment of its parameter's shape lives where that lives (GSPMD would replicate it)."""
@@ -382,4 +395,4 @@ class Trainer:
 
         moments = jax.tree_util.tree_map_with_path(home, jax.eval_shape(tx.init, params))
         step = jax.device_put(np.int32(0), self._everywhere)
-        return TrainState(params, jax.jit(tx.init, out_shardings=moments)(params), step)
+        return TrainState(params, jit(tx.init, out_shardings=moments)(params), step)

@@ -1,5 +1,6 @@
 """A recipe's `optimizer` section as one optax transformation: clip -> rule -> decoupled decay -> learning rate.
 
+All of it is computed in float32, whatever the weights are; `moments_dtype` says what moments are kept in between.
 Decay reaches matrices only; norms and biases are spared. AdamW: Loshchilov & Hutter 2017,
 https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235. Lion: Chen et al.
 2023, https://arxiv.org/abs/2302.06675. Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from tunix.config import OptimizerConfig
+from tunix.config import DType, OptimizerConfig
 from tunix.mesh import Axes
 
 MUON_RMS = 0.2
@@ -25,7 +26,7 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
 
 
 def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Update -> learning rate: linear from 0 over the warm-up, then constant, linear or cosine down to `end`.
+    """Updates done -> learning rate: linear over the warm-up, then constant, linear or cosine down to `end`.
 
     Args:
         steps: updates of the whole run, warm-up included.
@@ -37,8 +38,10 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "linear": lambda: optax.linear_schedule(rate, rate * config.end, rest),
         "cosine": lambda: optax.cosine_decay_schedule(rate, rest, config.end),
     }[config.schedule]()
-    # The first update already moves: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate.
-    return optax.join_schedules([lambda step: rate * (step + 1) / warm, decay], [warm]) if warm else decay
+    # The first update already moves: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate. Hugging Face's is one
+    # update behind, with 0, 1/n, ..., (n - 1)/n; from update n on they are the same.
+    ahead = 0 if config.warmup_from_zero else 1
+    return optax.join_schedules([lambda step: rate * (step + ahead) / warm, decay], [warm]) if warm else decay
 
 
 def decays(name: str) -> bool:
@@ -54,14 +57,41 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
         steps: updates of the whole run, for the schedule.
         axes: logical axes by parameter name; Muon reads off them which axes are a matrix.
     """
-    schedule = build_schedule(config, steps)
+    return _in_float32(_chain(config, build_schedule(config, steps), axes), config.moments_dtype)
+
+
+def _chain(config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
     faster = [] if config.lora_plus is None else [lora_plus(config.lora_plus)]
     if config.name == "muon":
         return optax.chain(clip, _muon(config, schedule, axes, mask), *faster)
     decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
-    return optax.chain(clip, _rule(config), decay, optax.scale_by_learning_rate(schedule), *faster)
+    return optax.chain(clip, _rule(config, axes), decay, optax.scale_by_learning_rate(schedule), *faster)
+
+
+def _in_float32(inner: optax.GradientTransformation, kept: DType) -> optax.GradientTransformation:
+    """Computes in float32 and keeps the moments in `kept`: 0.999 of a bfloat16 number rounds back to that number."""
+
+    def cast(tree: Any, dtype: DType) -> Any:
+        return optax.tree.cast(tree, jax.numpy.dtype(dtype))
+
+    def stored(state: optax.OptState) -> Any:
+        # Moments have a parameter's name; the rest are counters and constants.
+        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            return x.astype(kept) if isinstance(path[-1], jax.tree_util.DictKey) else x
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    def init(params: Any) -> Any:
+        return stored(inner.init(cast(params, "float32")))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        state = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jax.numpy.bfloat16 else x, state)
+        updates, state = inner.update(cast(updates, "float32"), state, cast(params, "float32"))
+        return updates, stored(state)
+
+    return optax.GradientTransformation(init, update)
 
 
 def lora_plus(ratio: float) -> optax.GradientTransformation:
@@ -76,7 +106,7 @@ def lora_plus(ratio: float) -> optax.GradientTransformation:
     return optax.stateless(scaled)
 
 
-def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
+def _rule(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
     given = {key: value for key in ("b1", "b2", "eps") if (value := getattr(config, key)) is not None}
     if config.name == "adamw":
         return optax.scale_by_adam(**given)
@@ -85,8 +115,32 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.name == "adafactor":
         # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
         factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
-        return optax.chain(factored, optax.clip_by_block_rms(1.0))
+        return _by_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)), axes)
     return optax.trace(config.momentum) if config.momentum else optax.identity()
+
+
+def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+    """`inner`, for which a parameter is what it is in one layer, over stacks of layers `[L ...]`.
+
+    A wild gradient in one layer must not shrink the updates of the others, nor be part of their statistics.
+    """
+
+    def parts(tree: Any) -> tuple[Any, Any]:
+        stacked = {name: x for name, x in tree.items() if axes[name][0] == "layers"}
+        return {name: x for name, x in tree.items() if name not in stacked}, stacked
+
+    def init(params: Any) -> Any:
+        rest, stacked = parts(params)
+        return inner.init(rest), jax.vmap(inner.init)(stacked) if stacked else inner.init({})
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        (rest, stacked), (mine, theirs) = parts(updates), parts(params)
+        each = jax.vmap(inner.update) if stacked else inner.update
+        (rest, first), (stacked, second) = inner.update(rest, state[0], mine), each(stacked, state[1], theirs)
+        found = {**rest, **stacked}
+        return {name: found[name] for name in updates}, (first, second)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _muon(

@@ -2,7 +2,7 @@
 
 A dense decoder spends 6 FLOPs per weight and token on training (2 forward, 4 backward; Kaplan et al. 2020,
 https://arxiv.org/abs/2001.08361), and attention 12 N H per layer and pair of tokens, half of them causal. A frozen base
-skips the gradients of its weights: 4 instead of 6.
+skips the gradients of its weights: 4 instead of 6. An adapter's A and B are weights that train, beside it.
 """
 
 import resource
@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 
+from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.types import Batch
 
@@ -42,18 +43,34 @@ def matmul_weights(config: DecoderConfig) -> int:
     return c.num_layers * (attention + 3 * c.d_model * c.ffn) + c.vocab_size * c.d_model
 
 
-def training_flops(config: DecoderConfig, batch: Batch, frozen: bool) -> float:
+def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
+    """Weights of A and B, by which every token is multiplied too: `r (inputs + outputs)` of each adapted matrix."""
+    c = config
+    wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    sides = {"q": c.d_model + wide, "k": c.d_model + narrow, "v": c.d_model + narrow, "o": wide + c.d_model}
+    sides |= dict.fromkeys(("gate", "up", "down"), c.d_model + c.ffn)
+    return c.num_layers * sum(low.rank * sides[name] for name, low in adapter.modules.items())
+
+
+def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig | None) -> float:
     """FLOPs that one update on this packed batch needs; padding, recomputation and the optimizer are not counted.
 
     Args:
-        frozen: the base is frozen under an adapter.
+        adapter: what trains in place of the weights, which are frozen then; None where all of them train.
     """
     real = np.asarray(batch.segment_ids) > 0
     tokens = int(real.sum())
     # A token at position p sees p + 1 tokens.
     pairs = float((np.asarray(batch.positions)[real] + 1).sum())
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
-    return (4 if frozen else 6) * matmul_weights(config) * tokens + attention
+    if adapter is None:
+        return 6 * matmul_weights(config) * tokens + attention
+    weights = 4 * matmul_weights(config) + 6 * adapter_weights(config, adapter)
+    if adapter.start == "pissa":  # what its A and B began as is multiplied by, too, and frozen
+        weights += 4 * adapter_weights(config, adapter)
+    if "lm_head" in adapter.also or (config.tied and adapter.also):
+        weights += 2 * config.vocab_size * config.d_model
+    return weights * tokens + attention
 
 
 def peak_memory() -> int:

@@ -1,4 +1,4 @@
-"""Log-probs and values of given sequences: packed, computed pass by pass, and unpacked again.
+"""Log-probs, entropies and values of given sequences: packed, computed pass by pass, and unpacked again.
 
 Axes: B rows, T time, S sequences, M passes, R rows of a pass.
 """
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
+from tunix.exact import jit
 from tunix.mesh import fast_products
 from tunix.models.model import Model, Params
 from tunix.trainer.passes import Cut
@@ -42,6 +43,19 @@ class Scorer:
         """
         return self._scored(partial(self._logprobs, temperature=temperature), params, sequences, size)
 
+    def entropies(
+        self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """`[T]` entropies in nats of the distributions that each sequence's tokens are drawn from, 0 for the first.
+
+        Args:
+            params: all weights.
+            sequences: at least one.
+            size: as in `logprobs`.
+            temperature: divides the logits.
+        """
+        return self._scored(partial(self._logprobs, temperature=temperature, entropy=True), params, sequences, size)
+
     def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
         """`[T]` values: at t of the state before token t, 0 for the first. The model must have a value head.
 
@@ -62,15 +76,15 @@ class Scorer:
 
     @cached_property
     def _logprobs(self):
-        def one(params: Params, rows: Batch, temperature: float) -> jax.Array:
-            read = (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0)
-            return self.model.logprobs(params, *map(jax.numpy.asarray, read), temperature=temperature)[0]
+        def one(params: Params, rows: Batch, temperature: float, entropy: bool) -> jax.Array:
+            read = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0))
+            return self.model.logprobs(params, *read, entropy=entropy, temperature=temperature)[int(entropy)]
 
-        def compute(params: Params, passes: Passes, temperature: float) -> Float[Array, "M R T"]:
-            return each_pass(lambda rows: one(params, rows, temperature), passes)
+        def compute(params: Params, passes: Passes, temperature: float, entropy: bool = False) -> Float[Array, "M R T"]:
+            return each_pass(lambda rows: one(params, rows, temperature, entropy), passes)
 
         options = fast_products(self.cut.mesh, self.model.dtype)
-        return jax.jit(compute, static_argnames="temperature", compiler_options=options)
+        return jit(compute, static_argnames=("temperature", "entropy"), options=options)
 
     @cached_property
     def _values(self):
@@ -79,7 +93,7 @@ class Scorer:
             hidden = self.model.hidden(params, tokens, positions, segments)
             return self.model.values_of(params, hidden, positions)
 
-        return jax.jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
+        return jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
 
 
 def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T *width"]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from tunix.exact import jit
 from tunix.mesh import RULES, sharding
 from tunix.models.model import Model, Params
 from tunix.trainer.passes import Cut
@@ -73,4 +74,4 @@ class Teacher:
             padded = jnp.pad(flat, ((0, number * rows - len(flat)), (0, 0), (0, 0)))
             return padded.reshape(number, rows, *flat.shape[1:])
 
-        return jax.jit(compute, static_argnames=("number", "rows"))
+        return jit(compute, static_argnames=("number", "rows"))

@@ -5,10 +5,29 @@ Axes: P prompts, G group.
 
 import numpy as np
 
-from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, kl_rewards, weighted_sum
+from tunix.algorithms.advantages import (
+    gdpo,
+    group_advantages,
+    has_signal,
+    kl_rewards,
+    to_come,
+    weighted_sum,
+    whitened,
+)
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
-from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, rewards_of, spread, with_tokens
+from tunix.algorithms.loss import kl_clamp
+from tunix.algorithms.policy import (
+    Credited,
+    Groups,
+    PolicyGradient,
+    drawn_with,
+    flat,
+    grouped,
+    rewards_of,
+    spread,
+    with_tokens,
+)
 from tunix.client import Client
 from tunix.rollout.collect import Rollouts
 from tunix.types import LossInputs, LossOutputs, Sequence
@@ -27,7 +46,7 @@ class GRPO(PolicyGradient):
 
     def advantages(self, rewards_PG: np.ndarray) -> np.ndarray:
         """`[P G]` how much better each completion is than its baseline."""
-        return group_advantages(rewards_PG, self.config.advantage)
+        return group_advantages(rewards_PG, self.config.advantage, self.config.std_eps, self.config.std)
 
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
         """`[P]` bool: groups in which scores differ; of the whole batch where that is compared."""
@@ -51,14 +70,18 @@ class GRPO(PolicyGradient):
         return kept or groups
 
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
-        """Each completion's advantage on all of its tokens."""
+        """Each completion's advantage on all of its tokens; with `token_returns`, each token's own."""
         penalties, named = self.penalties(groups), rewards_of(groups)
+        if self.config.token_returns:
+            rewards = weighted_sum(named, data.weights) + penalties
+            return with_tokens(sequences, "advantages", grouped(self._token_returns(sequences, rewards), sequences))
         if self.config.kl_in == "reward" and self.config.kl:
             penalties = penalties + self._kl_penalties(sequences)
         if self.config.normalize_rewards == "each":
             # A penalty is one more reward; as a constant it is normalised away.
             penalty = "overlong penalty"
-            advantages = gdpo({**named, penalty: penalties}, {**data.weights, penalty: 1.0}, self.config.advantage)
+            how = (self.config.advantage, self.config.std_eps, self.config.std)
+            advantages = gdpo({**named, penalty: penalties}, {**data.weights, penalty: 1.0}, *how)
         else:
             advantages = self.advantages(weighted_sum(named, data.weights) + penalties)
         pairs = zip(sequences, advantages, strict=True)
@@ -71,11 +94,26 @@ class GRPO(PolicyGradient):
         kept = has_signal(self.scores(groups, data.weights))
         return [group for group, keep in zip(groups, kept, strict=True) if keep]
 
+    def _token_returns(self, sequences: Credited, rewards_PG: np.ndarray) -> list[np.ndarray]:
+        """`[P G][T]` what is still to come at each token, normalised over the tokens that count."""
+        if self.config.advantage == "mean_batch":
+            rewards_PG = group_advantages(rewards_PG, "mean")
+        listed = flat(sequences)
+        returns = [
+            spread(x, reward) + to_come(self._kl_rewards(x), x.loss_mask)
+            for x, reward in zip(listed, rewards_PG.ravel(), strict=True)
+        ]
+        counted = [x.loss_mask & (x.weight > 0) for x in listed]
+        return whitened(returns, counted, self.config.std_eps, self.config.std)
+
     def _kl_penalties(self, sequences: Credited) -> np.ndarray:
         """`[P G]` the KL penalty of each completion, the sum of its tokens'."""
+        return np.array([[float(self._kl_rewards(x).sum()) for x in group] for group in sequences])
 
-        def one(x: Sequence) -> float:
-            reference, estimator = x.per_token["reference_logprobs"], self.config.kl_estimator or "k1"
-            return float(kl_rewards(drawn_with(x), reference, x.loss_mask, self.config.kl, estimator).sum())
-
-        return np.array([[one(x) for x in group] for group in sequences])
+    def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
+        """`[T]` the KL penalty of each drawn token, where it stands in the reward."""
+        if not self.config.kl or self.config.kl_in != "reward":
+            return np.zeros(len(sequence.tokens))
+        reference, estimator = sequence.per_token["reference_logprobs"], self.config.kl_estimator or "k1"
+        drawn, clamp = drawn_with(sequence), kl_clamp(self.config)
+        return kl_rewards(drawn, reference, sequence.loss_mask, self.config.kl, estimator, clamp)

@@ -24,8 +24,14 @@ class GRPOConfig(PolicyConfig):
     normalize_rewards: Literal["summed", "each"] = "summed"
     """Of several rewards: advantages of the weighted sum, or of each, then summed and normalised over the batch (GDPO,
     https://arxiv.org/abs/2601.05242)."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Policy over old policy: of each token, or the geometric mean over the completion (GSPO)."""
+    std_eps: Above0 = 1.0e-4
+    """Is added to the standard deviation, so that equal rewards divide by something. verl and NeMo-RL take 1e-6."""
+    token_returns: bool = False
+    """Each token is credited with the reward less the KL penalty of itself and of the tokens that follow, and the mean
+    and deviation are those of all trained tokens (REINFORCE++, as in OpenRLHF)."""
+    ratio: Literal["token", "sequence", "completion"] = "token"
+    """Policy over old policy: of each token, the geometric mean over the completion (GSPO), or the product over it,
+    which takes the completion for a single action (RLOO)."""
     surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip"
     """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
     https://arxiv.org/abs/2511.20347), `none` does neither; `log` is advantage times log-prob, without a ratio."""
@@ -66,6 +72,16 @@ class GRPOConfig(PolicyConfig):
         Rule(
             ("trust_low", "trust_high"), lambda s: s["trust_region"] != "none", "without a trust_region: set tv or kl"
         ),
+        Rule(
+            ("std", "std_eps"),
+            lambda s: s["advantage"] in ("mean_std", "batch", "mean_batch") or s["normalize_rewards"] == "each",
+            "where nothing is divided by a deviation: set advantage: mean_std, batch or mean_batch",
+        ),
+        Rule(
+            ("token_returns",),
+            lambda s: s["advantage"] in ("batch", "mean_batch") and s["normalize_rewards"] == "summed",
+            "without advantage: batch or mean_batch, of summed rewards: their statistics are the batch's",
+        ),
         Rule(("max_refills",), lambda s: bool(s["dynamic_sampling"]), "without dynamic_sampling: true"),
         *PolicyConfig.rules,
     )
@@ -85,6 +101,11 @@ class GRPOConfig(PolicyConfig):
             found.append(
                 f"group_size: a group of one has nothing to be compared with under advantage: {self.advantage}; "
                 "take 2 or more, or advantage: batch"
+            )
+        if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate != "log":
+            found.append(
+                "ratio: completion takes a completion for one action, which a mean over tokens would count once for "
+                "each token; set reduction: sequences or constant"
             )
         if self.group_size == 1 and self.dynamic_sampling:
             found.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")

@@ -3,6 +3,7 @@
 Axes: B rows, T time.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tunix.algorithms.grpo.config import GRPOConfig
@@ -12,6 +13,7 @@ from tunix.algorithms.ops import (
     Surrogate,
     cispo_surrogate,
     clipped_surrogate,
+    completion_ratio,
     log_ratio,
     log_surrogate,
     plain_surrogate,
@@ -19,7 +21,7 @@ from tunix.algorithms.ops import (
     soft_surrogate,
     token_ratio,
 )
-from tunix.types import LossInputs, LossOutputs, Over
+from tunix.types import Batch, LossInputs, LossOutputs, Over
 
 
 def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
@@ -35,10 +37,22 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
     """
     inputs = trained_only(inputs)
     log_ratios = old_log_ratio(inputs)
-    ratio = sequence_ratio(log_ratios, inputs.batch) if config.ratio == "sequence" else token_ratio(log_ratios)
+    ratio = _ratio(log_ratios, inputs.batch, config)
     surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)
+    if config.ratio == "completion" and config.reduction == "constant":
+        # A sum over tokens counts the one action of a completion once.
+        surrogate = surrogate._replace(
+            loss=surrogate.loss / jnp.asarray(inputs.batch.lengths)[inputs.batch.sequence_ids]
+        )
     outputs = policy_outputs(inputs, config, over, surrogate, ratio, config.kl)
     return outputs.add("drift", 0.5 * config.drift * log_ratios**2, over) if config.drift else outputs
+
+
+def _ratio(log_ratios: Float[Array, "B T"], batch: Batch, config: GRPOConfig) -> Float[Array, "B T"]:
+    """The policy over the old one, of what `config.ratio` takes for an action."""
+    if config.ratio == "sequence":
+        return sequence_ratio(log_ratios, batch)
+    return completion_ratio(log_ratios, batch) if config.ratio == "completion" else token_ratio(log_ratios)
 
 
 def _surrogate(inputs: LossInputs, ratio: Float[Array, "B T"], config: GRPOConfig) -> Surrogate:

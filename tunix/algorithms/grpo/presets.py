@@ -55,10 +55,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "reduction": "tokens",
     },
     # Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3: a completion is one action, so its log-probs are
-    # summed. Divided by a constant, which scales every gradient alike and leaves clip_norm its meaning. The paper tunes
-    # the KL coefficient; 0.05 is what TRL takes.
+    # summed, and from the second update on its ratio is the product of its tokens'. Divided by a constant, which scales
+    # every gradient alike and leaves clip_norm its meaning. The paper tunes the KL coefficient; 0.05 is what TRL takes.
     "rloo": {
         "advantage": "leave_one_out",
+        "ratio": "completion",
         "surrogate": "none",
         "reduction": "constant",
         "kl": 0.05,

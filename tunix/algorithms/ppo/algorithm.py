@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, whitened
+from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, length_lambda, whitened
 from tunix.algorithms.base import Update
+from tunix.algorithms.loss import kl_clamp
 from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
@@ -92,13 +93,13 @@ class PPO(PolicyGradient):
             for episode, sequence, penalty in zip(episodes, listed, penalties, strict=True)
         ]
         pairs = [
-            gae(r, v, x.loss_mask, self.config.gamma, self.config.lam, bootstrap)
+            self._estimated(r, v, x.loss_mask, bootstrap)
             for r, v, x, bootstrap in zip(rewards, values, listed, behind, strict=True)
         ]
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
         advantages = [advantage for advantage, _ in pairs]
         if self.config.whiten:
-            advantages = whitened(advantages, counted)
+            advantages = whitened(advantages, counted, std=self.config.std)
         self._measure(listed, [returns for _, returns in pairs], values, counted)
         for name, arrays in (
             ("advantages", advantages),
@@ -119,13 +120,26 @@ class PPO(PolicyGradient):
         """Goes on from there."""
         self._steps, self._kl = state["steps"], state["kl"]
 
+    def _estimated(
+        self, rewards: np.ndarray, values: np.ndarray, drawn: np.ndarray, bootstrap: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`[T]` advantages by the policy's lambda, and returns by the critic's."""
+        config = self.config
+
+        def at(lam: float) -> tuple[np.ndarray, np.ndarray]:
+            return gae(rewards, values, drawn, config.gamma, lam, bootstrap)
+
+        lam = config.lam if config.lam_length is None else length_lambda(int(drawn.sum()), config.lam_length)
+        advantages, returns = at(lam)
+        return advantages, returns if config.lam_critic is None else at(config.lam_critic)[1]
+
     def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
         """`[T]` the KL penalty of each drawn token, where it stands in the reward."""
         if not self.config.kl or self.config.kl_in != "reward":
             return np.zeros(len(sequence.tokens))
         reference = sequence.per_token["reference_logprobs"]
-        estimator = self.config.kl_estimator or "k1"
-        return kl_rewards(drawn_with(sequence), reference, sequence.loss_mask, self._kl, estimator)
+        estimator, clamp = self.config.kl_estimator or "k1", kl_clamp(self.config)
+        return kl_rewards(drawn_with(sequence), reference, sequence.loss_mask, self._kl, estimator, clamp)
 
     def _measure(
         self, listed: list[Sequence], returns: list[np.ndarray], values: list[np.ndarray], counted: list[np.ndarray]

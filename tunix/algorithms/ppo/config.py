@@ -20,6 +20,11 @@ class PPOConfig(PolicyConfig):
     """Discount per drawn token."""
     lam: Unit = 0.95
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
+    lam_length: Annotated[float, Field(gt=0)] | None = None
+    """The policy's lambda is 1 - 1 / (this times the completion's tokens), at least 0: the longer, the nearer to 1.
+    VAPO (https://arxiv.org/abs/2504.05118) takes 0.05. Null: lam."""
+    lam_critic: Unit | None = None
+    """Lambda of the returns that the critic learns; VAPO and VC-PPO take 1. Null: the policy's."""
     whiten: bool = True
     """Advantages are shifted and scaled to mean 0 and deviation 1 over the batch's trained tokens."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
@@ -37,6 +42,8 @@ class PPOConfig(PolicyConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *PolicyConfig.rules,
+        Rule(("std",), lambda s: bool(s["whiten"]), "without whiten: true"),
+        Rule(("lam",), lambda s: s["lam_length"] is None, "with lam_length, which stands in its place: set lam_critic"),
         Rule(("kl_target",), lambda s: bool(s["kl"]), "while kl, its first value, is 0: set kl"),
         Rule(
             ("critic_learning_rate",), lambda s: s["critic"] != "shared", "with critic: shared, which has the policy's"

@@ -55,6 +55,12 @@ class Reward:
     """`module:function` or `file.py:function` for a worker process to load; None runs it in a thread of this one."""
     modules: tuple[str, ...] = ()
     """What a worker imports before the first call, so that no deadline pays for it."""
+    clip: tuple[float, float] | None = None
+    """Bounds of a score, before the weight."""
+
+    def clipped(self, score: float) -> float:
+        """The score within its bounds."""
+        return score if self.clip is None else min(max(score, self.clip[0]), self.clip[1])
 
     @property
     def batched(self) -> bool:
@@ -131,7 +137,8 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
         shipped = SHIPPED[spec.name]
         shipped.check(spec.title, spec.options, deadline)
         source = f"{shipped.function.__module__}:{shipped.function.__name__}"
-        return Reward(spec.title, shipped.function, spec.weight, spec.options, spec.columns, source, shipped.modules)
+        own = (spec.options, spec.columns, source, shipped.modules, spec.clip)
+        return Reward(spec.title, shipped.function, spec.weight, *own)
     if not is_reference(spec.name):
         raise UserError(
             f"reward.functions has {spec.name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no "
@@ -142,7 +149,7 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
         raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
     place, _, name = spec.name.rpartition(":")
     source = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec.name
-    return Reward(spec.title, function, spec.weight, spec.options, spec.columns, source)
+    return Reward(spec.title, function, spec.weight, spec.options, spec.columns, source, clip=spec.clip)
 
 
 def _check_signature(reward: Reward) -> None:

@@ -156,7 +156,8 @@ class Scoring:
             again = [(single, self._scorer._submit(single)) for single in singles]
             return [score for single in again for score in self._scores(*single)]
         listed = [outcomes] if isinstance(outcomes, str) else outcomes
-        return [Failure(f"{part.reward.name} {o}") if isinstance(o, str) else o for o in listed]
+        reward = part.reward
+        return [Failure(f"{reward.name} {o}") if isinstance(o, str) else reward.clipped(o) for o in listed]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ arguments after the star. A completion is its text without special tokens.
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import cos, pi
 from typing import Any
 
 from tunix.errors import UserError
@@ -53,6 +54,60 @@ def length(completion: str, completion_tokens: int, *, target: int, width: int) 
     """
     del completion
     return max(0.0, 1.0 - abs(completion_tokens - target) / width)
+
+
+def repetition(completion: str, completion_ids: Sequence[int], *, n: int = 40, penalty: float = 1.0) -> float:
+    """`-penalty (1 - distinct / all)` of the completion's n-grams of tokens: 0 where none comes twice.
+
+    Yeo et al. 2025, https://arxiv.org/abs/2502.03373, penalise the tokens of a repeated n-gram one by one; here it is
+    one number for the completion, the share that is repeated. Give it beside a reward for being right.
+
+    Args:
+        completion: what the model wrote; only its tokens count.
+        completion_ids: them, which the rollout gives as a column.
+        n: tokens of an n-gram; short ones repeat in good answers too.
+        penalty: where nearly all is repeated.
+    """
+    del completion
+    grams = [tuple(completion_ids[i : i + n]) for i in range(len(completion_ids) - n + 1)]
+    return -penalty * (1.0 - len(set(grams)) / len(grams)) if grams else 0.0
+
+
+def cosine(
+    completion: str,
+    answer: Any,
+    completion_tokens: int,
+    *,
+    limit: int,
+    grader: str = "exact_match",
+    correct_short: float = 2.0,
+    correct_long: float = 1.0,
+    wrong_short: float = -10.0,
+    wrong_long: float = 0.0,
+    exceeded: float = -10.0,
+) -> float:
+    """Right answers earn more the shorter they are, wrong ones less, along half a cosine.
+
+    `long + (short - long) (1 + cos(pi t / limit)) / 2`. Yeo et al. 2025, https://arxiv.org/abs/2502.03373, sec. 4.2; the
+    defaults are the paper's.
+
+    Args:
+        completion: what the model wrote.
+        answer: what `grader` compares it with.
+        completion_tokens: t, the number of tokens that the model drew, which the rollout gives as a column.
+        limit: the most that a completion may have, usually data.completion_length.
+        grader: who tells right (above 0) from wrong: exact_match, number, math or gsm8k.
+        correct_short: of a right answer of no length.
+        correct_long: of a right one at the limit.
+        wrong_short: of a wrong answer of no length.
+        wrong_long: of a wrong one at the limit.
+        exceeded: of an answer that has reached the limit, right or wrong.
+    """
+    if completion_tokens >= limit:
+        return exceeded
+    right = GRADERS[grader](completion, answer) > 0
+    short, long = (correct_short, correct_long) if right else (wrong_short, wrong_long)
+    return long + (short - long) * (1.0 + cos(pi * completion_tokens / limit)) / 2.0
 
 
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
@@ -116,6 +171,22 @@ def _length_rules(name: str, options: Mapping[str, Any], deadline: float) -> Non
             raise UserError(f"the reward {name} has {option}: {options[option]}; it is a positive number of tokens")
 
 
+def _repetition_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
+    del deadline
+    for option in ("n", "penalty"):
+        if options.get(option, 1) <= 0:
+            raise UserError(f"the reward {name} has {option}: {options[option]}; it is a positive number")
+
+
+def _cosine_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
+    if options["limit"] <= 0:
+        raise UserError(f"the reward {name} has limit: {options['limit']}; it is a positive number of tokens")
+    grader = options.get("grader", "exact_match")
+    if grader not in GRADERS:
+        raise UserError(f"the reward {name} has the grader {grader!r}, which is none of {', '.join(GRADERS)}")
+    SHIPPED[grader].check(name, {}, deadline)
+
+
 def _schema_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
     del deadline
     from jsonschema import SchemaError, validators
@@ -140,6 +211,14 @@ def _test_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
         )
 
 
+GRADERS: Mapping[str, Callable[[str, Any], float]] = {
+    "exact_match": exact_match,
+    "number": number,
+    "math": math,
+    "gsm8k": gsm8k,
+}
+"""Who may tell `cosine` right from wrong."""
+
 SHIPPED: dict[str, Shipped] = {
     "exact_match": Shipped(exact_match),
     "number": Shipped(number),
@@ -147,6 +226,8 @@ SHIPPED: dict[str, Shipped] = {
     "gsm8k": Shipped(gsm8k),
     "format": Shipped(format_match, (), _pattern_rules),
     "length": Shipped(length, (), _length_rules),
+    "repetition": Shipped(repetition, (), _repetition_rules),
+    "cosine": Shipped(cosine, (), _cosine_rules),
     "json_schema": Shipped(json_schema, ("jsonschema",), _schema_rules),
     "unit_tests": Shipped(unit_tests, (), _test_rules),
 }

