@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.plain import plain_work
 from benchmarks.shapes import LORA, SHAPES
 from benchmarks.train import LOSS, SIDE, interleaved
 from tunix.algorithms.dpo.algorithm import DPO
@@ -137,7 +138,18 @@ def measure_memory(name: str) -> None:
     print(json.dumps({"peak": peak_memory(), "held": held}))
 
 
-COLUMNS = ("", "step, ms", "min, ms", "tokens", "tokens/s", "share of peak", "of sft", "memory, MB", "held, MB")
+COLUMNS = (
+    "",
+    "step, ms",
+    "min, ms",
+    "tokens",
+    "tokens/s",
+    "share of peak",
+    "of sft",
+    "of plain",
+    "memory, MB",
+    "held, MB",
+)
 
 
 def table(listed: list[Contender], seconds: dict[str, list[float]], memory: dict[str, dict[str, float]]) -> Table:
@@ -152,6 +164,7 @@ def table(listed: list[Contender], seconds: dict[str, list[float]], memory: dict
         row += [
             f"{one.flops / median / peak:.1%}",
             f"{np.median(np.array(own) / np.array(seconds[listed[0].name])):.2f}",
+            f"{np.median(np.array(own) / np.array(seconds['plain'])):.2f}",
         ]
         row += [f"{memory[one.name][kind] / 1e6:.0f}" if one.name in memory else "" for kind in ("peak", "held")]
         found.add_row(*row)
@@ -159,10 +172,11 @@ def table(listed: list[Contender], seconds: dict[str, list[float]], memory: dict
 
 
 def work(listed: list[Contender]) -> dict[str, Callable[[], Any]]:
-    """What takes turns: steps, and the products that stand for the machine's peak."""
+    """What takes turns: steps, the plain step of SFT, and the products that stand for the machine's peak."""
     square = jnp.ones((SIDE, SIDE))
     product, turned = jax.jit(lambda a, b: a @ b), jax.jit(lambda a, b: a @ b.T)
     return {one.name: partial(one.step, one.trainer()) for one in listed} | {
+        "plain": plain_work(SHAPE),
         "product": lambda: product(square, square).block_until_ready(),
         "turned": lambda: turned(square, square).block_until_ready(),
     }

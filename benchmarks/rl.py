@@ -12,7 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.plain import plain_work
 from benchmarks.shapes import LORA, SHAPES
+from benchmarks.train import interleaved
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.config import DataConfig
@@ -70,17 +72,29 @@ def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
     return seconds
 
 
+def plain_seconds(steps: int) -> float:
+    """Of the plain step of SFT on as many tokens: what an update is compared with."""
+    work = interleaved({"plain": plain_work(SHAPES["small"])}, steps)
+    return float(np.median(work["plain"]))
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each kind")
     arguments = parser.parse_args()
     found = Table(
-        "", "step, ms", *(f"{part}, ms" for part in PARTS), title=f"GRPO, {PROMPTS} x {GROUP}, {LENGTH} + {NEW}"
+        "",
+        "step, ms",
+        *(f"{part}, ms" for part in PARTS),
+        "update of plain",
+        title=f"GRPO, {PROMPTS} x {GROUP}, {LENGTH} + {NEW}",
     )
+    plain = plain_seconds(arguments.steps)
     for name, lora, kl in (("full", False, 0.0), ("full, with reference", False, 0.04), ("lora", True, 0.0)):
         seconds = measure(arguments.steps, lora=lora, kl=kl)
-        found.add_row(name, *(f"{np.median(seconds[part]) * 1e3:.0f}" for part in ("step", *PARTS)))
+        medians = [f"{np.median(seconds[part]) * 1e3:.0f}" for part in ("step", *PARTS)]
+        found.add_row(name, *medians, f"{np.median(seconds['update']) / plain:.2f}")
     console = Console(width=120)
     console.print(found)
     console.print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plain import plain_step
+from benchmarks.plain import plain_work
 from benchmarks.shapes import LORA, SHAPES, Shape
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -38,16 +38,10 @@ SIDE = 2048
 
 def contenders(shape: Shape) -> dict[str, Callable[[], Any]]:
     """What takes turns; each call is one finished piece of work, compiled before."""
-    batch, tokens = shape.batch(), jnp.asarray(shape.tokens())
+    batch = shape.batch()
     full, lora = shape.trainer(), shape.trainer(LORA)
-    step, state = plain_step(shape)
-    held = {"state": state}
     square = jnp.ones((SIDE, SIDE))
     product, turned = jax.jit(lambda a, b: a @ b), jax.jit(lambda a, b: a @ b.T)
-
-    def plain() -> None:
-        held["state"], loss = step(held["state"], tokens)
-        jax.block_until_ready((held["state"], loss))
 
     def ours(trainer: Trainer) -> None:
         metrics = trainer.step(batch, LOSS)
@@ -56,7 +50,7 @@ def contenders(shape: Shape) -> dict[str, Callable[[], Any]]:
     return {
         "full": partial(ours, full),
         "lora": partial(ours, lora),
-        "plain": plain,
+        "plain": plain_work(shape),
         "product": lambda: product(square, square).block_until_ready(),
         "turned": lambda: turned(square, square).block_until_ready(),
     }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tunix.models import blocks
-from tunix.models.blocks import block_length, chunk_width
+from tunix.models.blocks import block_length, chunk_width, visit_of
 from tunix.models.head import token_logprobs
 
 B, T, V, D = 3, 13, 300, 8  # 300: three chunks of 128 are more than the vocabulary
@@ -67,6 +67,12 @@ def test_nothing_needed_gives_zeros(arrays):
         lambda h: token_logprobs(h, table, targets, needed & False, softcap=None, entropy=False)[0].sum()
     )
     assert not np.any(gradient(hidden))
+
+
+def test_a_prompt_of_half_a_row_meets_no_table():
+    # 64 + 64 tokens: 127 places predict a token, the last 64 of them one that counts.
+    needed = jnp.broadcast_to(jnp.arange(127) >= 63, (16, 127))
+    assert block_length(16, 127) * visit_of(needed).number == 64
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -13,6 +13,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig, OptimizerConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
+from tunix.mesh import build_mesh, fast_products
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
 from tunix.types import LOSS_WEIGHTS, Batch, Sequence, Term
@@ -33,6 +34,19 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], toler
     for name, right in other.items():
         size = np.abs(right).max()
         np.testing.assert_allclose(one[name], right, atol=tolerance * max(size, 1e-6), rtol=0, err_msg=name)
+
+
+def test_products_of_float32_go_to_the_faster_library_and_those_of_bfloat16_stay_where_the_samplers_are():
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    assert fast_products(mesh, "bfloat16") == {}
+    x = jnp.ones((128, 128))
+
+    def ynnpack(options: dict) -> bool:
+        product = jax.jit(lambda a, b: a @ b, compiler_options=options)
+        return "__ynn_fusion" in product.lower(x, x).compile().as_text()
+
+    assert ynnpack({})
+    assert not ynnpack(fast_products(mesh, "float32"))
 
 
 def two_sequences(weights: tuple[float, float, float] | None = None) -> Batch:

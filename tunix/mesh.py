@@ -10,11 +10,14 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 
 Axes = tuple[str | None, ...]
 AXES = ("data", "fsdp", "tensor")
+PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}}
+"""What XLA is given, by platform and dtype of the computation, where its own choice of a library is the slower one: on
+a CPU YNNPACK keeps the reductions, and products go to Eigen."""
 
 
 # The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
@@ -52,6 +55,12 @@ def _home(axis: str | None, size: int, mesh: Mesh | AbstractMesh) -> str | tuple
 def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """`partition` on its mesh."""
     return NamedSharding(mesh, partition(axes, shape, mesh))
+
+
+def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
+    """`compiler_options` for programs of many tokens that multiply in this dtype. Not for bfloat16, where a trainer's
+    rounding has to be its sampler's."""
+    return PRODUCTS.get((mesh.devices.flat[0].platform, dtype), {})
 
 
 def row_shards(mesh: Mesh) -> int:

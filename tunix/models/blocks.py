@@ -17,6 +17,8 @@ from tunix.mesh import constrain
 
 BLOCK_TOKENS = 2048
 """Tokens of a block, over all rows: enough that reading the table does not matter beside multiplying by it."""
+BLOCKS = 2
+"""Blocks of a row at least, so that a prompt that fills half of it costs nothing here."""
 CHUNK_LOGITS = 1 << 22
 """Logits that exist at a time: 16 MiB in float32. Wider chunks are slower on a CPU, where each row is a memory page."""
 NEVER = -1e30
@@ -65,7 +67,7 @@ class Visit(NamedTuple):
 
 def block_length(rows: int, length: int) -> int:
     """C: tokens of each row in a block."""
-    return min(max(BLOCK_TOKENS // rows, 1), length)
+    return min(max(BLOCK_TOKENS // rows, 1), -(-length // BLOCKS))
 
 
 def chunk_width(tokens: int, vocab: int) -> int:

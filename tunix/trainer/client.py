@@ -20,6 +20,7 @@ from tunix.exact import jit
 from tunix.lora.adapt import merge, merge_rounded
 from tunix.lora.config import AdapterConfig
 from tunix.lora.peft import save_adapter
+from tunix.mesh import fast_products
 from tunix.models.hf import save_folder
 from tunix.models.model import Model, Params, is_own
 from tunix.models.rounding import rounded
@@ -311,13 +312,17 @@ class Trainer:
         m = self.machinery
         return Compute(m.model, m.optimizer, m.schedule, drops=bool(m.adapter and m.adapter.dropout))
 
+    @property
+    def _products(self) -> dict[str, str]:
+        return fast_products(self.machinery.mesh, self.machinery.model.dtype)
+
     @cached_property
     def _step(self):
-        return jit(self._compute.step, static_argnames="loss", donate_argnums=0)
+        return jit(self._compute.step, static_argnames="loss", donate_argnums=0, options=self._products)
 
     @cached_property
     def _gradients(self):
-        return jit(self._compute.gradients, static_argnames="loss")
+        return jit(self._compute.gradients, static_argnames="loss", options=self._products)
 
     @cached_property
     def _apply(self):
@@ -326,12 +331,12 @@ class Trainer:
 
     @cached_property
     def _evaluate(self):
-        return jit(self._compute.evaluate, static_argnames="loss")
+        return jit(self._compute.evaluate, static_argnames="loss", options=self._products)
 
     @cached_property
     def _evaluate_unrounded(self):
         plain = replace(self._compute, model=replace(self.machinery.model, simulated=()))
-        return jit(plain.evaluate, static_argnames="loss")
+        return jit(plain.evaluate, static_argnames="loss", options=self._products)
 
     @cached_property
     def _engine(self) -> Engine:

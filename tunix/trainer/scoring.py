@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
 from tunix.exact import jit
+from tunix.mesh import fast_products
 from tunix.models.model import Model, Params
 from tunix.trainer.passes import Cut
 from tunix.trainer.step import Passes
@@ -82,7 +83,8 @@ class Scorer:
         def compute(params: Params, passes: Passes, temperature: float, entropy: bool = False) -> Float[Array, "M R T"]:
             return each_pass(lambda rows: one(params, rows, temperature, entropy), passes)
 
-        return jit(compute, static_argnames=("temperature", "entropy"))
+        options = fast_products(self.cut.mesh, self.model.dtype)
+        return jit(compute, static_argnames=("temperature", "entropy"), options=options)
 
     @cached_property
     def _values(self):
