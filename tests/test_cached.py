@@ -4,49 +4,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_models import one_device
 from trainers import PLAIN
 
-from tunix.lora.adapt import adapt
-from tunix.lora.config import AdapterConfig
 from tunix.models import model as models_model
-from tunix.models.cached import empty, extend, gains, unstack
-from tunix.models.layers import project
+from tunix.models.cached import empty, extend, unstack
+from tunix.models.layers import Adapter, Projection, project
 from tunix.models.model import Model
 
 
-def with_pages(monkeypatch, size: int, adapter: AdapterConfig | None) -> tuple:
-    """What a model with memory pages of this size samples from, its gains, and its states for two rows."""
-    monkeypatch.setattr(models_model, "PAGE", size)
-    model = Model(PLAIN, adapt=None if adapter is None else adapt(adapter, PLAIN))
-    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
-    weights = unstack(model, params)
-    if adapter is not None:
-        return model.turned, weights, gains(model, weights), None
-    tokens, count = jnp.array([[3, 5, 7], [4, 6, 0]]), jnp.array([3, 2])
-    states, _ = extend(model, weights, empty(PLAIN, 2, 8, 3, "float32"), tokens, 0 * count, count)
-    return model.turned, weights, None, states
-
-
 def test_wide_matrices_are_turned_and_compute_the_same(monkeypatch):
-    # In PLAIN 32 inputs become 64 of the ffn: rows of 256 bytes. No row is as long as a usual page.
-    turned, weights, _, states = with_pages(monkeypatch, 255, None)
+    tokens, count = jnp.array([[3, 5, 7], [4, 6, 0]]), jnp.array([3, 2])
+    params = Model(PLAIN).init(jax.random.key(0), dict.fromkeys(Model(PLAIN).shapes, "float32"), one_device())
+
+    def sampled(page: int) -> tuple:
+        """With memory pages of this size: what is turned, a matrix as it lies, and the states of two rows."""
+        monkeypatch.setattr(models_model, "PAGE", page)
+        model = Model(PLAIN)
+
+        def states(params):
+            weights = unstack(model, params)
+            found, _ = extend(model, weights, empty(PLAIN, 2, 8, 3, "float32"), tokens, 0 * count, count)
+            return weights.layers[1]["up/w"], found
+
+        return model.turned, *jax.jit(states)(params)
+
+    # In PLAIN 32 inputs become 64 of the ffn: rows of 256 bytes. No row is longer than a usual page.
+    turned, matrix, found = sampled(255)
     assert turned == {"gate", "up"}
-    assert weights.layers[0]["gate/w"].shape == (64, 32)
-    usual, plain, _, expected = with_pages(monkeypatch, 256, None)
+    assert matrix.shape == (64, 32)
+    usual, plain, expected = sampled(256)
     assert not usual
-    assert plain.layers[0]["gate/w"].shape == (32, 64)
-    np.testing.assert_array_equal(weights.layers[1]["up/w"].T, plain.layers[1]["up/w"])
-    np.testing.assert_allclose(states[0], expected[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(states[1, :2], expected[1, :2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(matrix.T, plain)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1, :2], expected[1, :2], rtol=1e-5, atol=1e-6)
 
 
-def test_gains_of_turned_matrices_are_the_same(monkeypatch):
-    dora = AdapterConfig(rank=2, dora=True)
-    found, expected = (with_pages(monkeypatch, size, dora)[2] for size in (255, 256))
-    for mine, theirs in zip(found, expected, strict=True):
-        for name in theirs:
-            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-6)
+def test_a_turned_matrix_multiplies_and_is_measured_as_it_was():
+    one = Projection("BTD,DF->BTF", (2, 3), ("embed", "ffn"), nnx.Rngs(0), contracted=1)
+    one.w = nnx.Param(jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 12.0]]))
+    one.w_lora_a, one.w_lora_b = nnx.Param(jnp.zeros((2, 1))), nnx.Param(jnp.zeros((1, 3)))
+    one.w_lora_m = nnx.Param(jnp.array([5.0**0.5, 10.0, 26.0]))
+    one.adapter, one.turned = Adapter(1.0, 0, magnitude=True), True
+    # Rows are the outputs' weights, of lengths sqrt(5), 5 and 13: gains 1, 2 and 2. x = (1, 10): 21, 43 and 125.
+    np.testing.assert_allclose(one.gain(jnp.ones(())), [1, 2, 2], rtol=1e-6)
+    np.testing.assert_allclose(one(jnp.array([[[1.0, 10.0]]])), [[[21, 86, 250]]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

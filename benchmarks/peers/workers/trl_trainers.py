@@ -79,8 +79,10 @@ def sft() -> None:
 
 def dpo() -> None:
     """Text of the same ids; an end token is added to each completion. The reference is computed in each step."""
-    names = {"prompt": "prompts", "chosen": "chosen", "rejected": "rejected"}
-    data = Dataset.from_dict({ours: [words(ids) for ids in case[theirs]] * STEPS for ours, theirs in names.items()})
+    # A completion is appended to its prompt as text: without the space their border would be one unknown word.
+    columns = {"prompt": ("prompts", ""), "chosen": ("chosen", " "), "rejected": ("rejected", " ")}
+    texts = {name: [space + words(ids) for ids in case[key]] * STEPS for name, (key, space) in columns.items()}
+    data = Dataset.from_dict(texts)
     config = DPOConfig(per_device_train_batch_size=len(case["prompts"]), beta=case["beta"], max_length=None, **PLAIN)
     DPOTrainer(model(), args=config, train_dataset=data, processing_class=tokenizer(), callbacks=[Gate()]).train()
 
