@@ -1,9 +1,9 @@
 """The fastest step that we know how to write in plain JAX: a list of layers, all logits at once, one `jax.jit`.
 
 The yardstick for ours: same shapes, same optimizer (AdamW, clipped), no packing, no chunked head, no stacked layers. It
-has what pays without a framework: q, k and v as one product, and gate and up; heads first, so that attention is two
-plain batched products; a log-sum-exp and a gather in the place of `log_softmax`; the library of products that is faster
-on a CPU. docs/log.md has the variants that were slower.
+has what pays without a framework: states as one matrix, so that no product has two batch axes; q, k and v as one
+product, and gate and up; heads first, so that attention is two plain batched products; a log-sum-exp and a gather
+instead of `log_softmax`; the library of products that is faster on a CPU. docs/log.md has the variants that were slower.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def forward(params: dict, tokens: jax.Array, shape: Shape) -> jax.Array:
         a, b = jnp.split(x, 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    x = params["embed"][tokens]
+    x = params["embed"][tokens.reshape(-1)]
     for w in params["layers"]:
         h = norm(x, w["norm1"])
         q, k, v = jnp.split(h @ w["qkv"], [heads * dim, (heads + kv_heads) * dim], -1)
@@ -99,7 +99,7 @@ def forward(params: dict, tokens: jax.Array, shape: Shape) -> jax.Array:
         scores = jnp.einsum("bkmh,bkth->bkmt", q, k).reshape(rows, heads, length, length) * dim**-0.5
         weights = jax.nn.softmax(scores + bias, -1).reshape(rows, kv_heads, -1, length)
         mixed = jnp.einsum("bkmt,bkth->bkmh", weights, v).reshape(rows, heads, length, dim)
-        x = x + mixed.transpose(0, 2, 1, 3).reshape(rows, length, -1) @ w["o"]
+        x = x + mixed.transpose(0, 2, 1, 3).reshape(rows * length, -1) @ w["o"]
         gate, up = jnp.split(norm(x, w["norm2"]) @ w["gate_up"], 2, -1)
         x = x + (jax.nn.silu(gate) * up) @ w["down"]
-    return norm(x, params["norm"]) @ params["head"]
+    return (norm(x, params["norm"]) @ params["head"]).reshape(rows, length, -1)
