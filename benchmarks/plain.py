@@ -3,7 +3,7 @@
 The yardstick for ours: same shapes, same optimizer (AdamW, clipped), no packing, no chunked head, no stacked layers. It
 has what pays without a framework: states as one matrix, so that no product has two batch axes; q, k and v as one
 product, and gate and up; heads first, so that attention is two plain batched products; a log-sum-exp and a gather
-instead of `log_softmax`; the library of products that is faster on a CPU. docs/log.md has the variants that were slower.
+instead of `log_softmax`; the library of products that is faster on a CPU. docs/log.md has the slower variants.
 """
 
 from collections.abc import Callable

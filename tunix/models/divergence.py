@@ -130,7 +130,7 @@ def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _F
 
     empty = jnp.zeros((rows, places), jnp.float32)
     nothing = Mass(empty, empty)
-    start = _Found(*[empty] * len(_Found._fields))._replace(student=nothing, teacher=nothing)
+    start = _Found(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
     return jax.lax.fori_loop(0, visit.number, body, start)
 
 

@@ -159,7 +159,7 @@ def _load_stacked(
     whole = {one: sharding(model.axes[one], model.shapes[one], mesh) for one in names}
     stacks = {one: jnp.zeros(model.shapes[one], model.kinds.get(one, dtype), device=whole[one]) for one in names}
 
-    def put(stacks: Params, value: jax.Array, layer: jax.Array) -> Params:
+    def put(stacks: Params, value: jax.Array, layer: jax.Array | int) -> Params:
         parts = model.rounded(name, value) if name in model.quantized else (value,)
         return {
             one: jax.lax.dynamic_update_index_in_dim(stacks[one], part.astype(stacks[one].dtype), layer, 0)
