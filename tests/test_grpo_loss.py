@@ -454,6 +454,20 @@ def test_a_weighted_kl_knows_who_sampled(given):
     assert k1 == pytest.approx((0.6 * log(2) - 6.6 * log(2)) / 3, rel=1e-5)  # d is log 2, 0, -log 2: -2 log 2
 
 
+def test_nemos_case_of_a_sampler_a_trainer_and_a_reference_that_all_differ():
+    """The numbers of NeMo-RL's own test with both of its corrections, worked by hand: its loss is -0.20044.
+
+    r = e^(-.69315), 1, e^.40547 = .5, 1, 1.5, clipped .8, 1, 1.2; -min(r A, clip A) = -.5, 1, -2.4;
+    times old over sampler e^-.5, e^.5, e^-.2 = .60653, 1.64872, .81873: -.30327, 1.64872, -1.96495, mean -.20650.
+    k3 = .30685, 0, .07213, times policy over sampler e^-1.19315, e^.5, e^.20547 = .30326, 1.64872, 1.22810: .09306, 0,
+    .08859, mean .06055, of which .1 counts.
+    """
+    more = {"sampler_logprobs": [-0.5, -1.5, -0.8], "reference_logprobs": [-1.0] * 3}
+    taken = [Taken([-1.69315, -1.0, -0.59453], [-1.0] * 3, [1.0, -1.0, 2.0], more)]
+    loss = loss_of(kl=0.1, kl_weighted=True, old_logprobs="recompute", correction="truncate", reduction="tokens")
+    assert reduced(loss, inputs_of(batch_of(taken)))["train/loss"] == pytest.approx(-0.20044, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("settings", "weights", "changed"),
     [
