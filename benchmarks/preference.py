@@ -26,7 +26,9 @@ from benchmarks.shapes import LORA, SHAPES
 from benchmarks.train import LOSS, SIDE, interleaved
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
+from tunix.config import DataConfig
 from tunix.data.packing import pack
+from tunix.data.pipeline import Layout
 from tunix.trainer.client import Trainer
 from tunix.trainer.perf import matmul_weights, peak_memory, training_flops
 from tunix.types import Batch, Loss, Sequence
@@ -34,6 +36,8 @@ from tunix.types import Batch, Loss, Sequence
 SHAPE = SHAPES["small"]
 PAIRS, LENGTH = 4, 256
 ROW = 2 * LENGTH
+SHORT = Layout(members=2).length(DataConfig(train="given", max_length=LENGTH, completion_length=LENGTH // 2))
+"""Tokens of a row where completions have a limit of their own."""
 
 
 def pair(rng: np.random.Generator, prompt: int, chosen: int, rejected: int) -> list[Sequence]:
@@ -104,7 +108,7 @@ def contenders() -> list[Contender]:
     """What takes turns."""
     dpo = DPO(DPOConfig()).objective
     known, simpo = replace(dpo, reference=False), DPO(DPOConfig(loss="simpo")).objective
-    half = pack(even(LENGTH // 2), 2 * PAIRS, ROW, members=2)
+    half, longer = (pack(even(LENGTH // 2), 2 * PAIRS, row, members=2) for row in (SHORT, ROW))
     apart = pack(even(LENGTH // 2), 2 * PAIRS, ROW, packing=False, members=2)
     sides, size = ragged(), 2 * 16
     packed = pack(sides, size, ROW, members=2)
@@ -112,6 +116,7 @@ def contenders() -> list[Contender]:
     return [
         Contender("sft, 8 x 256", LOSS, SHAPE.batch()),
         Contender("full", dpo, half, reference=True),
+        Contender("full, rows of two sides", dpo, longer, reference=True),
         Contender("full, prompts not shared", dpo, apart, reference=True),
         Contender("full, reference known", known, half),
         Contender("full, simpo", simpo, half),

@@ -12,6 +12,7 @@ from test_data_chat import QWEN3, SPACE, chatml, made, marks
 from tunix.config import DataConfig
 from tunix.data import tiny
 from tunix.data.accounting import (
+    COMPLETION_TOO_LONG,
     CUT_AWAY,
     CUT_EQUAL,
     EMPTY,
@@ -24,6 +25,8 @@ from tunix.data.accounting import (
     Kept,
 )
 from tunix.data.examples import to_example
+from tunix.data.packing import pack
+from tunix.data.pipeline import Layout
 from tunix.data.shapes import PAIRS, Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -241,6 +244,34 @@ def test_each_side_has_its_own_limit():
     row = {"prompt": "ab", "chosen": "cca", "rejected": "ccb"}
     assert example(row, max_length=5) == Dropped(CUT_EQUAL)
     assert isinstance(example(row, max_length=6), Kept)
+
+
+def test_completions_have_a_limit_of_their_own_and_rows_are_that_much_shorter():
+    row = {"prompt": "ab", "chosen": "cccc", "rejected": "a"}  # 8 and 5 tokens; after the prompt's 3 come 5 and 2
+    assert not kept_whole(row, max_length=8, completion_length=4)
+    assert kept_whole(row, max_length=8, completion_length=5)
+    cut = example(row, max_length=8, completion_length=4)
+    assert isinstance(cut, Kept)
+    assert [one.tokens.tolist() for one in cut.sequences] == [[BOS, A, B, C, C, C, C], [BOS, A, B, A, EOS]]
+    assert example(row, max_length=8, completion_length=4, on_overflow="drop") == Dropped(COMPLETION_TOO_LONG)
+    with pytest.raises(UserError, match=r"row 7 has 8 tokens on a side, more than data\.completion_length 7"):
+        example(row, max_length=9, completion_length=4, on_overflow="error")
+    # Both sides full: 8 tokens, of which 4 are the prompt's. One row holds 3 + 5 + 5 = 8 + 4 + 1 of them.
+    full = example({"prompt": "aba", "chosen": "ccc", "rejected": "bbb"}, max_length=8, completion_length=4)
+    assert isinstance(full, Kept)
+    layout, config = Layout(members=2), DataConfig(train="given", max_length=8, completion_length=4)
+    assert layout.length(config) == 13
+    assert (pack(full.sequences, 2, 13, members=2).segment_ids > 0).all()
+    # Without the limit, and where nothing is shared, two whole sides have room.
+    assert layout.length(DataConfig(train="given", max_length=8)) == 16
+    assert layout.length(DataConfig(train="given", max_length=8, completion_length=4, packing=False)) == 16
+
+
+def kept_whole(row, **settings):
+    """Whether nothing of it is cut off."""
+    found = example(row, **settings)
+    assert isinstance(found, Kept)
+    return not found.truncated
 
 
 @pytest.mark.parametrize(

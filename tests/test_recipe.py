@@ -280,6 +280,18 @@ def test_tiny_caps_what_costs_time_and_keeps_the_rest():
     assert (recipe.mesh.tensor, recipe.output, recipe.optimizer.learning_rate) == (1, "runs/x-tiny", 3e-4)
 
 
+def test_the_sides_of_pairs_have_a_limit_of_their_own():
+    data, dpo = {"train": "a/b", "max_length": 1024, "completion_length": 256}, {"name": "dpo"}
+    assert build(algorithm=dpo, data=data).data.completion_length == 256
+    # Tiny: sequences of 128 tokens, half of them at most the completion's.
+    tiny = build(algorithm=dpo, data=data).tiny().data
+    assert (tiny.max_length, tiny.completion_length) == (128, 64)
+    with pytest.raises(ValueError, match=r"data\.completion_length: changes nothing"):
+        build(algorithm={"name": "kto"}, data=data)
+    with pytest.raises(ValueError, match=r"data\.prompt_length: changes nothing"):
+        build(algorithm=dpo, data={"train": "a/b", "prompt_length": 128})
+
+
 def test_tiny_shortens_rollouts():
     recipe = build(
         model={"path": "Qwen/Qwen3-0.6B"},

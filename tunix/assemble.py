@@ -233,7 +233,7 @@ def build_trainer(
     elif recipe.adapter is not None:
         params = started(recipe.adapter, model, params, base, trained, mesh)
     packing = bool(recipe.data.packing)
-    length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data.max_length)
+    length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data)
     updates = total * recipe.algorithm.updates_per_step
     units = recipe.sequences_per_update // (1 if algorithm is None else algorithm.members)
     rows = rows_per_pass(mesh, units, recipe.micro_batch_size, length, packing)

@@ -136,12 +136,14 @@ class DataConfig(Config):
     columns: dict[str, str] = {}
     """Our column -> theirs, for instance {prompt: question, completion: answer}."""
     max_length: Positive = 1024
-    """Tokens of a sequence, and of a packed row. Of pairs: of each side, and a packed row has room for two."""
+    """Tokens of a sequence, and of a packed row. Of pairs: of each side, and a packed row has room for two
+    (see completion_length)."""
     prompt_length: Positive | None = None
     """Tokens of a prompt, where a policy writes the completions; null leaves max_length less completion_length."""
     completion_length: Positive | None = None
-    """Tokens of such a completion at most, over all of its turns; null is half of
-    max_length, or what prompt_length leaves."""
+    """Tokens of such a completion at most, over all of its turns; null is half of max_length, or what prompt_length
+    leaves. Of given pairs: tokens of a side after what both have in common; null is what max_length leaves. Rows are
+    that much shorter."""
     on_overflow: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a longer one; it is counted either way. A prompt that is read alone loses its beginning."""
     chat: bool = False

@@ -346,11 +346,16 @@ def _unread(recipe: Recipe, staged: bool) -> Iterator[str]:
         return
     if rewarded and not held_out and not (writes and recipe.reward is None):
         yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
-    for key in ("prompt_length", "completion_length"):
+    for key in _unread_lengths(recipe):
         if getattr(recipe.data, key) and not (rewarded or writes):
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not (rewarded or writes) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
+
+
+def _unread_lengths(recipe: Recipe) -> tuple[str, ...]:
+    """Limits of completions that nobody has where the model writes none; the sides of given pairs have one."""
+    return ("prompt_length",) if recipe.algorithm.reads == "pairs" else ("prompt_length", "completion_length")
 
 
 def _unsaid(recipe: Recipe) -> Iterator[str]:
@@ -359,7 +364,7 @@ def _unsaid(recipe: Recipe) -> Iterator[str]:
     for key in ("reward", "rollout"):
         if getattr(recipe, key) != Recipe.model_fields[key].get_default():
             yield f"{key}: changes nothing, since {why}; leave the section out"
-    for key in ("prompt_length", "completion_length"):
+    for key in _unread_lengths(recipe):
         if getattr(recipe.data, key):
             yield f"data.{key}: changes nothing, since {why}; max_length is the limit"
     if recipe.adapter is not None and "lm_head" in recipe.adapter.also:

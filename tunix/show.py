@@ -169,7 +169,7 @@ class _Totals:
 
 def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout | None, cut: Whole) -> _Totals:
     """Counts the examples, packed by the batch as a run packs them; prompts alone are not packed."""
-    totals = _Totals(row_length=how.length(recipe.data.max_length) if how else 0)
+    totals = _Totals(row_length=how.length(recipe.data) if how else 0)
     for group, account in grouped(examples, cut, recipe.batch_size):
         totals.accounting += account
         sequences = [sequence for kept in group for sequence in kept.sequences]

@@ -140,6 +140,8 @@ def _tiny_data(data: Mapping[str, Any], reads: Reads, drawn: bool, made: bool) -
         prompt, completion = min(told.longest_prompt, PROMPT), min(told.longest_completion, COMPLETION)
         total = min(told.max_length, prompt + completion)
         tiny |= {"max_length": total, "prompt_length": prompt, "completion_length": completion}
+    elif told.completion_length:
+        tiny |= {"completion_length": min(told.completion_length, tiny["max_length"] // 2)}
     if made:
         return tiny
     shape, function = _shape(told, reads)

@@ -13,6 +13,7 @@ from tunix.data.columns import Row
 from tunix.types import Sequence
 
 TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
+COMPLETION_TOO_LONG = "longer than completion_length"
 NO_PROMPT = "no prompt"
 NOTHING_TRAINED = "nothing to train on"
 CUT_AWAY = "nothing to train on within max_length"

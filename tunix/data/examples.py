@@ -16,6 +16,7 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from tunix.data.accounting import (
+    COMPLETION_TOO_LONG,
     CUT_AWAY,
     CUT_EQUAL,
     EMPTY,
@@ -28,6 +29,7 @@ from tunix.data.accounting import (
     Kept,
 )
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column
+from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
 from tunix.data.rendered import Rendered, given_weights, render_row
 from tunix.data.shapes import Rendering
@@ -99,16 +101,24 @@ def _fitted(
     where: str,
 ) -> Kept | Dropped:
     """The row within its limit."""
-    limit = how.max_length
-    too_long = _too_long([tokens for tokens, _ in sides], limit, "max_length", how, where)
+    limit, key = _limit(sides, how)
+    too_long = _too_long([tokens for tokens, _ in sides], limit, key, how, where)
     if too_long and how.on_overflow == "drop":
-        return Dropped(TOO_LONG)
+        return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
     end = None if how.on_overflow == "keep" else limit
     own = {name: x[:end] for name, x in per_token.items()}
     cut = tuple(Sequence(tokens[:end], mask[:end], weight, own, values) for tokens, mask in sides)
     if not all(sequence.loss_mask.any() for sequence in cut):
         return Dropped(CUT_AWAY)
     return Dropped(CUT_EQUAL) if _equal([sequence.tokens for sequence in cut]) else Kept(cut, too_long)
+
+
+def _limit(sides: List[Rendered], how: Rendering) -> tuple[int, str]:
+    """Tokens of a side at most, and the key of the recipe that says so."""
+    if how.completion_length is None:
+        return how.max_length, "max_length"
+    after_shared = shared_tokens([Sequence(*side) for side in sides]) + how.completion_length
+    return min((how.max_length, "max_length"), (after_shared, "completion_length"))
 
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, how: Rendering, where: str) -> bool:

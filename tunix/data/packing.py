@@ -134,7 +134,7 @@ def _pieces(sequences: List[Sequence], lengths: np.ndarray, members: int, share:
     for unit, first in enumerate(range(0, len(sequences), members)):
         group = range(first, first + members)
         # The last token in common is left to the branches.
-        shared = max(_common([sequences[i] for i in group]) - 1, 0) if share else 0
+        shared = max(shared_tokens([sequences[i] for i in group]) - 1, 0) if share else 0
         parent = len(rows)
         if shared:
             rows.append((first, 0, shared, unit, parent))
@@ -142,7 +142,7 @@ def _pieces(sequences: List[Sequence], lengths: np.ndarray, members: int, share:
     return _Pieces(*np.array(rows, np.int64).T)
 
 
-def _common(group: List[Sequence]) -> int:
+def shared_tokens(group: List[Sequence]) -> int:
     """Tokens at the beginning that are alike and not trained in any of a group."""
     most = min(len(sequence.tokens) for sequence in group)
     first = group[0].tokens[:most]

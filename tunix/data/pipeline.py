@@ -61,9 +61,13 @@ class Layout:
     prepared: Callable[[Sequence], Sequence] = _as_it_is
     """The last word on a sequence before it is packed."""
 
-    def length(self, max_length: int) -> int:
+    def length(self, config: DataConfig) -> int:
         """T: tokens of a row, in which the longest sequences of an example have room."""
-        return self.members * (max_length + self.spare_tokens)
+        longest = config.max_length
+        if self.members > 1 and config.packing and config.completion_length:
+            # What they share stands once, but for its last token, which predicts the first one of each.
+            longest = min(config.completion_length + 1, longest)
+        return config.max_length + (self.members - 1) * longest + self.members * self.spare_tokens
 
     def packed(self, group: List[Kept], size: int, config: DataConfig, accounting: Accounting) -> Packed:
         """A batch of kept rows.
@@ -75,7 +79,7 @@ class Layout:
             accounting: up to here.
         """
         sequences = tuple(self.prepared(sequence) for kept in group for sequence in kept.sequences)
-        length = self.length(config.max_length)
+        length = self.length(config)
         return Packed(pack(sequences, self.members * size, length, config.packing, self.members), accounting, sequences)
 
 

@@ -83,6 +83,8 @@ class Rendering:
     """Tokens of a sequence at most; of each side of a pair."""
     on_overflow: Overflow = "truncate"
     """What happens to a longer one; `keep` leaves it to `cutting`."""
+    completion_length: int | None = None
+    """Of pairs: tokens of a side after what both have in common at most; None for what `max_length` leaves."""
     train_on: TrainOn = "completion"
     """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing;
     `row` renders nothing: an environment makes its prompts of the columns; `pairs` reads two completions that are
@@ -123,6 +125,7 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
         columns=config.columns,
         max_length=config.max_length,
         on_overflow="keep" if config.cuts and train_on in CUT else config.on_overflow,
+        completion_length=config.completion_length if train_on == "pairs" else None,
         train_on=train_on,
         prompt_length=config.longest_prompt,
         chat=config.chat,

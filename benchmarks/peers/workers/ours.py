@@ -16,7 +16,7 @@ from tunix.algorithms.sft.algorithm import SFT  # noqa: E402
 from tunix.algorithms.sft.config import SFTConfig  # noqa: E402
 from tunix.config import DataConfig  # noqa: E402
 from tunix.data.packing import pack  # noqa: E402
-from tunix.data.pipeline import Prompts  # noqa: E402
+from tunix.data.pipeline import Layout, Prompts  # noqa: E402
 from tunix.data.sources import open_rows  # noqa: E402
 from tunix.data.tokenizer import load_tokenizer  # noqa: E402
 from tunix.rollout.collect import Collector, Rollouts, RolloutStream  # noqa: E402
@@ -54,7 +54,8 @@ def dpo() -> None:
 
     pairs = zip(case["prompts"], case["chosen"], case["rejected"], strict=True)
     sides = [side(prompt, answer) for prompt, *answers in pairs for answer in answers]
-    length = 2 * len(sides[0].tokens)
+    limits = DataConfig(train="given", max_length=len(sides[0].tokens), completion_length=len(case["chosen"][0]))
+    length = Layout(members=2).length(limits)
     batch = pack(sides, len(sides), length, members=2)
     trainer = SHAPE.trainer(rows=batch.tokens.shape[0], length=batch.tokens.shape[1], reference=True)
     train(trainer, batch, DPO(DPOConfig(beta=case["beta"])).objective)
