@@ -7,7 +7,6 @@ Axes: B rows, T time.
 
 import jax.numpy as jnp
 
-from tunix.algorithms.loss import trained_only
 from tunix.algorithms.ops import log_ratio, plain_surrogate, token_ratio
 from tunix.types import LossInputs, LossOutputs, Over, Term
 
@@ -56,7 +55,6 @@ def sampled_loss(inputs: LossInputs, over: Over) -> LossOutputs:
         inputs: log-probs, per-token `old_logprobs` and `teacher_logprobs`, all `[B T]`.
         over: which mean.
     """
-    inputs = trained_only(inputs)
     batch, own = inputs.batch, inputs.batch.per_token
     old, teacher = jnp.asarray(own["old_logprobs"]), jnp.asarray(own["teacher_logprobs"])
     ratio = token_ratio(log_ratio(inputs.logprobs, old, batch))

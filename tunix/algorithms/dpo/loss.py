@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.loss import trained_only
 from tunix.algorithms.ops import per_sequence
 from tunix.errors import UserError
 from tunix.types import Batch, LossInputs, LossOutputs, Term
@@ -46,7 +45,6 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     Raises:
         UserError: there is an offset, and the rows have no margin.
     """
-    inputs = trained_only(inputs)
     batch = inputs.batch
     sums = per_sequence(inputs.logprobs, batch)
     scores = rewards(inputs, config)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.loss import old_log_ratio, old_logprobs, policy_outputs, sampler_logprobs, trained_only
+from tunix.algorithms.loss import old_log_ratio, old_logprobs, policy_outputs, sampler_logprobs
 from tunix.algorithms.masks import off_policy, outside_trust_region, without
 from tunix.algorithms.ops import (
     Surrogate,
@@ -35,7 +35,6 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         config: the section of the recipe.
         over: `config.over(completion_length)`.
     """
-    inputs = trained_only(inputs)
     log_ratios = old_log_ratio(inputs)
     ratio = _ratio(log_ratios, inputs.batch, config)
     surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)

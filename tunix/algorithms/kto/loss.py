@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from tunix.algorithms.kto.config import KTOConfig
-from tunix.algorithms.loss import trained_only
 from tunix.algorithms.ops import per_sequence
 from tunix.data.packing import LABEL
 from tunix.types import LossInputs, LossOutputs, Term
@@ -30,7 +29,6 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> LossOutputs:
         inputs: log-probs and reference log-probs `[B T]`, per-sequence `label`, and `kl` but for `apo_zero`.
         config: the section of the recipe.
     """
-    inputs = trained_only(inputs)
     batch = inputs.batch
     assert inputs.reference_logprobs is not None
     ratios = inputs.logprobs - inputs.reference_logprobs

@@ -5,7 +5,7 @@ Axes: B rows, T time.
 
 import jax.numpy as jnp
 
-from tunix.algorithms.loss import old_log_ratio, policy_outputs, trained_only
+from tunix.algorithms.loss import old_log_ratio, policy_outputs
 from tunix.algorithms.ops import clipped_surrogate, token_ratio
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.types import LossInputs, LossOutputs, Over, Term
@@ -32,7 +32,6 @@ def policy_loss(inputs: LossInputs, config: PPOConfig, over: Over | float) -> Lo
         config: the section of the recipe.
         over: `config.over(completion_length)`.
     """
-    inputs = trained_only(inputs)
     batch = inputs.batch
     ratio = token_ratio(old_log_ratio(inputs))
     assert config.clip_low is not None
@@ -57,7 +56,6 @@ def value_loss(inputs: LossInputs, config: PPOConfig) -> LossOutputs:
         inputs: `values`, and per-token `returns` and `old_values`.
         config: the section of the recipe.
     """
-    inputs = trained_only(inputs)
     assert inputs.values is not None
     assert config.value_coefficient is not None
     returns, old = (jnp.asarray(inputs.batch.per_token[name]) for name in ("returns", "old_values"))
