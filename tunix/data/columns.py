@@ -86,12 +86,7 @@ def as_string(value: Any, name: str) -> str:
 
 def as_weights(value: Any, name: str, number: int) -> np.ndarray:
     """`[T]` float32 of a list of finite numbers of at least 0, one for each of `number` tokens."""
-    try:
-        array = np.asarray(value)
-    except ValueError:  # a ragged list
-        array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
-        raise UserError(f"{name} is {value!r:.80}, not a list of numbers")
+    array = _list_of(value, name, "iuf", "numbers")
     if len(array) != number:
         raise UserError(f"{name} has {len(array)} values for {number} input_ids")
     wrong = ~(np.isfinite(array) & (array >= 0))
@@ -103,15 +98,21 @@ def as_weights(value: Any, name: str, number: int) -> np.ndarray:
 
 def as_integers(value: Any, name: str) -> np.ndarray:
     """`[T]` int32 of a list of whole numbers (or booleans, for a mask)."""
+    array = _list_of(value, name, "iub", "whole numbers")
+    if array.size and max(abs(int(array.max())), abs(int(array.min()))) >= 2**31:
+        raise UserError(f"{name} holds {array.max()}, beyond any vocabulary")
+    return array.astype(np.int32)
+
+
+def _list_of(value: Any, name: str, kinds: str, what: str) -> np.ndarray:
+    """`[T]` of a flat list whose numpy kind is one of `kinds`; an empty one has any."""
     try:
         array = np.asarray(value)
     except ValueError:  # a ragged list
         array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        raise UserError(f"{name} is {value!r:.80}, not a list of whole numbers")
-    if array.size and max(abs(int(array.max())), abs(int(array.min()))) >= 2**31:
-        raise UserError(f"{name} holds {array.max()}, beyond any vocabulary")
-    return array.astype(np.int32)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise UserError(f"{name} is {value!r:.80}, not a list of {what}")
+    return array
 
 
 def _finite(value: Any) -> bool:
