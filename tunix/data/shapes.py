@@ -83,8 +83,6 @@ class Rendering:
     """Tokens of a sequence at most; of each side of a pair."""
     on_overflow: Overflow = "truncate"
     """What happens to a longer one; `keep` leaves it to `cutting`."""
-    completion_length: int | None = None
-    """Of pairs: tokens of a side after what both have in common at most; None for what `max_length` leaves."""
     train_on: TrainOn = "completion"
     """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing;
     `row` renders nothing: an environment makes its prompts of the columns; `pairs` reads two completions that are
@@ -101,6 +99,8 @@ class Rendering:
     """Rows of the model's embedding, where known: a larger id is refused instead of being read as another one."""
     fixed: tuple[str, ...] = ()
     """Those of `FIXED` that the first row has, and therefore every one."""
+    completion_length: int | None = None
+    """Of pairs: tokens of a side after what both have in common at most; None for what `max_length` leaves."""
 
 
 def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "completion") -> Rendering:
