@@ -22,7 +22,7 @@ from tunix.algorithms.ops import Clamp
 from tunix.errors import UserError
 
 NAN = float("nan")
-KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch")
+KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch")
 REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
@@ -37,6 +37,11 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
         ("mean_relative", [[0, -1, -1, 2], [0, 0, 0, 0]]),
         # Others' means: 3/3, 4/3, 4/3, 1/3.
         ("leave_one_out", [[0, -4 / 3, -4 / 3, 8 / 3], [0, 0, 0, 0]]),
+        # Others of 1: 0 0 3, mean 1, itself. Of 0: 1 0 3, variance 10/3 - 16/9 = 14/9. Of 3: 1 0 0, 1/3 - 1/9 = 2/9.
+        (
+            "leave_one_out_std",
+            [[0, -4 / 3 / (14 / 9) ** 0.5, -4 / 3 / (14 / 9) ** 0.5, 8 / 3 / (2 / 9) ** 0.5], [0, 0, 0, 0]],
+        ),
         # Median of 0 0 1 3 is 0.5.
         ("median", [[0.5, -0.5, -0.5, 2.5], [0, 0, 0, 0]]),
         # All eight: mean 12/8 = 1.5; squares .25 2.25 2.25 2.25 and 4 x .25, sum 8; variance 1.
@@ -124,6 +129,14 @@ def expected_gradient(kind: str, samples: int) -> np.ndarray:
         scores = np.eye(3)[drawn] - probabilities  # of a softmax
         total += probabilities[drawn].prod() * (advantages[:, None] * scores).mean(axis=0)
     return total
+
+
+def test_equal_others_divide_nothing():
+    """The mean of three times 0.1 is rounded: a deviation of 1e-17 would make 6e16 of the success."""
+    found = group_advantages(np.array([[1.0, 0.1, 0.1, 0.1]]), "leave_one_out_std", 0.0)
+    np.testing.assert_allclose(found[0, 0], 0.9)
+    # Two samples: each has one other, which differs from nothing.
+    np.testing.assert_allclose(group_advantages(np.array([[2.0, 1.0]]), "leave_one_out_std", 1e-6), [[1, -1]])
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4])

@@ -108,6 +108,18 @@ def advantage(eps: float) -> Callable[[Sections], None]:
     return check
 
 
+def advantage_beside_others(s: Sections) -> None:
+    """Rewards 1 0 0 3. Beside 3 stand 1 0 0: mean 1/3, squares' sum 2/3, torch.std sqrt(1/3). In a group with one
+    success its others are all equal, so that it is 1 and not a million."""
+    config = algorithm(s)
+    found = group_advantages(REWARDS, config.advantage, config.std_eps, config.std)
+    close(found[0, 3], (8 / 3) / (sqrt(1 / 3) + 1e-6), 1e-9)
+    close(found[0, 0], 0.0, 1e-9)
+    once = group_advantages(np.array([[1.0, 0.0, 0.0, 0.0]]), config.advantage, config.std_eps, config.std)
+    close(once[0, 0], 1.0, 1e-9)
+    close(once[0, 1], -(1 / 3) / (sqrt(1 / 3) + 1e-6), 1e-9)
+
+
 def clips(dual: float | None) -> Callable[[Sections], None]:
     """min(1.5, 1.2), min(.5, .8), and with A = -2 and a ratio of 9: -18, or 3 x -2 with the dual clip."""
 
@@ -351,7 +363,7 @@ CHECKS: dict[str, dict[str, Callable[[Sections], None]]] = {
     "verl: REINFORCE++": {"adv_estimator": reinforce, "use_kl_in_reward": in_reward(0.001)},
     "NeMo-RL: GRPO": {
         "num_generations": group(16),
-        "normalize_rewards": advantage(1e-6),
+        "normalize_rewards": advantage_beside_others,
         "token_level_loss": token_mean,
         "ratio_clip_min": clips(None),
         "reference_policy_kl_penalty": k3(0.01, (1, 1, 1)),

@@ -17,7 +17,9 @@ from jaxtyping import Bool, Float, Num
 from tunix.algorithms.ops import USUAL_CLAMP, Clamp, Estimator, clamped_kl
 from tunix.errors import UserError
 
-Kind = Literal["mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch"]
+Kind = Literal[
+    "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
+]
 Std = Literal["population", "sample"]
 FREEDOM = {"population": 0, "sample": 1}
 """What is taken from n before it divides."""
@@ -34,13 +36,15 @@ def group_advantages(
     | mean_std | (R - mean(group)) / (std(group) + eps) | GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300 |
     | mean_relative | R / mean(group) - 1, 0 if all are | MaxRL, Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 |
     | leave_one_out | R - mean(the others) | RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 |
+    | leave_one_out_std | the same / (std(the others) + eps) | NeMo-RL's default, https://github.com/NVIDIA-NeMo/RL |
     | median | R - median(group) | the robust location in place of the mean |
     | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
     | mean_batch | R - mean(group), then divided by the batch's std | REINFORCE++-baseline, same paper |
 
     std is that of the population (divided by n), so that a group's advantages have variance 1; several libraries take
     the sample's (n - 1), which scales all of them by sqrt((n - 1) / n). Where a group has one sample left, there is
-    nothing to compare it with: 0.
+    nothing to compare it with: 0. Others that are all equal divide nothing: a single success is 1 above them, and would
+    be a million deviations above them.
 
     Args:
         rewards_PG: NaN where a sample failed.
@@ -76,11 +80,28 @@ def group_advantages(
     if kind == "leave_one_out":
         # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
         return centred * number / np.maximum(number - 1, 1)
+    if kind == "leave_one_out_std":
+        return _against_others(rewards_PG, eps, std)
     if kind == "median":
         # A group without a single valid sample has no median, and numpy would warn.
         median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
         return np.where(valid, rewards - median, 0.0)
     return batch_normalised(np.where(valid, centred, np.nan), eps, std)
+
+
+def _against_others(rewards_PG: Num[np.ndarray, "P G"], eps: float, std: Std) -> Float[np.ndarray, "P G"]:
+    """`(R - mean) / (std + eps)` of the group's other samples that did not fail; see `group_advantages`."""
+    size = rewards_PG.shape[1]
+    others = np.where(np.eye(size, dtype=bool), np.nan, rewards_PG[:, None, :])  # [P G G]
+    counted = ~np.isnan(others)
+    number = counted.sum(axis=2)
+    mean = np.where(counted, others, 0.0).sum(axis=2) / np.maximum(number, 1)
+    squares = np.where(counted, (others - mean[:, :, None]) ** 2, 0.0).sum(axis=2)
+    scale = np.sqrt(squares / np.maximum(number - FREEDOM[std], 1)) + eps
+    # Not where the squares are 0: the mean of equal rewards is rounded, and so may be a little beside them.
+    differ = np.where(counted, others, -np.inf).max(axis=2) > np.where(counted, others, np.inf).min(axis=2)
+    compared = ~np.isnan(rewards_PG) & (number > 0)
+    return np.where(compared, rewards_PG - mean, 0.0) / np.where(differ, scale, 1.0)
 
 
 def batch_normalised(

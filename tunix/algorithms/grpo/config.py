@@ -7,6 +7,9 @@ from tunix.algorithms.config import Above0, NonNegative, PolicyConfig, Rule, Set
 from tunix.algorithms.grpo.presets import PRESETS, Preset
 from tunix.config import Positive
 
+DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch")
+"""Advantages that are divided by a standard deviation."""
+
 
 class GRPOConfig(PolicyConfig):
     """Several completions of each prompt, each compared with its group. Written keys go before the preset's."""
@@ -16,11 +19,11 @@ class GRPOConfig(PolicyConfig):
     """A published member of the family: its settings, wherever a key is not written."""
     group_size: Positive = 8
     """Completions of each prompt."""
-    advantage: Literal["mean", "mean_std", "mean_relative", "leave_one_out", "median", "batch", "mean_batch"] = (
-        "mean_std"
-    )
+    advantage: Literal[
+        "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
+    ] = "mean_std"
     """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
-    https://arxiv.org/abs/2602.02710), the others' mean, the median, the whole batch."""
+    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch."""
     normalize_rewards: Literal["summed", "each"] = "summed"
     """Of several rewards: advantages of the weighted sum, or of each, then summed and normalised over the batch (GDPO,
     https://arxiv.org/abs/2601.05242)."""
@@ -74,8 +77,8 @@ class GRPOConfig(PolicyConfig):
         ),
         Rule(
             ("std", "std_eps"),
-            lambda s: s["advantage"] in ("mean_std", "batch", "mean_batch") or s["normalize_rewards"] == "each",
-            "where nothing is divided by a deviation: set advantage: mean_std, batch or mean_batch",
+            lambda s: s["advantage"] in DIVIDES or s["normalize_rewards"] == "each",
+            f"where nothing is divided by a deviation: set advantage: {', '.join(DIVIDES)}",
         ),
         Rule(
             ("token_returns",),
