@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
         yield from imported(node)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
-    """Module -> the modules of ours that it imports."""
+    """Module -> the modules of ours that it imports; read once, and nobody changes it."""
     known = modules()
     edges: dict[str, set[str]] = {}
     for name, path in known.items():
