@@ -363,13 +363,14 @@ def test_passes_sum_to_the_whole_batch(form):
     )
 
 
-@pytest.mark.parametrize("fill", [7.0, float("inf"), float("nan")])
-def test_masked_tokens_are_inert(form, fill):
+def test_masked_tokens_are_inert(form):
     """Whatever stands at prompts, observations and padding."""
-    clean, dirty = (inputs_of(batch_of(many(), fill=x)) for x in (0.0, fill))
-    assert reduced(form, dirty) == reduced(form, clean)
-    wanted = gradients(form, clean)
-    assert gradients(form, dirty) == wanted
+    clean = inputs_of(batch_of(many()))
+    value, wanted = reduced(form, clean), gradients(form, clean)
+    for fill in (7.0, float("inf"), float("nan")):
+        dirty = inputs_of(batch_of(many(), fill=fill))
+        assert reduced(form, dirty) == value
+        assert gradients(form, dirty) == wanted
     assert moved(wanted)
     assert not {(s, t) for s, t in moved(wanted) if t < PROMPT or s in (8, 9)}  # nor the pair of weight 0
 

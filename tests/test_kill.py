@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from marks import slow
 from test_step import SFT_LOSS
 from tiny_runs import EVAL, RECIPE, files, lines, metrics, write_recipe, write_rows
 from trainers import sequences, trainer
@@ -206,7 +207,7 @@ def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path
     assert_same_end(run.run, whole / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow([signal.SIGINT])], ids=lambda number: number.name)
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(whole: Path, started: Callable[[], Run], number: signal.Signals):
     run = started()
     run.until(lambda: run.steps >= 7)

@@ -1,6 +1,8 @@
 """Adapters against PEFT, both ways, and what they promise: a start at the base, gradients only where targeted."""
 
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -216,14 +218,22 @@ def test_what_was_merged_comes_off_again(name, tmp_path):
         np.testing.assert_allclose(found[weight], base[weight], atol=1e-6, rtol=0)
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """(base's config, adapter folder) of a small adapter."""
-    reference_folder(CASES["qwen2-biases-grouped"], tmp_path / "base")
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    """(base's config, adapter folder) of a small adapter, which nobody changes."""
+    folder = tmp_path_factory.mktemp("saved")
+    reference_folder(CASES["qwen2-biases-grouped"], folder / "base")
     settings = AdapterConfig(rank=3, alpha=5.0, rslora=True, targets=("q_proj", "v_proj", "o_proj"))
-    model, _, fresh = adapted(tmp_path / "base", settings)
-    save_adapter(tmp_path / "adapter", fresh, settings, model.config, "base")
-    return model.config, tmp_path / "adapter"
+    model, _, fresh = adapted(folder / "base", settings)
+    save_adapter(folder / "adapter", fresh, settings, model.config, "base")
+    return model.config, folder / "adapter"
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path):
+    """The same, with a copy of the folder."""
+    config, folder = saved_once
+    return config, Path(shutil.copytree(folder, tmp_path / "adapter"))
 
 
 @pytest.mark.parametrize(

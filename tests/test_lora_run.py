@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from peft import PeftModel
 from tiny_runs import EVAL, files, lines, losses, model_folder, train, write_recipe
@@ -34,6 +35,7 @@ def flat(found: list[dict]) -> np.ndarray:
     return np.concatenate([one["logprobs"] for one in found])
 
 
+@pytest.mark.slow
 def test_all_variants_at_once_go_on_and_out(tmp_path: Path):
     base = model_folder(tmp_path / "base")
     sections = {"model": {"path": "base", "dtype": "float32"}, "adapter": ADAPTER, "optimizer.lora_plus": 4.0, **EVAL}

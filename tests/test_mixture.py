@@ -92,7 +92,11 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "rounded"), [(RICH, None), (PLAIN, Quantization("nf4", 16))], ids=["rich", "plain-nf4"]
+    ("config", "rounded"),
+    [
+        pytest.param(RICH, None, id="rich"),
+        pytest.param(PLAIN, Quantization("nf4", 16), id="plain-nf4", marks=pytest.mark.slow),
+    ],
 )
 def test_each_request_is_answered_as_by_its_adapter_alone(config, rounded):
     """Adapters of all kinds in one batch, more requests than slots, and prompts of several chunks."""

@@ -165,6 +165,7 @@ def test_preferences(tmp_path: Path):
     assert gain["mean of the best"] > gain["mean of all"]
 
 
+@pytest.mark.slow
 def test_qlora(tmp_path: Path):
     cells = executed("05", ROOT, QLORA.format(output=tmp_path))
     table = [row.split(" | ") for row in shown(cells["types"], "text/markdown").splitlines()[2:]]

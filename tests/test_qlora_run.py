@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import slow
 from safetensors.numpy import load_file
 from test_preference_run import write_preferences
 from test_reward_run import write_reward
@@ -37,7 +38,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["dpo", "reward", "grpo", *slow(["ppo"])])
 def test_every_algorithm_trains_the_adapter_alone(name, tmp_path, capsys):
     train(RUNS[name](tmp_path))
     # 32 or 64 inputs in tiles of 16: half a byte and 4 / 16 bytes a weight

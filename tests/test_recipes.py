@@ -17,11 +17,11 @@ from tunix.recipe import Recipe
 SLOW = (
     *("qlora_grpo_llama", "dapo_qwen", "grpo_llama_gsm8k", "distill_gemma"),
     *("dpo_llama_lora", "dpo_pydoc", "orpo_gemma", "simpo_qwen", "lora_gemma", "sft_llama", "sft_qwen"),
-    *("sft_gemma", "qlora_gemma", "online_dpo_gemma"),
+    *("sft_gemma", "qlora_gemma", "online_dpo_gemma", "grpo_gemma", "ppo_gemma", "tool_use_qwen"),
 )
-"""The first four compile for minutes, the others have siblings here (qat_gemma is sft_gemma, rounded); what is of their
-own, smaller runs see: tests/test_qlora_run.py, tests/test_distill_run.py, tests/test_preference_run.py,
-tests/test_lora_run.py."""
+"""The first four compile for minutes, the others have siblings here (qat_gemma is sft_gemma, rounded, the quickstart
+GRPO); what is of their own, smaller runs see: tests/test_qlora_run.py, tests/test_distill_run.py,
+tests/test_preference_run.py, tests/test_rl_run.py, tests/test_environments.py."""
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from test_reward_run import write_reward
 from tiny_models import one_device, randomise
 from tiny_rl import write_policy
@@ -117,7 +118,9 @@ def test_what_is_too_long_fails_and_is_no_zero(tmp_path):
         judged(tmp_path / "reward", model_length=65)
 
 
-@pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "ppo"}, {"name": "dpo", "online": True}], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [{"name": "grpo"}, *slow([{"name": "ppo"}]), {"name": "dpo", "online": True}], ids=str
+)
 def test_a_policy_learns_from_a_reward_model(algorithm, tmp_path):
     """The reward model is a run of ours that likes capitals; beside it a function, each under its name."""
     train(str(write_reward(tmp_path)))

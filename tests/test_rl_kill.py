@@ -170,6 +170,7 @@ def test_grpo_that_refills_its_groups(tmp_path: Path, started: Callable[[Path], 
     assert rows[-1]["kl/reference"] > 1e-4
 
 
+@pytest.mark.slow
 def test_ppo_in_a_game(tmp_path: Path, started: Callable[[Path], Run]):
     """A critic of its own, its warm-up, a coefficient that adapts, an environment."""
     whole = uninterrupted(tmp_path / "whole", GAME, started)

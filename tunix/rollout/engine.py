@@ -280,7 +280,7 @@ class _Run:
         fresh = {_prompt_key(x.request): x for x in episodes if _prompt_key(x.request) not in self.prefixes}
         prompts = [np.asarray(x.request.prompt, np.int32) for x in fresh.values()]
         adapters, settings = [x.adapter for x in fresh.values()], [x.request.sampling for x in fresh.values()]
-        found = compute(self.model, self.weights, prompts, adapters, settings, self.sizes, self.length)
+        found = compute(self.model, self.weights, prompts, adapters, settings, self.sizes)
         self.prefixes |= zip(fresh, found, strict=True)
 
     def _fit(self, number: int, held: int) -> None:

@@ -1,7 +1,7 @@
 """Prompts into rows of their own cache, from which slots are filled: a group's prompt is computed once.
 
-Prompts that are cut alike (`shapes.py`) share a dispatch. Their rows are as long as the slots that they go to, and grow
-with them.
+Prompts that are cut alike (`shapes.py`) share a dispatch. Their rows are as long as they need, so that few lengths of
+them are compiled and little is read, and grow to the length of the slots that they go to.
 
 Axes: R rows, C tokens of a chunk, D model.
 """
@@ -90,14 +90,12 @@ def compute(
     adapters: Sequence[int],
     settings: Sequence[Sampling],
     sizes: Sizes,
-    length: int,
 ) -> list[Prefix]:
     """The prefix of each prompt.
 
     Args:
         adapters: of each.
         settings: of each; prompt log-probs are computed where they ask for them.
-        length: of the caches, with room for the longest prompt.
     """
     made: dict[int, Prefix] = {}
 
@@ -105,6 +103,8 @@ def compute(
         return (*sizes.cut(len(prompts[item])), settings[item].prompt_logprobs)
 
     for batch in batches(range(len(prompts)), key):
+        # The same for all prompts that are cut alike.
+        length = sizes.bucket(len(prompts[batch[0]]))
         state = blank(model, len(batch), length, sizes.piece, sizes.dtype)
         scored = [settings[item] for item in batch if settings[item].prompt_logprobs]
         pieces = [Piece(prompts[item], 0, adapters[item]) for item in batch]

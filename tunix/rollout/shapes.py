@@ -67,11 +67,21 @@ class Sizes:
         return whole, max(min(SMALLEST, self.chunk), 1 << (tokens - whole * self.chunk - 1).bit_length())
 
     def cuts(self, tokens: int) -> list[int]:
-        """The padded sizes that prompts of up to so many tokens are computed in, rising."""
+        """The padded sizes that pieces of up to so many tokens are computed in, rising."""
         found = [self.cut(1)[1]]
         while found[-1] < min(tokens, self.chunk):
             found.append(2 * found[-1])
         return found
+
+    def prompt_cuts(self, tokens: int, length: int) -> list[int]:
+        """Those of prompts of up to so many tokens whose caches are `length` long, rising."""
+        found: set[int] = set()
+        for begin in range(0, tokens, self.chunk):
+            for size in self.cuts(tokens - begin):
+                number = min(begin + size, tokens)
+                if self.bucket(number) == length:
+                    found |= {self.cut(number)[1], *([self.chunk] if begin else [])}
+        return sorted(found)
 
 
 def narrowed(width: int) -> int:

@@ -66,19 +66,21 @@ class Warmth:
 
     def _fill(self, rows: int, widths: list[int], length: int) -> None:
         """Prompts into rows, and rows into slots; the same with what an environment answers."""
-        filled = self._prefilled(self._blank(rows, length), rows, self.work.prompt_length)
+        filled = self._prefilled(
+            self._blank(rows, length), rows, self.sizes.prompt_cuts(self.work.prompt_length, length)
+        )
         self._lengthen(filled, rows, length)
         for width in widths:
             state = put(self._blank(width, length), filled, np.full(width, -1, np.int32))
             if self.work.replies:
                 taken = take(state, np.zeros(rows, np.int32))
-                taken = self._prefilled(taken, rows, self.work.length)
+                taken = self._prefilled(taken, rows, self.sizes.cuts(min(self.work.length, length)))
                 put(state, taken, np.full(width, -1, np.int32))
 
-    def _prefilled(self, state: State, rows: int, tokens: int) -> State:
-        """Rows behind chunks of all sizes that `tokens` are cut into."""
+    def _prefilled(self, state: State, rows: int, sizes: list[int]) -> State:
+        """Rows behind chunks of these sizes."""
         none, one = np.zeros(rows, np.int32), np.ones(rows, np.int32)
-        for size in self.sizes.cuts(tokens):
+        for size in sizes:
             state, _ = prefill(self.model, self.weights, state, np.zeros((rows, size), np.int32), none, one, none)
         return state
 
