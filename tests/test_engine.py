@@ -12,6 +12,7 @@ from tunix.errors import UserError
 from tunix.models.model import Model
 from tunix.rollout import engine as engine_file
 from tunix.rollout.episode import Request
+from tunix.rollout.shapes import Sizes
 from tunix.rollout.warm import Workload
 from tunix.trainer.perf import Compilations
 from tunix.types import Completion, Sampling
@@ -133,6 +134,19 @@ def test_nothing_compiles_after_warm_up(params):
     engine.load(moved, 2)
     load(6)
     assert compilations.since_warmup == 0
+
+
+@pytest.mark.parametrize(("chunk", "length", "most"), [(16, 200, 130), (4, 300, 299), (512, 3000, 700), (64, 520, 33)])
+def test_the_prompts_that_are_warmed_up_for_are_all_there_can_be(chunk: int, length: int, most: int):
+    """Every prompt of up to `most` tokens, one by one; prompts that are cut alike have caches of one length."""
+    sizes = Sizes(slots=4, length=length, chunk=chunk, piece=chunk, dtype="float32")
+    expected: dict[int, set[int]] = {one: set() for one in sizes.lengths(length)}
+    caches: dict[tuple[int, int], int] = {}
+    for tokens in range(1, most + 1):
+        whole, rest = sizes.cut(tokens)
+        expected[sizes.bucket(tokens)] |= {rest, chunk} if whole else {rest}
+        assert caches.setdefault((whole, rest), sizes.bucket(tokens)) == sizes.bucket(tokens)
+    assert {one: set(sizes.prompt_cuts(most, one)) for one in expected} == expected
 
 
 def first_word(engine, prompt, **settings) -> Completion:
