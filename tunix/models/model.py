@@ -8,9 +8,9 @@ Axes: B rows, T time, D model.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -103,14 +103,10 @@ class Model:
 
         Those that are quantized, and their scales, keep the dtype that they have.
         """
-        places = self.shardings(mesh)
 
         def made(names: list[str]) -> Params:
-            def make(key: PRNGKeyArray) -> Params:
-                flat = _flatten(nnx.to_pure_dict(nnx.split(self._build(nnx.Rngs(key)))[1]))
-                return {name: flat[name].astype(self.kinds.get(name, dtypes[name])) for name in names}
-
-            return jit(make, out_shardings={name: places[name] for name in names})(key)
+            kinds = tuple((name, self.kinds.get(name, dtypes[name])) for name in names)
+            return _maker(self, kinds, mesh)(key)
 
         params = made([name for name in dtypes if name not in self.kinds])
         for names in self._together([name for name in self.quantized if name in dtypes]):
@@ -264,6 +260,20 @@ class Model:
             critic=self.critic,
             speaks=self.speaks,
         )
+
+
+@lru_cache(maxsize=16)
+def _maker(
+    model: Model, kinds: tuple[tuple[str, DType | jnp.dtype], ...], mesh: Mesh
+) -> Callable[[PRNGKeyArray], Params]:
+    """The compiled program that makes the named random values in their dtypes; the same for models that are equal."""
+    places = model.shardings(mesh)
+
+    def make(key: PRNGKeyArray) -> Params:
+        flat = _flatten(nnx.to_pure_dict(nnx.split(model._build(nnx.Rngs(key)))[1]))
+        return {name: flat[name].astype(kind) for name, kind in kinds}
+
+    return jit(make, out_shardings={name: places[name] for name, _ in kinds})
 
 
 def _axes(name: str, variable: nnx.Variable) -> Axes:
