@@ -99,8 +99,15 @@ def reduced_by_hand(batch: Batch, over) -> float:
     return float(reduce(Term(jnp.asarray(values), over), jax.tree.map(jnp.asarray, batch)))
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
-@pytest.mark.parametrize("reduction", ["tokens", "sequences"])
+@pytest.mark.parametrize(
+    ("config", "reduction"),
+    [
+        pytest.param(RICH, "tokens", id="tokens-rich"),
+        pytest.param(PLAIN, "sequences", id="sequences-plain"),
+        pytest.param(PLAIN, "tokens", id="tokens-plain", marks=pytest.mark.slow),
+        pytest.param(RICH, "sequences", id="sequences-rich", marks=pytest.mark.slow),
+    ],
+)
 def test_packing_and_passes_do_not_change_loss_or_gradients(config, reduction):
     loss = SFT(SFTConfig(reduction=reduction, neftune_alpha=5.0)).objective
     rows = sequences(9)
