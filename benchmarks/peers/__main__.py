@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks.peers.cases import CASES, write_weights
-from benchmarks.peers.report import PAGE, cell, keep, table, write
-from benchmarks.peers.run import PEERS, Figure, measure
+from benchmarks.peers.report import PAGE, cell, keep, kept, table, write
+from benchmarks.peers.run import PEERS, measure
 from benchmarks.shapes import SHAPES
 
 
@@ -16,10 +16,16 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="its columns")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count")
     parser.add_argument("--warm", type=int, default=2, help="turns before, which compile")
-    parser.add_argument("--work", type=Path, default=Path("runs/peers"), help="folder of weights, cases and logs")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/peers"),
+        help="folder of weights, cases, logs, and of the figures of earlier calls, which stand in the table too",
+    )
     parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
     arguments = parser.parse_args()
-    work, figures = arguments.work.resolve(), dict[str, dict[str, Figure]]()
+    work = arguments.work.resolve()
+    figures = kept(work / "figures.json")
     for name in arguments.cases:
         case = CASES[name]
         weights = write_weights(SHAPES[case.shape], work / case.shape)
@@ -27,6 +33,7 @@ def main() -> None:
         figures[name] = measure(name, path, arguments.peers, arguments.rounds, arguments.warm)
         print(f"{case.title}: " + "; ".join(f"{PEERS[k].title} {cell(one)}" for k, one in figures[name].items()))
         keep(figures, work / "figures.json")
+    figures = {name: figures[name] for name in CASES if name in figures}
     print(table(figures))
     if arguments.write:
         write(figures, arguments.rounds)

@@ -89,6 +89,12 @@ def write(figures: Figures, rounds: int, page: Path = PAGE) -> None:
     page.write_text(f"{before}{BEGIN}\n{described(rounds)}\n\n{table(figures)}\n{END}{after}", "utf-8")
 
 
+def kept(file: Path) -> dict[str, dict[str, Figure]]:
+    """What earlier calls measured, so that the table can be made in parts."""
+    found = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return {name: {key: Figure(**one) for key, one in row.items()} for name, row in found.items()}
+
+
 def keep(figures: Figures, file: Path) -> None:
     """All turns, for whoever wants more than medians."""
     plain = {name: {key: vars(one) for key, one in row.items()} for name, row in figures.items()}

@@ -23,6 +23,8 @@ from tunix.sft.dpo.dpo_trainer import TrainingInput as Pairs  # noqa: E402
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput  # noqa: E402
 
 FOREVER = 1_000_000
+BOS = 1
+"""Their sampler puts it before every prompt, and pads to the next power of two where it has no room."""
 PROJECTIONS = r".*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -93,7 +95,7 @@ def dpo() -> None:
 
 def grpo() -> None:
     """Their learner with the vanilla rollout, all roles on one mesh."""
-    length = len(case["prompts"][0])
+    length = len(case["prompts"][0]) + BOS
     rollout = RolloutConfig(
         max_tokens_to_generate=case["new"],
         max_prompt_length=length,
@@ -127,7 +129,8 @@ def grpo() -> None:
         while True:
             jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
             turn()
-            yield {"prompts": [texts[(at + i) % len(texts)] for i in range(case["groups"])]}
+            # An array: they repeat each leaf of the batch, and of a list every text is one.
+            yield {"prompts": np.array([texts[(at + i) % len(texts)] for i in range(case["groups"])])}
             at += case["groups"]
 
     GRPOLearner(cluster, settings, scored).train(steps())
@@ -136,7 +139,7 @@ def grpo() -> None:
 def generate() -> None:
     """A static batch that is as long as its longest request, in a cache of that length."""
     c, prompts, new = config(), [words(ids) for ids in case["prompts"]], case["new"]
-    length = len(case["prompts"][0])
+    length = len(case["prompts"][0]) + BOS
     cache = sampling.CacheConfig(length + max(new), c.num_layers, c.num_kv_heads, c.head_dim)
     tokenizer = AutoTokenizer.from_pretrained(case["weights"])
     engine = sampling.Sampler(weights(), tokenizer, cache)
