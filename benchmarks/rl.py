@@ -33,8 +33,8 @@ def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]
     return [float(np.mean(np.array(ids) % 2 == 0)) for ids in completion_ids]
 
 
-def stream(sampling: Sampling, scorer: Scorer, vocab: int) -> RolloutStream:
-    """Random prompts without end."""
+def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length: int) -> RolloutStream:
+    """Random prompts without end; `length` is that of a row in which so many answers to a prompt lie together."""
     rng = np.random.default_rng(0)
     rows = [{"prompt_ids": rng.integers(0, vocab, LENGTH).tolist()} for _ in range(64)]
     config = DataConfig(train="given", max_length=LENGTH + NEW, completion_length=NEW)
@@ -45,8 +45,9 @@ def stream(sampling: Sampling, scorer: Scorer, vocab: int) -> RolloutStream:
         size=PROMPTS,
         seed=0,
         first=True,
-        length=LENGTH + NEW,
+        length=length,
         packing=True,
+        together=together,
         tolerance=1e-3,
     )
     return RolloutStream(like)
@@ -56,11 +57,13 @@ def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
     """Seconds of the parts of each step, after two that compile."""
     shape = SHAPES["small"]
     sampling = Sampling(max_tokens=NEW)
-    client = shape.trainer(LORA if lora else None, length=LENGTH + NEW, rows=PROMPTS * GROUP, reference=bool(kl))
+    together, length = shape.together(GROUP, PROMPTS, LENGTH + NEW, NEW)
+    rows = {"length": length, "rows": PROMPTS * GROUP // together, "unit": together, "longest": LENGTH + NEW}
+    client = shape.trainer(LORA if lora else None, **rows, reference=bool(kl))
     algorithm = GRPO(GRPOConfig(group_size=GROUP, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
     with Scorer([even]) as scorer:
-        data = stream(sampling, scorer, shape.config.vocab_size)
+        data = stream(sampling, scorer, shape.config.vocab_size, together, length)
         for step in range(steps + 2):
             rollouts, start = next(data), time.perf_counter()
             algorithm.update(client, rollouts)

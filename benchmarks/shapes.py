@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tunix.config import DType, MeshConfig, OptimizerConfig
-from tunix.data.packing import pack
+from tunix.data.packing import pack, row_length
 from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
@@ -16,7 +16,7 @@ from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_adapter
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.passes import Cut
+from tunix.trainer.passes import Cut, answers_per_row
 from tunix.trainer.perf import training_flops
 from tunix.types import Batch, Sequence
 
@@ -53,12 +53,28 @@ class Shape:
         """FLOPs of one step: 6 N T (under a frozen base 4 N T, and 6 of the adapter's) and causal attention."""
         return training_flops(self.config, self.batch(), LORA if frozen else None)
 
+    def together(self, group: int, prompts: int, longest: int, new: int) -> tuple[int, int]:
+        """Answers to a prompt that share a row, and tokens of such a row, as a run has them.
+
+        Args:
+            group: answers to each of the prompts.
+            longest: tokens of a prompt and its answer at most.
+            new: tokens of an answer at most.
+        """
+        import jax
+
+        mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+        number = answers_per_row(mesh, self.config, group, prompts * group, longest, new, None)
+        return number, row_length(number, longest, new)
+
     def trainer(
         self,
         adapter: AdapterConfig | None = None,
         *,
         length: int | None = None,
         rows: int | None = None,
+        unit: int = 1,
+        longest: int | None = None,
         reference: bool = False,
     ) -> Trainer:
         """A trainer with random weights on one device, the whole batch in one pass.
@@ -66,6 +82,8 @@ class Shape:
         Args:
             adapter: on a frozen base; None trains all weights.
             length: of a row, where it is not the shape's own; `rows` likewise.
+            unit: sequences that share a row, and what they begin with there.
+            longest: of those, tokens of one at most.
             reference: whether the first weights are kept.
         """
         import jax
@@ -84,8 +102,9 @@ class Shape:
             mesh=mesh,
             optimizer=build_optimizer(optimizer, 1000, {name: model.axes[name] for name in trained}),
             schedule=build_schedule(optimizer, 1000),
-            cut=Cut(rows or self.rows, mesh),
+            cut=Cut(rows or self.rows, mesh, unit),
             length=length or self.length,
+            longest=longest,
             seed=0,
             adapter=adapter,
             reference=reference,

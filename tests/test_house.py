@@ -41,6 +41,7 @@ FLOORS = (
         "precompute",
         "referring",
         "vocabulary",
+        "rows",
         "assemble",
         "run",
         "score",

@@ -8,8 +8,10 @@ import pytest
 from test_step import assert_close, gradients
 from trainers import PLAIN, RICH, trainer
 
+from tunix.algorithms.grpo.algorithm import GRPO
+from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.ops import per_sequence
-from tunix.data.packing import pack
+from tunix.data.packing import pack, row_length
 from tunix.lora.config import AdapterConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
@@ -169,3 +171,53 @@ def test_absent_sequences_have_numbers():
         0,
         0,
     ]
+
+
+# --- Answers to a prompt that are not compared ----------------------------------------------------------------------
+
+
+def answers(groups: int, number: int, seed: int = 0) -> list[Sequence]:
+    """Groups of ragged answers of up to 8 tokens to a prompt of 6, with what GRPO's loss reads of them."""
+    rng = np.random.default_rng(seed)
+
+    def one(prompt: np.ndarray, weight: float) -> Sequence:
+        tokens = np.concatenate([prompt, rng.integers(0, 96, int(rng.integers(2, 9)))]).astype(np.int32)
+        values = {"old_logprobs": -4 - rng.random(len(tokens)), "advantages": rng.normal(size=len(tokens))}
+        named = {name: x.astype(np.float32) for name, x in values.items()}
+        return Sequence(tokens, np.arange(len(tokens)) >= 6, weight, named)
+
+    prompts = [rng.integers(0, 96, 6) for _ in range(groups)]
+    return [one(prompt, float(i != 1)) for prompt in prompts for i in range(number)]
+
+
+def test_a_group_in_a_row_by_hand():
+    # In common: 1 2; each of the three branches repeats the 2. No pairs are counted, of two neither.
+    group = [sequence([1, 2, 3], 2), sequence([1, 2, 4, 5], 2), sequence([1, 2, 6], 2, 0.0)]
+    batch = pack(group, 3, 10, together=3)
+    assert batch.tokens.tolist() == [[1, 2, 3, 2, 4, 5, 2, 6, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 1, 2, 3, 1, 2, 0, 0]]
+    assert batch.segment_ids.tolist() == [[1, 2, 2, 3, 3, 3, 4, 4, 0, 0]]
+    assert batch.parents is not None
+    assert batch.parents.tolist() == [[1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
+    assert batch.sequence_ids.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2, 0, 0]]
+    assert {n: float(c) for n, c in batch.counts.items()} == {"tokens": 3, "sequences": 2}
+    assert "pairs" not in pack(group[:2], 2, 10, together=2).counts
+
+
+@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize("config", [PLAIN, pytest.param(RICH, marks=pytest.mark.slow)], ids=["plain", "windows"])
+def test_a_prompt_that_answers_share_changes_nothing(config, together: int):
+    """GRPO's loss with a KL term, one answer in four of weight 0 and with a NaN for an advantage."""
+    loss = GRPO(GRPOConfig(group_size=4, kl=0.1)).objective
+    client = trainer(config, rows=2, length=row_length(together, 14, 8), reference=True)
+    drawn = answers(3, 4)
+    for silent in drawn[1::4]:
+        silent.per_token["advantages"][:] = np.nan
+    apart, shared = (pack(drawn, 12, client.machinery.length, together=k) for k in (1, together))
+    assert (shared.segment_ids > 0).sum() < 0.85 * (apart.segment_ids > 0).sum()
+    client.step(pack(answers(3, 4, seed=1), 12, client.machinery.length, together=together), loss)
+    expected, right = gradients(client, apart, loss)
+    found, gradient = gradients(client, shared, loss)
+    assert np.isfinite(expected)
+    assert found == pytest.approx(expected, rel=2e-6)
+    assert_close(gradient, right)

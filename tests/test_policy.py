@@ -199,7 +199,8 @@ def test_a_step_publishes_samples_and_updates_and_asks_nothing_more():
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
-        ({"kl": 0.1}, ["logprobs of reference"]),
+        ({"kl": 0.1}, []),  # the update asks the reference itself
+        ({"kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, ["logprobs of reference"]),
         ({"old_logprobs": "recompute"}, []),  # one update starts from them: the loss takes its own
         ({"old_logprobs": "recompute", "updates": 2}, ["logprobs of policy"]),
         ({"old_logprobs": "recompute", "epochs": 2, "kl": 0.1}, ["logprobs of policy", "logprobs of reference"]),

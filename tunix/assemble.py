@@ -16,9 +16,7 @@ from tunix.catalogue import algorithm_class
 from tunix.config import DType
 from tunix.continuing import given_weights, settled
 from tunix.data.pipeline import (
-    PLAIN,
     Batches,
-    Layout,
     Prompts,
     account,
     cut_steps,
@@ -46,12 +44,12 @@ from tunix.reward_model import judge
 from tunix.rollout.collect import ADDED, Collector, Player, Rollouts, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.warm import Workload
+from tunix.rows import answers_together, cut_of, drawn_length, layout
 from tunix.samples import Samples, prompts_of, readable_tokens
 from tunix.source import TOKENIZER, Source, adapted, gives_scores, of_recipe, weights, with_stops
 from tunix.teaching import Below, build_teacher, divided, teacher_source
 from tunix.trainer.client import Machinery, Trainer
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.passes import Cut, rows_per_pass
 from tunix.trainer.progress import Display, readable
 from tunix.types import Sampling
 
@@ -112,7 +110,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     scorer = _scorer(recipe, found)
     rewards = recipe.reward and judge(recipe.reward, found.tokenizer, recipe.data, recipe.model.dtype, mesh)
     collector = Collector(found.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
-    stream = _stream(recipe, found, algorithm, collector)
+    stream = _stream(recipe, found, algorithm, collector, mesh)
     total = recipe.steps or _steps(recipe, found, algorithm)
     trainer = build_trainer(recipe, found.source, mesh, total, algorithm, found.tokenizer, teacher, reference)
     display.say(_described(trainer, found, mesh, total))
@@ -180,11 +178,6 @@ def read_of_rows(recipe: Recipe, algorithm: Algorithm) -> TrainOn:
     return "row" if answered else algorithm.train_on
 
 
-def layout(algorithm: Algorithm) -> Layout:
-    """How the algorithm's sequences lie in rows."""
-    return Layout(algorithm.members, algorithm.spare_tokens, algorithm.prepared)
-
-
 def sampling(recipe: Recipe, found: Inputs, stops: tuple[str, ...] = ()) -> Sampling:
     """How the policy's completions are drawn, as the loss is told too.
 
@@ -232,18 +225,16 @@ def build_trainer(
         params = given_weights(recipe.adapter, model, params, trained, mesh)
     elif recipe.adapter is not None:
         params = started(recipe.adapter, model, params, base, trained, mesh)
-    packing = bool(recipe.data.packing)
-    length = (PLAIN if algorithm is None else layout(algorithm)).length(recipe.data)
     updates = total * recipe.algorithm.updates_per_step
-    units = recipe.sequences_per_update // (1 if algorithm is None else algorithm.members)
-    rows = rows_per_pass(mesh, units, recipe.micro_batch_size, length, packing)
+    length, cut = cut_of(recipe, mesh, decoder, algorithm)
     machinery = Machinery(
         model=model,
         mesh=mesh,
         optimizer=build_optimizer(recipe.optimizer, updates, {name: model.axes[name] for name in params}),
         schedule=build_schedule(recipe.optimizer, updates),
-        cut=Cut(rows, mesh),
+        cut=cut,
         length=length,
+        longest=recipe.data.max_length if algorithm is not None and algorithm.train_on == "prompt" else None,
         seed=recipe.seed,
         adapter=recipe.adapter,
         rules=recipe.quantization,
@@ -296,7 +287,7 @@ def _scorer(recipe: Recipe, found: Inputs) -> Scorer | None:
     return scorer
 
 
-def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Collector) -> Stream:
+def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Stream:
     """What the steps are made of."""
     data, vocab_size = recipe.data, found.source.decoder.vocab_size
     read = {"rows": found.train, "tokenizer": found.tokenizer, "config": data, "vocab_size": vocab_size}
@@ -304,6 +295,7 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
     if algorithm.train_on != "prompt":
         return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=layout(algorithm), **read)
     rounds = recipe.quantization is not None and recipe.quantization.inputs
+    together = answers_together(recipe, mesh, found.source.decoder, algorithm)
     tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
     return RolloutStream(
         Rollouts(
@@ -313,9 +305,10 @@ def _stream(recipe: Recipe, found: Inputs, algorithm: Algorithm, collector: Coll
             size=recipe.batch_size,
             seed=recipe.seed,
             first=True,
-            length=algorithm.members * data.max_length,
+            length=drawn_length(recipe, max(algorithm.members, together)),
             packing=bool(data.packing),
             members=algorithm.members,
+            together=together,
             tolerance=tolerance,
             shown=recipe.rollout.samples,
         )

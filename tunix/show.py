@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunix.algorithms.base import Algorithm
-from tunix.assemble import inputs, layout, read_of_rows
+from tunix.assemble import inputs, read_of_rows
 from tunix.catalogue import algorithm_class
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
 from tunix.data.cutting import Whole, cutter, grouped
@@ -27,6 +27,7 @@ from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.recipe import Recipe
+from tunix.rows import layout
 from tunix.types import Sequence
 
 ACCOUNTED = 5000

@@ -60,6 +60,12 @@ class Algorithm(ABC):
         the policy writes the completions; two completions that are compared; or one with a verdict."""
         return "completion"
 
+    @property
+    def group(self) -> int:
+        """Completions of a prompt that follow each other in every batch, whole groups only: some of them may share a
+        row, and the prompt there."""
+        return 1
+
     def prepared(self, sequence: Sequence) -> Sequence:
         """The last word on a sequence before it is packed."""
         return sequence

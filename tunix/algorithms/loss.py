@@ -31,6 +31,9 @@ from tunix.algorithms.ops import (
 )
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
+REFERENCE = "reference_logprobs"
+"""The per-token value that stands for `LossInputs.reference_logprobs` where the reference was asked before the step."""
+
 
 def trained_only(inputs: LossInputs) -> LossInputs:
     """The same with 0 wherever nothing is trained: outside of the mask, and in sequences of weight 0.
@@ -75,6 +78,12 @@ def sampler_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
     return per_token["sampler_logprobs"] if "sampler_logprobs" in per_token else per_token["old_logprobs"]
 
 
+def reference_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under the reference, which was asked in the step or before it."""
+    asked = inputs.reference_logprobs
+    return inputs.batch.per_token[REFERENCE] if asked is None else asked
+
+
 def old_log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
     """`log p - log p_old` of each token."""
     return log_ratio(inputs.logprobs, old_logprobs(inputs), inputs.batch)
@@ -91,7 +100,7 @@ def policy_outputs(
     """The terms `policy`, `kl` and `entropy` of a policy's loss, and its metrics.
 
     Args:
-        inputs: `reference_logprobs` are read where `config.kl` is not 0, `sampler_logprobs` with
+        inputs: the reference's log-probs are read where `config.kl` is not 0, `sampler_logprobs` with
             `old_logprobs: recompute`, the entropy where there is a bonus.
         config: the section.
         over: what every term is averaged over, but for `entropy_over: tokens`.
@@ -118,7 +127,7 @@ def policy_outputs(
         metrics["mismatch/masked"] = masked.astype(jnp.float32)
     terms = {"policy": Term(policy, over)}
     if config.kl:
-        reference = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch)
+        reference = log_ratio(inputs.logprobs, reference_logprobs(inputs), batch)
         metrics["kl/reference"] = _estimate(reference, "k3")
         if config.kl_in == "loss":
             terms["kl"] = Term(kl * _kl(inputs, config), over)
@@ -134,7 +143,7 @@ def policy_outputs(
 def _kl(inputs: LossInputs, config: PolicyConfig) -> Float[Array, "B T"]:
     """KL(policy || reference) of each token, clamped, and weighted by the policy over the one that drew."""
     batch, estimator, clamp = inputs.batch, config.kl_estimator or "k3", kl_clamp(config)
-    ratios = log_ratio(inputs.logprobs, batch.per_token["reference_logprobs"], batch, clamp.input)
+    ratios = log_ratio(inputs.logprobs, reference_logprobs(inputs), batch, clamp.input)
     if not config.kl_weighted:
         return cast(Array, clamped_kl(ratios, estimator, clamp))
     # Not the old log-probs: recomputed, they are the trainer's own.

@@ -17,7 +17,7 @@ import numpy as np
 
 from tunix.algorithms.advantages import has_signal, overlong_penalty, weighted_sum
 from tunix.algorithms.base import Algorithm, Update
-from tunix.algorithms.loss import with_mismatch
+from tunix.algorithms.loss import REFERENCE, with_mismatch
 from tunix.algorithms.masks import mismatch, most_uncertain
 from tunix.client import Client
 from tunix.errors import Doubtful, UserError
@@ -37,14 +37,30 @@ class PolicyGradient(Algorithm):
         return "prompt"
 
     @property
+    def group(self) -> int:
+        """Every one is trained on, with weight 0 where it failed."""
+        return self.config.group_size
+
+    @property
     def needs_reference(self) -> bool:
         """Not while the coefficient is 0."""
         return bool(self.config.kl)
 
     @property
+    def asks_before(self) -> bool:
+        """Whether the reference is asked before the update: rewards need it there, and several passes over the same
+        rollouts need it once. Else it is asked in the update itself, about the same rows."""
+        return self.needs_reference and (self.config.kl_in == "reward" or self.config.epochs > 1)
+
+    @property
     def objective(self) -> Loss:
         """The loss, on the distribution that was sampled from."""
-        return Loss(self.gated_loss, entropy=self.reads_entropy, temperature=self.sampling.temperature)
+        return Loss(
+            self.gated_loss,
+            reference=self.needs_reference and not self.asks_before,
+            entropy=self.reads_entropy,
+            temperature=self.sampling.temperature,
+        )
 
     def gated_loss(self, inputs: LossInputs) -> LossOutputs:
         """The loss with the sampler's mismatch measured, which a loss of one's own need not think of."""
@@ -110,8 +126,8 @@ class PolicyGradient(Algorithm):
             sequences = without_mismatch(sequences, config.mismatch_limit)
         if config.high_entropy is not None:
             sequences = self._with_high_entropy(client, sequences, config.high_entropy)
-        if self.needs_reference:
-            sequences = self._with_logprobs(client, sequences, "reference_logprobs", "reference")
+        if self.asks_before:
+            sequences = self._with_logprobs(client, sequences, REFERENCE, "reference")
         return sequences
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:

@@ -29,7 +29,27 @@ Packing = Literal[True, False, "wrapped", "split"]
 """See `DataConfig.packing`."""
 
 
-def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing = True, members: int = 1) -> Batch:
+def row_length(number: int, longest: int, completion: int | None) -> int:
+    """T: tokens of a row in which sequences that share a prompt have room, whatever their lengths.
+
+    Args:
+        number: of the sequences.
+        longest: tokens of each at most.
+        completion: tokens of each after the prompt at most; None where only `longest` bounds them.
+    """
+    # The prompt stands once, but for its last token, which predicts the first one of each.
+    own = longest if completion is None else min(completion + 1, longest)
+    return longest + (number - 1) * own
+
+
+def pack(
+    sequences: List[Sequence],
+    size: int,
+    max_length: int,
+    packing: Packing = True,
+    members: int = 1,
+    together: int = 1,
+) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
 
     Args:
@@ -38,8 +58,9 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing
         max_length: T.
         packing: False gives each unit a row of its own, and nothing is shared; `wrapped` fills the rows in the order of
             the sequences.
-        members: so many sequences that follow each other are a unit: they share a row, which has to have room for them,
-            and the beginning that they have in common as far as it is not trained.
+        members: so many sequences that follow each other are compared. They are a unit: they share a row, which has to
+            have room for them, and the beginning that they have in common as far as it is not trained.
+        together: so many are a unit that are not compared; a multiple of `members`.
 
     Returns:
         A batch of numpy arrays; `sequence_ids` are places in `sequences`, of a shared beginning the unit's first. The
@@ -50,8 +71,9 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing
         ValueError: too many, an empty or too long sequence, values that differ in name, or nothing that is trained.
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    _check(sequences, lengths, size, members)
-    pieces = _pieces(sequences, lengths, members, share=bool(packing))
+    unit = max(members, together)
+    _check(sequences, lengths, size, unit)
+    pieces = _pieces(sequences, lengths, unit, share=bool(packing))
     row_of, start_of, segment_of = _placed(pieces, max_length, packing)
     sizes = pieces.end - pieces.begin
     # Index of every laid token within its piece, then within its sequence, then in the rows.
@@ -101,7 +123,7 @@ def pack(sequences: List[Sequence], size: int, max_length: int, packing: Packing
         per_sequence={
             name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
         },
-        parents=laid(np.repeat(segment_of[pieces.parent], sizes), np.int32) if members > 1 and packing else None,
+        parents=laid(np.repeat(segment_of[pieces.parent], sizes), np.int32) if unit > 1 and packing else None,
     )
 
 

@@ -20,7 +20,7 @@ from tunix.config import DataConfig
 from tunix.data.accounting import Accounting, Dropped, Kept
 from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
-from tunix.data.packing import pack
+from tunix.data.packing import pack, row_length
 from tunix.data.rendered import prompt_text
 from tunix.data.shapes import Rendering, TrainOn, rendering
 from tunix.data.sources import Rows
@@ -63,11 +63,8 @@ class Layout:
 
     def length(self, config: DataConfig) -> int:
         """T: tokens of a row, in which the longest sequences of an example have room."""
-        longest = config.max_length
-        if self.members > 1 and config.packing and config.completion_length:
-            # What they share stands once, but for its last token, which predicts the first one of each.
-            longest = min(config.completion_length + 1, longest)
-        return config.max_length + (self.members - 1) * longest + self.members * self.spare_tokens
+        completion = config.completion_length if config.packing else None
+        return row_length(self.members, config.max_length, completion) + self.members * self.spare_tokens
 
     def packed(self, group: List[Kept], size: int, config: DataConfig, accounting: Accounting) -> Packed:
         """A batch of kept rows.

@@ -224,6 +224,8 @@ class Rollouts:
     """The largest difference between the trainer's and the sampler's log-probs that is let pass."""
     members: int = 1
     """Sequences that are compared with each other, and share a row: 2 where completions are made pairs."""
+    together: int = 1
+    """Completions of a prompt that share a row, and the prompt there."""
     shown: int = 1
     """Groups that are written to `samples.jsonl`."""
     clock: Clock = field(default_factory=Clock)
@@ -252,7 +254,7 @@ class Rollouts:
 
     def packed(self, sequences: List[Sequence], size: int) -> Batch:
         """A batch of up to `size` sequences in rows of this run's length."""
-        return pack(sequences, size, self.length, self.packing, self.members)
+        return pack(sequences, size, self.length, self.packing, self.members, self.together)
 
 
 class RolloutStream:

@@ -52,6 +52,8 @@ class Machinery:
     length: int
     """T of packed rows."""
     seed: int
+    longest: int | None = None
+    """Tokens of a prompt and its completion at most, where several sequences have room in a row; None for `length`."""
     adapter: AdapterConfig | None = None
     rules: Rules | None = None
     """How the model is rounded while it trains, as an export says it."""
@@ -343,7 +345,7 @@ class Trainer:
         m = self.machinery
         platform = m.mesh.devices.flat[0].platform
         slots = m.slots or SLOTS.get(platform, SLOTS_ELSEWHERE)
-        return Engine(m.model, m.mesh, slots=slots, length=m.length, decode=m.decode)
+        return Engine(m.model, m.mesh, slots=slots, length=m.longest or m.length, decode=m.decode)
 
     @cached_property
     def _scorer(self) -> Scorer:

@@ -13,7 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tunix.data.packing import row_length
 from tunix.mesh import RULES, row_shards
+from tunix.models.config import DecoderConfig
+from tunix.trainer.perf import layer_weights
 from tunix.trainer.step import Passes
 from tunix.types import Batch
 
@@ -32,12 +35,15 @@ class Cut:
     rows: int
     """R: rows of a pass over all devices."""
     mesh: Mesh
+    unit: int = 1
+    """Sequences that share a row where a batch has `parents`."""
 
     def place(self, batch: Batch) -> Passes:
         """The batch on the devices, as passes; returns before the copy is done."""
         rows, size = batch.tokens.shape[0], batch.weights.shape[0]
         # As many passes as the fullest batch of this size can need, so that there is one shape.
-        number = -(-max(size, rows) // self.rows)
+        most = size if batch.parents is None else -(-size // self.unit)
+        number = -(-max(most, rows) // self.rows)
         cut = partial(_cut, number, self.rows)
         own = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
         rows_by_name = {name: cut(np.asarray(getattr(batch, name))) for name in own}
@@ -56,6 +62,36 @@ def _cut(number: int, rows: int, x: np.ndarray) -> np.ndarray:
     return padded.reshape(number, rows, *x.shape[1:])
 
 
+def answers_per_row(
+    mesh: Mesh, config: DecoderConfig, group: int, number: int, longest: int, completion: int, micro: int | None
+) -> int:
+    """How many answers to a prompt lie in one row, where the prompt is computed once: what takes the fewest operations.
+
+    Longer rows compute a prompt less often. But attention multiplies a query with all keys before it in its row, those
+    of other answers too; and there are fewer rows to be split over the mesh.
+
+    Args:
+        group: answers to a prompt.
+        number: sequences of an update.
+        longest: tokens of one at most.
+        completion: tokens of its answer at most.
+        micro: `micro_batch_size`, which a row does not exceed.
+    """
+    shards, filling = row_shards(mesh), _filling(mesh)
+    attention = config.num_heads * config.head_dim
+    # Of a layer, in operations a token; attention's two products see half of a row on average.
+    weights = 2 * layer_weights(config)
+
+    def cost(together: int) -> int:
+        length = row_length(together, longest, completion)
+        return -(-number // (together * shards)) * length * (weights + 2 * attention * length)
+
+    def fits(together: int) -> bool:
+        return row_length(together, longest, completion) <= filling and together <= (micro or group)
+
+    return min((k for k in range(1, group + 1) if group % k == 0 and (k == 1 or fits(k))), key=cost)
+
+
 def rows_per_pass(mesh: Mesh, batch_size: int, micro_batch_size: int | None, length: int, packing: bool) -> int:
     """R, a multiple of the row shards of the mesh.
 
@@ -67,7 +103,11 @@ def rows_per_pass(mesh: Mesh, batch_size: int, micro_batch_size: int | None, len
     """
     shards = row_shards(mesh)
     if micro_batch_size is None:
-        platform = mesh.devices.flat[0].platform
-        fitting = TOKENS_PER_PASS.get(platform, TOKENS_ELSEWHERE) * shards // length
+        fitting = _filling(mesh) * shards // length
         micro_batch_size = min(fitting, batch_size // 16 if packing else batch_size)
     return -(-max(micro_batch_size, 1) // shards) * shards
+
+
+def _filling(mesh: Mesh) -> int:
+    """Tokens that fill a device of this kind."""
+    return TOKENS_PER_PASS.get(mesh.devices.flat[0].platform, TOKENS_ELSEWHERE)

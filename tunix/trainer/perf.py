@@ -38,9 +38,13 @@ def peak_flops(device: jax.Device) -> float | None:  # pyright: ignore[reportInv
 
 def matmul_weights(config: DecoderConfig) -> int:
     """Weights that every token is multiplied by: the layers' matrices and the head, not the embedding look-up."""
+    return config.num_layers * layer_weights(config) + config.vocab_size * config.d_model
+
+
+def layer_weights(config: DecoderConfig) -> int:
+    """Weights of one layer's matrices."""
     c = config
-    attention = c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (attention + 3 * c.d_model * c.ffn) + c.vocab_size * c.d_model
+    return c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.d_model * c.ffn
 
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:

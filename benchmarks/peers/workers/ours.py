@@ -65,7 +65,9 @@ def grpo() -> None:
     """Whole steps: rollout, reward, update."""
     prompt, new, number = len(case["prompts"][0]), case["new"], case["groups"] * case["group"]
     sampling = Sampling(max_tokens=new)
-    trainer = SHAPE.trainer(length=prompt + new, rows=number, reference=True)
+    together, length = SHAPE.together(case["group"], case["groups"], prompt + new, new)
+    rows = {"length": length, "rows": number // together, "unit": together, "longest": prompt + new}
+    trainer = SHAPE.trainer(**rows, reference=True)
     algorithm = GRPO(GRPOConfig(group_size=case["group"], kl=case["kl"]), sampling)
     config = DataConfig(train="given", max_length=prompt + new, completion_length=new)
     tokenizer = load_tokenizer(case["weights"])
@@ -77,8 +79,9 @@ def grpo() -> None:
             size=case["groups"],
             seed=0,
             first=True,
-            length=prompt + new,
+            length=length,
             packing=True,
+            together=together,
             tolerance=1e-3,
         )
         data = RolloutStream(like)

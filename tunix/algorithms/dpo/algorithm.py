@@ -17,8 +17,8 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.dpo.baseline import Running, laid, paired, unpaired
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import BASELINE, REFERENCE, dpo_loss
-from tunix.algorithms.loss import compared_with_sampler
+from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
+from tunix.algorithms.loss import REFERENCE, compared_with_sampler
 from tunix.algorithms.policy import Groups, as_sequence, gate, notes, report, rewards_of, row
 from tunix.client import Client
 from tunix.data.pipeline import Packed

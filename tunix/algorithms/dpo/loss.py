@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.algorithms.dpo.config import DPOConfig
+from tunix.algorithms.loss import reference_logprobs
 from tunix.algorithms.ops import per_sequence
 from tunix.errors import UserError
 from tunix.types import Batch, LossInputs, LossOutputs, Term
 
-REFERENCE = "reference_logprobs"
 """The per-token value of a batch whose reference was asked beforehand."""
 MARGIN = "margin"
 """The per-sequence value by which, times the offset, a chosen completion should be better."""
@@ -79,8 +79,7 @@ def margins(batch: Batch, config: DPOConfig) -> Pairs | float:
 
 def log_ratios(inputs: LossInputs) -> Float[Array, "B T"]:
     """`log p - log p_ref` of each token."""
-    asked = inputs.reference_logprobs
-    return inputs.logprobs - (inputs.batch.per_token[REFERENCE] if asked is None else asked)
+    return inputs.logprobs - reference_logprobs(inputs)
 
 
 def rewards(inputs: LossInputs, config: DPOConfig) -> Float[Array, "S"]:

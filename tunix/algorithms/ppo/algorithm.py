@@ -40,6 +40,11 @@ class PPO(PolicyGradient):
         return self.config.critic
 
     @property
+    def asks_before(self) -> bool:
+        """Always: the KL of whole completions is measured, and its coefficient may follow it."""
+        return self.needs_reference
+
+    @property
     def objective(self) -> Loss:
         """The policy's loss; with a shared trunk the values' too."""
         return replace(super().objective, values=self.config.critic == "shared")
