@@ -90,6 +90,7 @@ def test_a_run_that_was_stopped_ends_where_the_other_ends(tmp_path: Path, teache
     assert [row["distill/divergence"] for row in whole] == [row["distill/divergence"] for row in parts]
 
 
+@pytest.mark.slow  # tests/test_distill.py has both on a mesh without a run around them
 def test_a_teacher_on_devices_of_its_own(tmp_path: Path, teacher: Path):
     together = recipe(tmp_path, GIVEN, steps=2, mesh={"fsdp": 8})
     train(together, "output=together")

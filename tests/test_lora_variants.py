@@ -100,19 +100,28 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
 
 
 def test_dropout_is_the_same_however_a_batch_is_cut():
-    settings = AdapterConfig(rank=4, dropout=0.5)
     batch = pack(sequences(8), 8, 24, packing=True)
-    whole, parts = trainer(adapter=settings, rows=8), trainer(adapter=settings, rows=2)
-    spread = trainer(adapter=settings, devices=8, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    for client in (whole, parts, spread):
-        client.state = moved(client.state)
-    losses = [float(client.step(batch, SFT_LOSS)["train/loss"]) for client in (whole, parts, spread)]
-    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
-    alone = trainer(adapter=settings, rows=8)
-    alone.state = moved(alone.state)
+    whole, parts = (dropping(rows=rows) for rows in (8, 2))
+    losses = [float(client.step(batch, SFT_LOSS)["train/loss"]) for client in (whole, parts)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     padded = pack(sequences(8), 8, 24, packing=False)
-    assert float(alone.step(padded, SFT_LOSS)["train/loss"]) == pytest.approx(losses[0], abs=1e-5)
-    assert float(alone.evaluate([padded], SFT_LOSS)["eval/loss"]) != pytest.approx(losses[0], abs=1e-3)
+    assert float(dropping(rows=8).step(padded, SFT_LOSS)["train/loss"]) == pytest.approx(losses[0], abs=1e-5)
+    assert float(dropping(rows=8).evaluate([padded], SFT_LOSS)["eval/loss"]) != pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_on_a_mesh():
+    batch = pack(sequences(8), 8, 24, packing=True)
+    spread = dropping(devices=8, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    alone = float(dropping(rows=8).step(batch, SFT_LOSS)["train/loss"])
+    assert float(spread.step(batch, SFT_LOSS)["train/loss"]) == pytest.approx(alone, abs=1e-5)
+
+
+def dropping(**how):
+    """A trainer whose adapters drop half of what they read, some way from the start."""
+    client = trainer(adapter=AdapterConfig(rank=4, dropout=0.5), **how)
+    client.state = moved(client.state)
+    return client
 
 
 def moved(state):
@@ -154,6 +163,7 @@ def test_all_at_once_trains_samples_and_merges(config):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow  # tests/test_qlora.py trains an adapter on eight devices
 def test_eight_devices_train_all_at_once_as_one_does():
     one, eight = (
         trainer(adapter=EVERYTHING),

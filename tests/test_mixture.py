@@ -94,7 +94,8 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.parametrize(
     ("config", "rounded"),
     [
-        pytest.param(RICH, None, id="rich"),
+        pytest.param(PLAIN, None, id="plain"),
+        pytest.param(RICH, None, id="rich", marks=pytest.mark.slow),
         pytest.param(PLAIN, Quantization("nf4", 16), id="plain-nf4", marks=pytest.mark.slow),
     ],
 )

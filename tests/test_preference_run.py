@@ -5,6 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from tiny_rl import REWARDS
 from tiny_runs import files, lines, metrics, train, write_recipe, write_rows
 
@@ -56,7 +57,7 @@ def held_out(run: str = "run") -> tuple[dict, dict]:
     return found[0], found[-1]
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4, "alpha": 8.0}])
+@pytest.mark.parametrize("adapter", [None, *slow([{"rank": 4, "alpha": 8.0}])])
 def test_dpo_learns_from_its_reference(adapter, tmp_path):
     """From ln 2, where the policy is the reference, to every held-out pair told apart."""
     changes = {"adapter": adapter, "optimizer.learning_rate": 1e-2} if adapter else {}
@@ -198,7 +199,7 @@ def test_online_wants_rewards(tmp_path, capfd):
 PRECOMPUTE = {"algorithm": {"name": "dpo", "reference": "precompute"}, "steps": 3}
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4, "alpha": 8.0}])
+@pytest.mark.parametrize("adapter", [None, *slow([{"rank": 4, "alpha": 8.0}])])
 def test_a_reference_asked_beforehand_is_the_same(adapter, tmp_path, monkeypatch):
     """As one that is asked at every step, up to rounding; and none is held."""
     train(write_preferences(tmp_path, adapter=adapter, steps=3))

@@ -82,6 +82,7 @@ def test_its_rewards_and_its_grpo_run(checkout: Path, tmp_path: Path):
     assert (result.folder / "curves.svg").is_file()
 
 
+@pytest.mark.slow
 def test_its_preferences_run(checkout: Path, tmp_path: Path):
     result = Recipe.load(tmp_path / "by_preference.yaml", ["batch_size=4"]).run()
     assert [row["step"] for row in result.metrics] == [1, 2]  # one epoch of eight rows, four at a time
