@@ -23,6 +23,9 @@ from tunix.types import Batch
 TOKENS_PER_PASS = {"cpu": 2048}
 """Enough tokens to fill the matrix units, by platform; more only costs memory."""
 TOKENS_ELSEWHERE = 8192
+SCORES = 4
+"""By how much dearer an operation of attention is than one of a matrix product, since its scores pass through memory: 3
+in docs/log.md's row lengths on a CPU."""
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
 """A batch's own `[B T]` arrays, beside `parents`."""
@@ -78,13 +81,12 @@ def answers_per_row(
         micro: `micro_batch_size`, which a row does not exceed.
     """
     shards, filling = row_shards(mesh), _filling(mesh)
-    attention = config.num_heads * config.head_dim
     # Of a layer, in operations a token; attention's two products see half of a row on average.
-    weights = 2 * layer_weights(config)
+    weights, attention = 2 * layer_weights(config), 2 * SCORES * config.num_heads * config.head_dim
 
     def cost(together: int) -> int:
         length = row_length(together, longest, completion)
-        return -(-number // (together * shards)) * length * (weights + 2 * attention * length)
+        return -(-number // (together * shards)) * length * (weights + attention * length)
 
     def fits(together: int) -> bool:
         return row_length(together, longest, completion) <= filling and together <= (micro or group)
