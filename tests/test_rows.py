@@ -63,7 +63,7 @@ def test_the_fewest_operations(group: int, longest: int, completion: int, togeth
 
 
 def test_attention_over_a_long_row_counts():
-    """The shape of docs/log.md, where rows of four were the fastest: 256 x 3840 weights a layer, 4 x 512 for attention."""
+    """The shape of docs/log.md, where rows of four were the fastest."""
     small = replace(PLAIN, d_model=256, num_heads=4, num_kv_heads=2, head_dim=64, ffn=1024)
     assert answers_per_row(one_device(), small, 8, 16, 128, 64, None) == 4
 
