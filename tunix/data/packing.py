@@ -203,8 +203,8 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, members: i
         raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
     if len(sequences) % members or size % members:
         raise ValueError(
-            f"{len(sequences)} sequences of a batch of {size} do not make units of {members}; one that is to be left out "
-            "keeps its place, with weight 0"
+            f"{len(sequences)} sequences of a batch of {size} do not make units of {members}; one that is to be left "
+            "out keeps its place, with weight 0"
         )
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
