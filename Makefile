@@ -36,7 +36,7 @@ test: $(VENV)/installed-test
 
 # With the compiler at its best: these run long enough to be worth it (tests/conftest.py turns it down for the others).
 test-slow: $(VENV)/installed-test
-	XLA_FLAGS= $(BIN)/python -m pytest -m slow $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 # pyright would ask the network for a newer version of itself.
 lint: $(VENV)/installed-dev
