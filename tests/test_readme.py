@@ -37,20 +37,28 @@ def named(block: str) -> str | None:
     return found[1] if found else None
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3 folder in place of the hub's."""
+    words = ["steps=1", "eval.samples=0", f"output={tmp_path_factory.mktemp('small')}/run"]
+    export = Recipe.load("sft_qwen", words, tiny=True).run().export
+    assert export is not None
+    return export
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A folder with the recipes and the files of the README, and a small Qwen3 folder in place of the hub's."""
+def checkout(small: Path, tmp_path: Path) -> Path:
+    """A folder with the recipes and the files of the README; what stands in place of the hub's."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for name, row in zip(("rows", "pairs"), blocks("json"), strict=True):
         json.loads(row)
         (tmp_path / f"{name}.jsonl").write_text(row * 8)
     (sums,) = re.findall(r"train: sums.jsonl +# (\{.*\}) a line", README)
     (tmp_path / "sums.jsonl").write_text(f"{sums}\n" * 8)
-    small = Recipe.load("sft_qwen", ["steps=1", "eval.samples=0", f"output={tmp_path}/small"], tiny=True).run()
     for block in blocks("yaml") + blocks("python"):
         if name := named(block):
-            (tmp_path / name).write_text(block.replace(HUB_ID, str(small.export)))
-    return small.export
+            (tmp_path / name).write_text(block.replace(HUB_ID, str(small)))
+    return small
 
 
 @pytest.mark.filterwarnings("ignore:.*base layer.*:UserWarning")
