@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from marks import QUICKLY
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -21,12 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # Two processes share two cores: torch's threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Programs run once or twice here: the compiler need not try hard. Its older emitters take half the time of those that
-# users' runs have, one part of a module less than 32; `make test-slow` runs with what users have.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+# `make test-slow` runs with what users have.
+os.environ.setdefault("XLA_FLAGS", QUICKLY)
 # Compiling is most of the tests' time; programs are the same from run to run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path("~/.cache/tunix/tests").expanduser()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
