@@ -8,8 +8,8 @@ import pytest
 QUICKLY = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
-"""XLA_FLAGS of programs that run once or twice: the compiler need not try hard. Its older emitters take half the time of
-those that users' runs have, one part of a module less than 32."""
+"""XLA_FLAGS of programs that run once or twice: the compiler need not try hard. Its older emitters take half the time
+of those that users' runs have, one part of a module less than 32."""
 
 
 def slow(cases: Iterable[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ SIZES = {"qwen3-0.6b": 0.596e9, "gemma3-1b": 1.000e9, "llama3.2-1b": 1.236e9}
 @pytest.mark.parametrize("name", SIZES)
 def test_a_published_size_learns_a_row_by_heart(name):
     config = preset(name)
-    # Moments in float32, the default, take 8 bytes a weight: with what a step holds beside them more than 24 GB at 1.2B.
+    # Moments in float32, the default, take 8 bytes a weight, and a step of 1.2B then more than 24 GB.
     optimizer = OptimizerConfig(learning_rate=1e-3, schedule="constant", b2=0.99, moments_dtype="bfloat16")
     client = trainer(config, length=64, optimizer=optimizer, dtype="bfloat16", param_dtype="bfloat16", rows=1)
     params = client.state.params
