@@ -117,6 +117,7 @@ class Letters(Environment):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_brings_its_environment(tmp_path: Path):
     Path("letters.py").write_text(ENVIRONMENT)
     changes = {"reward": None, "rollout__environment": {"name": "letters.py:Letters"}, "steps": 1}

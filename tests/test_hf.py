@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from marks import slow
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, LLAMA3, SIZES, load, one_device, reference_folder
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
@@ -405,7 +406,7 @@ print(sum(array.nbytes for array in params.values()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *slow(["bfloat16"])])
 def test_loading_needs_little_more_memory_than_the_model(dtype, tmp_path):
     """302 MB in float32: stacked ffn weights of 67 MB in layers of 4 MB, and an embedding of 34 MB."""
     sizes = {"vocab_size": 8192, "d_model": 1024, "num_layers": 16, "num_heads": 8, "num_kv_heads": 2, "ffn": 1024}

@@ -110,6 +110,7 @@ def test_each_request_is_answered_as_by_its_adapter_alone(config, rounded):
     assert all(np.abs(a - b).max() > 0.01 for i, a in enumerate(first) for b in first[:i])
 
 
+@pytest.mark.slow
 def test_draws_replies_and_a_mesh_change_nothing():
     model, base, beside = setting(PLAIN, names=("wide", "turned"))
     drawn = Sampling(max_tokens=12, temperature=0.9, stop_ids=tuple(range(3, 19)))

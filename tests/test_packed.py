@@ -132,6 +132,7 @@ def test_rounded_inputs_are_rounded_by_transformers_too(tmp_path):
     assert (group["format"], group["input_activations"]["strategy"]) == ("int-quantized", "token")
 
 
+@pytest.mark.slow
 def test_a_packed_folder_is_trained_on_and_exported(tmp_path):
     """LoRA on it, and the adapter on it again: it is a base like any other."""
     model_folder(tmp_path / "base")

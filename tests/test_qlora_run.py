@@ -106,6 +106,7 @@ def test_what_does_not_fit_the_matrices(changes, words, tmp_path, capsys):
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_adapters_share_a_base_that_was_rounded_alike(tmp_path, capsys):
     model_folder(tmp_path / "base")
     recipe = {"model": {"path": "base", "dtype": "float32"}, "adapter": QLORA, **STEPS}

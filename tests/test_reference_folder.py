@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from tiny_runs import metrics, model_folder, train, write_recipe, write_rows
 from transformers import AutoModelForCausalLM
 
@@ -54,7 +55,7 @@ def rewards(side: str) -> float:
 
 
 @pytest.mark.parametrize("reference", ["snapshot", "precompute"])
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+@pytest.mark.parametrize("adapter", [None, *slow([{"rank": 4}])])
 def test_rewards_are_measured_from_the_folder_that_is_named(folders: Path, reference: str, adapter: dict | None):
     train(recipe(folders, {"adapter": adapter} if adapter else None, reference=reference))
     first = next(row for row in metrics("run") if "train/loss" in row)  # measured before the first update
@@ -71,6 +72,7 @@ def test_the_start_by_its_name_is_the_usual_reference(folders: Path):
     assert named == usual
 
 
+@pytest.mark.slow
 def test_kto_compares_with_it_too(folders: Path):
     rows = [{"prompt_ids": x["prompt_ids"], "completion_ids": x["chosen_ids"], "label": True} for x in ROWS]
     write_rows(folders / "train.jsonl", rows)
