@@ -233,6 +233,21 @@ def test_parts_and_epochs():
     assert len(client.steps) == 2
 
 
+def test_answers_that_share_a_row_are_credited_as_apart():
+    """Three tokens of a prompt, of which the last is repeated: two answers of one token are 2 + 2 + 2 tokens, not 8."""
+    batches = []
+    for together in (1, 2):
+        client = Fake("1", "0", "3", "1")
+        updated(grpo(), client, together=together)
+        batches.append(client.steps[0][1])
+    apart, shared = batches
+    assert apart.parents is None
+    assert shared.parents is not None
+    assert [int((batch.segment_ids > 0).sum()) for batch in batches] == [16, 12]
+    assert trained(apart, "advantages") == trained(shared, "advantages")
+    assert apart.counts == shared.counts
+
+
 def test_a_part_in_which_all_failed_is_left_out():
     client = Fake("1!", "2!", "3", "5")
     update = updated(grpo(updates=2), client)

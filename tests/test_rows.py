@@ -91,5 +91,11 @@ def test_a_recipe():
     assert drawn_length(played, 2) == 256
 
 
+def test_pairs_that_are_drawn_fit_where_nothing_is_shared():
+    """Two sequences of 128 tokens behind each other, where a shared prompt would leave 193."""
+    assert drawn_length(recipe(), 2) == 193
+    assert drawn_length(recipe(data={"packing": False}), 2) == 256
+
+
 def test_pairs_are_no_group():
     assert DPO(DPO.Config(online=True)).group == 1

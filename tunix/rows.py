@@ -29,8 +29,10 @@ def answers_together(recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorit
 
 def drawn_length(recipe: Recipe, number: int) -> int:
     """T of rows that hold so many sequences of one prompt, which the policy writes."""
-    # What an environment says belongs to the completion, and may fill all that the prompt leaves.
-    completion = None if recipe.rollout.environment else recipe.data.longest_completion
+    # What an environment says belongs to the completion, and may fill all that the prompt leaves; and without packing
+    # nothing is shared.
+    shared = recipe.rollout.environment is None and recipe.data.packing
+    completion = recipe.data.longest_completion if shared else None
     return row_length(number, recipe.data.max_length, completion)
 
 

@@ -60,7 +60,7 @@ def pack(
             the sequences.
         members: so many sequences that follow each other are compared. They are a unit: they share a row, which has to
             have room for them, and the beginning that they have in common as far as it is not trained.
-        together: so many are a unit that are not compared; a multiple of `members`.
+        together: so many are a unit likewise where they are not compared (`members` is 1): answers to one prompt.
 
     Returns:
         A batch of numpy arrays; `sequence_ids` are places in `sequences`, of a shared beginning the unit's first. The

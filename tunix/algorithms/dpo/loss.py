@@ -17,7 +17,6 @@ from tunix.algorithms.ops import per_sequence
 from tunix.errors import UserError
 from tunix.types import Batch, LossInputs, LossOutputs, Term
 
-"""The per-token value of a batch whose reference was asked beforehand."""
 MARGIN = "margin"
 """The per-sequence value by which, times the offset, a chosen completion should be better."""
 BASELINE = "baseline"
