@@ -174,6 +174,7 @@ def test_an_adapter_is_merged(base: Path, tmp_path: Path):
     assert [row["tokens"] for row in found] == [greedy_of_transformers(reference, ids)[0] for ids in IDS]
 
 
+@pytest.mark.slow  # tests/test_mixture.py compares such a batch with each alone
 def test_adapters_are_compared_on_one_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Each answers as it does alone: those that share a batch, of several ranks, and one with a table of its own."""
     kinds = {

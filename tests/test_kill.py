@@ -167,6 +167,20 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert sorted(os.listdir(one / "checkpoints")) == sorted(os.listdir(other / "checkpoints"))
 
 
+def test_killed_while_it_saves_it_ends_like_the_uninterrupted_run(whole: Path, started: Callable[[], Run]):
+    """While one of the last checkpoints is written, so that there are others to go on from."""
+    run = started()
+    assert run.caught_while(lambda: bool(run.unfinished) and run.steps >= 20), run.log
+    run.kill()
+    assert run.unfinished, "the save was not caught"
+
+    run = started()
+    assert run.wait() == 0, run.log
+    assert run.unfinished == []
+    assert_same_end(run.run, whole / "run")
+
+
+@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path, started: Callable[[], Run]):
     draw = random.Random(0)
 

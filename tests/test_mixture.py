@@ -171,6 +171,7 @@ def test_another_mixture_and_moved_adapters_compile_nothing():
         assert np.array_equal(a.logprobs, b.logprobs) == (request.adapter is None)
 
 
+@pytest.mark.slow
 def test_two_trainers_and_an_engine_on_one_frozen_base():
     """They share the base's arrays, and learn what each learns alone; its log-probs are the reference of both."""
     kinds = {"one": AdapterConfig(rank=4), "two": AdapterConfig(rank=2, targets=("q_proj", "up_proj"))}

@@ -90,6 +90,7 @@ def test_a_run_ends_where_held_out_pairs_are_told_apart(tmp_path, capfd):
     assert held_out()[1]["step"] < 12
 
 
+@pytest.mark.slow  # tests/test_pairs.py has them without a run around them
 def test_micro_batches_and_padding_change_nothing(tmp_path):
     first = write_preferences(tmp_path, steps=2)
     train(first)
@@ -266,7 +267,7 @@ def test_digests_tell_weights_apart():
     assert digest_of_weights({"w": jnp.asarray(array)}) == found[0]
 
 
-@pytest.mark.parametrize("reference", ["snapshot", "precompute"])
+@pytest.mark.parametrize("reference", ["snapshot", *slow(["precompute"])])
 def test_a_run_that_goes_on_has_the_reference_it_began_with(reference, tmp_path):
     """Two steps and two more are four: bit for bit."""
     recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "reference": reference}, steps=4, eval__every=4)

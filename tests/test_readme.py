@@ -78,6 +78,7 @@ def test_what_it_shows_runs(checkout: Path, tmp_path: Path):
     assert told["tunix"] is tunix
 
 
+@pytest.mark.slow  # tests/test_subclass.py trains by the same class
 def test_its_rewards_and_its_grpo_run(checkout: Path, tmp_path: Path):
     plain = Recipe.load(tmp_path / "by_reward.yaml")
     assert plain.algorithm.name == "grpo"

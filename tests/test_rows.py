@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from trainers import PLAIN
 
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.config import MeshConfig
-from tunix.data.packing import row_length
+from tunix.data.packing import pack, row_length
 from tunix.mesh import build_mesh
 from tunix.recipe import Recipe
 from tunix.rows import answers_together, cut_of, drawn_length
-from tunix.trainer.passes import answers_per_row
+from tunix.trainer.passes import Cut, answers_per_row, rows_per_pass
+from tunix.types import Sequence
 
 BIG = replace(PLAIN, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, ffn=4096)
 """A layer has 1024 x 1024 x 4 + 3 x 1024 x 4096 = 16.8M weights; attention costs 8 x 1024 for each token of a row."""
@@ -89,6 +91,36 @@ def test_a_recipe():
     played = recipe(rollout={"environment": {"name": "guess_number"}}, reward=None)
     assert answers_together(played, mesh, BIG, algorithm) == 1
     assert drawn_length(played, 2) == 256
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "packing", "rows"),
+    [
+        # 2048 tokens fill a CPU: 25 rows of 79, a quarter of them 6; of 16 rows that is two passes of 8.
+        (16, 79, True, 8),
+        # A sixteenth of many is enough, until the device is full.
+        (160, 79, True, 10),
+        (1024, 79, True, 25),
+        # Half of a few; one, where one fills a quarter.
+        (8, 64, True, 4),
+        (4, 512, True, 1),
+        (1, 64, True, 1),
+        # Unpacked there is nothing to save.
+        (16, 79, False, 16),
+        (160, 79, False, 25),
+    ],
+)
+def test_rows_of_a_pass(batch: int, length: int, packing: bool, rows: int):
+    assert rows_per_pass(one_device(), batch, None, length, packing) == rows
+
+
+def test_a_batch_whose_sequences_share_rows_has_no_more_passes_than_it_needs():
+    """Four answers in two rows, in passes of one row: two, of which both are filled."""
+    prompt, answers = [5, 6, 7], ([1, 2], [3], [4, 4, 4], [9])
+    rows = [Sequence(np.array(prompt + one), np.array([0] * 3 + [1] * len(one)).astype(bool)) for one in answers]
+    length = row_length(2, 6, 3)
+    batch = pack(rows, 4, length, together=2)
+    assert [Cut(1, one_device(), unit).place(batch).rows["tokens"].shape[0] for unit in (1, 2)] == [4, 2]
 
 
 def test_pairs_that_are_drawn_fit_where_nothing_is_shared():

@@ -291,6 +291,7 @@ def test_a_stage_starts_from_the_one_before_and_is_resumed_where_it_stopped(
     assert files(tmp_path / "run/0_Stopping") == before
 
 
+@pytest.mark.slow
 def test_an_adapter_on_an_adapter_ends_in_a_whole_folder(tmp_path: Path):
     model_folder(tmp_path / "base")
     changes = {"model": {"path": "base", "dtype": "float32"}, "adapter.rank": 2, "steps": 2}
@@ -316,6 +317,7 @@ def test_an_adapter_on_an_adapter_ends_in_a_whole_folder(tmp_path: Path):
 # --- The same losses, however it is computed ------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/test_step.py has each without a run around it
 def test_mesh_packing_and_passes_do_not_change_the_losses(tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", {"steps": 6})
     train("r.yaml", "output=plain")

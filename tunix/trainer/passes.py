@@ -106,8 +106,16 @@ def rows_per_pass(mesh: Mesh, batch_size: int, micro_batch_size: int | None, len
     shards = row_shards(mesh)
     if micro_batch_size is None:
         fitting = _filling(mesh) * shards // length
-        micro_batch_size = min(fitting, batch_size // 16 if packing else batch_size)
+        micro_batch_size = min(fitting, _some_of(batch_size, fitting) if packing else batch_size)
     return -(-max(micro_batch_size, 1) // shards) * shards
+
+
+def _some_of(batch_size: int, fitting: int) -> int:
+    """A sixteenth of the batch, or a quarter of what fits the devices where that is more: each pass reads all weights
+    and adds to all gradients. At most half of the batch, and so many that a whole batch leaves no row empty if it can.
+    """
+    least = max(batch_size // 16, min(fitting // 4, batch_size // 2), 1)
+    return -(-batch_size // max(batch_size // least, 1))
 
 
 def _filling(mesh: Mesh) -> int:
