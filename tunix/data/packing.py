@@ -10,7 +10,8 @@ a piece of its own, which their pieces have as parent.
 
 A branch repeats the last token that both share: the state there predicts the first one that differs.
 
-Axes: R rows (as many as are needed), T time, S sequences of a batch, U units that lie in one row, K pieces.
+Axes: R rows (as many as are needed), T time, S sequences of a batch, U units that lie in one row, K pieces, L
+tokens of all pieces.
 """
 
 from collections.abc import Sequence as List
@@ -75,56 +76,50 @@ def pack(
     _check(sequences, lengths, size, unit)
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
     row_of, start_of, segment_of = _placed(pieces, max_length, packing)
-    sizes = pieces.end - pieces.begin
-    # Index of every laid token within its piece, then within its sequence, then in the rows.
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    positions = within + np.repeat(pieces.begin, sizes)
-    target = np.repeat(row_of * max_length + start_of, sizes) + within
-    source = positions + np.repeat((np.cumsum(lengths) - lengths)[pieces.owner], sizes)
-    shape = (int(row_of.max()) + 1, max_length)
-
-    def laid(values: np.ndarray, dtype: type) -> np.ndarray:
-        out = np.zeros(shape, dtype)
-        out.reshape(-1)[target] = values
-        return out
-
-    def joined(arrays: List[np.ndarray]) -> np.ndarray:
-        return np.concatenate(arrays)[source]
-
-    mask = joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (positions > 0)
-    owners = np.repeat(pieces.owner, sizes)
-    weights = np.zeros(size)
-    weights[: len(sequences)] = [sequence.weight for sequence in sequences]
-    own = None
-    if LOSS_WEIGHTS in sequences[0].per_token:
-        own = joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
-    trained = np.bincount(owners[mask], own, minlength=size)
-    counts = {"tokens": weights @ trained, "sequences": weights.sum()}
-    if members == 2:
-        counts["pairs"] = weights[::2].sum()
-    if LABEL in sequences[0].per_sequence:
-        counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
+    tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (int(row_of.max()) + 1, max_length))
+    mask = tokens.joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (tokens.position > 0)
     if not mask.any():
         raise ValueError("no token of the batch is trained")
+    weights = np.zeros(size)
+    weights[: len(sequences)] = [sequence.weight for sequence in sequences]
+    trained = _trained(sequences, tokens, mask, size)
     first = sequences[0]
     return Batch(
-        tokens=laid(joined([sequence.tokens for sequence in sequences]), np.int32),
-        positions=laid(positions, np.int32),
-        segment_ids=laid(np.repeat(segment_of, sizes), np.int32),
-        loss_mask=laid(mask, np.bool_),
-        sequence_ids=laid(owners, np.int32),
+        tokens=tokens.in_rows(tokens.joined([sequence.tokens for sequence in sequences]), np.int32),
+        positions=tokens.in_rows(tokens.position, np.int32),
+        segment_ids=tokens.in_rows(segment_of[tokens.piece], np.int32),
+        loss_mask=tokens.in_rows(mask, np.bool_),
+        sequence_ids=tokens.in_rows(tokens.owner, np.int32),
         weights=weights.astype(np.float32),
         lengths=np.where(trained > 0, trained, 1).astype(np.float32),
-        counts={name: np.asarray(count, np.float32) for name, count in counts.items()},
+        counts=_counts(sequences, weights, trained, members),
         per_token={
-            name: laid(joined([sequence.per_token[name] for sequence in sequences]), np.float32)
+            name: tokens.in_rows(tokens.joined([sequence.per_token[name] for sequence in sequences]), np.float32)
             for name in first.per_token
         },
         per_sequence={
             name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
         },
-        parents=laid(np.repeat(segment_of[pieces.parent], sizes), np.int32) if unit > 1 and packing else None,
+        parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
     )
+
+
+def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:
+    """`[S]` trained tokens of each, by their own weights where they have some."""
+    own = None
+    if LOSS_WEIGHTS in sequences[0].per_token:
+        own = tokens.joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
+    return np.bincount(tokens.owner[mask], own, minlength=size)
+
+
+def _counts(sequences: List[Sequence], weights: np.ndarray, trained: np.ndarray, members: int) -> dict[str, np.ndarray]:
+    """What losses are divided by; see `Batch.counts`."""
+    counts = {"tokens": weights @ trained, "sequences": weights.sum()}
+    if members == 2:
+        counts["pairs"] = weights[::2].sum()
+    if LABEL in sequences[0].per_sequence:
+        counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
+    return {name: np.asarray(count, np.float32) for name, count in counts.items()}
 
 
 def waste(batch: Batch) -> float:
@@ -146,6 +141,43 @@ class _Pieces:
     """Never falling."""
     parent: np.ndarray
     """The piece that is seen too; itself where there is none."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of all pieces, one behind the other; arrays `[L]`."""
+
+    piece: np.ndarray
+    owner: np.ndarray
+    """The sequence."""
+    position: np.ndarray
+    """Within it."""
+    source: np.ndarray
+    """Among the tokens of all sequences."""
+    target: np.ndarray
+    """Among the places of all rows."""
+    shape: tuple[int, int]
+    """R and T."""
+
+    def joined(self, arrays: List[np.ndarray]) -> np.ndarray:
+        """`[L]` of an array of each sequence's tokens."""
+        return np.concatenate(arrays)[self.source]
+
+    def in_rows(self, values: np.ndarray, dtype: type) -> np.ndarray:
+        """`[R T]` of `[L]`, zeros elsewhere."""
+        rows = np.zeros(self.shape, dtype)
+        rows.reshape(-1)[self.target] = values
+        return rows
+
+
+def _tokens(pieces: _Pieces, place: np.ndarray, lengths: np.ndarray, shape: tuple[int, int]) -> _Tokens:
+    """Every token of pieces whose first ones have a place (`[K]`) in the rows."""
+    sizes = pieces.end - pieces.begin
+    piece = np.repeat(np.arange(len(sizes)), sizes)
+    within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
+    owner, position = pieces.owner[piece], within + pieces.begin[piece]
+    source = position + (np.cumsum(lengths) - lengths)[owner]
+    return _Tokens(piece, owner, position, source, place[piece] + within, shape)
 
 
 def _pieces(sequences: List[Sequence], lengths: np.ndarray, members: int, share: bool) -> _Pieces:

@@ -1,16 +1,16 @@
 """Rows become batches in Grain's order: seeded, different in every epoch, prefetched, and resumable to the bit.
 
-Grain shuffles the row numbers; a thread reads rows in that order, renders them, gathers `batch_size` kept ones and
-packs them. The position that `get_state` tells belongs to the last batch handed out, however far the thread has read
-ahead. The accounting travels with the position, so that it is right after a resume too. `Prompts` is the same stream
-where a policy writes the completions: prompts by any number, none of them packed.
+A thread takes groups of `batch_size` kept rows (`groups.py`) and packs them. The position that `get_state` tells is
+that of the last batch handed out, however far the thread has read ahead. The accounting travels with the position, so
+that it is right after a resume too. `Prompts` is the same stream where a policy writes the completions: prompts by any
+number, none of them packed.
 """
 
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grain
@@ -18,11 +18,11 @@ import numpy as np
 
 from tunix.config import DataConfig
 from tunix.data.accounting import Accounting, Dropped, Kept
-from tunix.data.cutting import Whole, cutter, grouped
-from tunix.data.examples import to_example
+from tunix.data.cutting import cutter, grouped
+from tunix.data.groups import Groups, Renderer, order_of, reasons
 from tunix.data.packing import pack, row_length
 from tunix.data.rendered import prompt_text
-from tunix.data.shapes import Rendering, TrainOn, rendering
+from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
@@ -106,9 +106,9 @@ class Stream(Generic[T]):
             made: turns a group of kept rows, and the account up to there, into what is handed out.
             read_ahead: how many of those wait for the trainer.
         """
-        renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
-        order = _order(rows, config, seed, epochs)
-        groups = _Groups(renderer, order, batch_size, made, cutter(config, train_on))
+        renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
+        order = order_of(rows, config, seed, epochs)
+        groups = Groups(renderer, order, batch_size, made, cutter(config, train_on))
         # Held in a list that the finalizer empties: Grain's iterator has to be gone before the interpreter is, or its
         # __del__ trips over modules that are no more; and its thread must not outlive this object.
         self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
@@ -250,14 +250,14 @@ def eval_batches(
     Raises:
         UserError: none of these rows can be evaluated.
     """
-    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     examples = [renderer(i) for i in range(min(limit, len(rows)))]
     silent = [example for example in examples if isinstance(example, Kept) and not _counts(example)]
     heard = (example for example in examples if isinstance(example, Dropped) or _counts(example))
     groups = list(grouped(heard, cutter(config, train_on), batch_size))
     total = sum([*(account for _, account in groups), *map(Accounting.of, silent)], Accounting())
     if not groups[0][0]:
-        raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be evaluated: {_reasons(total)}")
+        raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be evaluated: {reasons(total)}")
     return [layout.packed(group, batch_size, config, total) for group, _ in groups if group]
 
 
@@ -274,12 +274,12 @@ def eval_prompts(
     Raises:
         UserError: none of these rows has one.
     """
-    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     examples = [renderer(i) for i in range(min(limit, len(rows)))]
     if prompts := [prompt_of(example) for example in examples if isinstance(example, Kept)]:
         return prompts
     total = sum(map(Accounting.of, examples), Accounting())
-    raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be asked: {_reasons(total)}")
+    raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be asked: {reasons(total)}")
 
 
 def account(
@@ -290,7 +290,7 @@ def account(
     vocab_size: int | None = None,
 ) -> Accounting:
     """What becomes of every row in one pass over the data, before any is cut into pieces."""
-    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     return sum((Accounting.of(renderer(i)) for i in range(len(rows))), Accounting())
 
 
@@ -307,7 +307,7 @@ def sequences_of(
     Args:
         limit: the first so many rows; None for all.
     """
-    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
+    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     for i in range(min(limit or len(rows), len(rows))):
         if isinstance(example := renderer(i), Kept):
             yield from example.sequences
@@ -330,111 +330,6 @@ def cut_steps(
 ) -> int:
     """Batches of `epochs` passes where rows are cut into pieces: their number is that of the lengths and the order, so
     every row is rendered once for each epoch. The arguments are those of `Batches`."""
-    renderer = _Renderer(rows, tokenizer, _rendering(rows, config, train_on, vocab_size))
-    order = _order(rows, config, seed, epochs)
-    return sum(_Groups(renderer, order, batch_size, lambda *_: 1, cutter(config, train_on)))
-
-
-def _order(rows: Rows, config: DataConfig, seed: int, epochs: int | None) -> "grain.MapDataset[int]":
-    """The row numbers of all epochs, each shuffled in its own way."""
-    order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
-    return (order.shuffle() if config.shuffle else order).repeat(epochs)
-
-
-def _rendering(rows: Rows, config: DataConfig, train_on: TrainOn, vocab_size: int | None) -> Rendering:
-    return replace(rendering(config, rows[0], f"row 1 of {rows.name}", train_on), vocab_size=vocab_size)
-
-
-def _reasons(accounting: Accounting) -> str:
-    counts = ", ".join(f"{count} x {reason}" for reason, count in accounting.dropped.items())
-    return counts or "all have weight 0"
-
-
-@dataclass(frozen=True)
-class _Renderer:
-    """Row number -> what becomes of the row."""
-
-    rows: Rows
-    tokenizer: Tokenizer | None
-    how: Rendering
-
-    def __call__(self, i: int) -> Kept | Dropped:
-        return to_example(self.rows[i], self.tokenizer, self.how, f"row {i + 1} of {self.rows.name}")
-
-
-class _Groups(Generic[T]):
-    """Groups of exactly `batch_size` kept rows, taken along Grain's order; Grain's thread runs it ahead."""
-
-    def __init__(
-        self,
-        renderer: _Renderer,
-        order: grain.MapDataset[int],
-        batch_size: int,
-        made: Callable[[list[Kept], Accounting], T],
-        cut: Whole,
-    ) -> None:
-        self._renderer = renderer
-        self._cut = cut
-        self._order = order
-        self._batch_size = batch_size
-        self._made = made
-        self._next = 0
-        self._accounting = Accounting()
-        self._ahead: Kept | Dropped | None = None
-
-    def __iter__(self) -> "_Groups[T]":
-        return self
-
-    def __next__(self) -> T:
-        group: list[Kept] = []
-        self._cut.new_batch()
-        # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
-        while (example := self._peek()) is not None and (len(group) < self._batch_size or not self._cut.gives(example)):
-            if piece := self._take(example):
-                group.append(piece)
-        if not group:
-            raise StopIteration
-        return self._made(group, self._accounting)
-
-    def get_state(self) -> dict[str, Any]:
-        """The next place in the order and within its row, the account up to there, and the number of rows that they
-        hold for."""
-        size = len(self._renderer.rows)
-        account = self._accounting.to_dict()
-        return {"next_index": self._next, "rows": size, "accounting": account, **self._cut.get_state()}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` told."""
-        size = len(self._renderer.rows)
-        if state["rows"] != size:
-            raise UserError(
-                f"{self._name} has {size} rows, but had {state['rows']} when the checkpoint was written: "
-                "give it the same data, or start anew with --fresh"
-            )
-        self._next = state["next_index"]
-        self._accounting = Accounting.from_dict(state["accounting"])
-        self._cut.set_state(state)
-        self._ahead = None
-
-    @property
-    def _name(self) -> str:
-        return self._renderer.rows.name
-
-    def _peek(self) -> Kept | Dropped | None:
-        """The next row's example, not yet taken; None at the end."""
-        if self._ahead is None and self._next < len(self._order):
-            number = self._order[self._next]
-            assert number is not None, "a range has no gaps"
-            self._ahead = self._renderer(number)
-        return self._ahead
-
-    def _take(self, example: Kept | Dropped) -> Kept | None:
-        """Counts the example, or a piece of it, and moves on, unless a whole epoch has come to nothing."""
-        taken = self._cut.take(example)
-        self._accounting += taken.account
-        if taken.finished:
-            self._next += 1
-            self._ahead = None
-        if not self._accounting.kept and self._accounting.rows >= len(self._renderer.rows):
-            raise UserError(f"{self._name}: nothing in it can be trained on: {_reasons(self._accounting)}")
-        return taken.piece
+    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
+    order = order_of(rows, config, seed, epochs)
+    return sum(Groups(renderer, order, batch_size, lambda *_: 1, cutter(config, train_on)))

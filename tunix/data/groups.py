@@ -1,0 +1,132 @@
+"""Rows in Grain's order, each rendered, gathered into groups of kept ones: resumable to the bit.
+
+Grain shuffles the row numbers; `Groups` reads rows in that order and knows its place, within a row that is cut into
+pieces too, and what became of every row up to there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import grain
+
+from tunix.config import DataConfig
+from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.cutting import Whole
+from tunix.data.examples import to_example
+from tunix.data.shapes import Rendering, TrainOn, rendering
+from tunix.data.sources import Rows
+from tunix.data.tokenizer import Tokenizer
+from tunix.errors import UserError
+
+T = TypeVar("T")
+
+
+def order_of(rows: Rows, config: DataConfig, seed: int, epochs: int | None) -> "grain.MapDataset[int]":
+    """The row numbers of all epochs, each shuffled in its own way."""
+    order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
+    return (order.shuffle() if config.shuffle else order).repeat(epochs)
+
+
+def reasons(accounting: Accounting) -> str:
+    """Why rows were dropped, with their numbers."""
+    counts = ", ".join(f"{count} x {reason}" for reason, count in accounting.dropped.items())
+    return counts or "all have weight 0"
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Row number -> what becomes of the row."""
+
+    rows: Rows
+    tokenizer: Tokenizer | None
+    how: Rendering
+
+    @classmethod
+    def of(
+        cls, rows: Rows, tokenizer: Tokenizer | None, config: DataConfig, train_on: TrainOn, vocab_size: int | None
+    ) -> "Renderer":
+        """By the recipe's `data` section; the shape of the rows is that of the first."""
+        how = rendering(config, rows[0], f"row 1 of {rows.name}", train_on)
+        return cls(rows, tokenizer, replace(how, vocab_size=vocab_size))
+
+    def __call__(self, i: int) -> Kept | Dropped:
+        return to_example(self.rows[i], self.tokenizer, self.how, f"row {i + 1} of {self.rows.name}")
+
+
+class Groups(Generic[T]):
+    """Groups of exactly `batch_size` kept rows, taken along Grain's order; Grain's thread runs it ahead."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        order: grain.MapDataset[int],
+        batch_size: int,
+        made: Callable[[list[Kept], Accounting], T],
+        cut: Whole,
+    ) -> None:
+        self._renderer = renderer
+        self._cut = cut
+        self._order = order
+        self._batch_size = batch_size
+        self._made = made
+        self._next = 0
+        self._accounting = Accounting()
+        self._ahead: Kept | Dropped | None = None
+
+    def __iter__(self) -> "Groups[T]":
+        return self
+
+    def __next__(self) -> T:
+        group: list[Kept] = []
+        self._cut.new_batch()
+        # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
+        while (example := self._peek()) is not None and (len(group) < self._batch_size or not self._cut.gives(example)):
+            if piece := self._take(example):
+                group.append(piece)
+        if not group:
+            raise StopIteration
+        return self._made(group, self._accounting)
+
+    def get_state(self) -> dict[str, Any]:
+        """The next place in the order and within its row, the account up to there, and the number of rows that they
+        hold for."""
+        size = len(self._renderer.rows)
+        account = self._accounting.to_dict()
+        return {"next_index": self._next, "rows": size, "accounting": account, **self._cut.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `get_state` told."""
+        size = len(self._renderer.rows)
+        if state["rows"] != size:
+            raise UserError(
+                f"{self._name} has {size} rows, but had {state['rows']} when the checkpoint was written: "
+                "give it the same data, or start anew with --fresh"
+            )
+        self._next = state["next_index"]
+        self._accounting = Accounting.from_dict(state["accounting"])
+        self._cut.set_state(state)
+        self._ahead = None
+
+    @property
+    def _name(self) -> str:
+        return self._renderer.rows.name
+
+    def _peek(self) -> Kept | Dropped | None:
+        """The next row's example, not yet taken; None at the end."""
+        if self._ahead is None and self._next < len(self._order):
+            number = self._order[self._next]
+            assert number is not None, "a range has no gaps"
+            self._ahead = self._renderer(number)
+        return self._ahead
+
+    def _take(self, example: Kept | Dropped) -> Kept | None:
+        """Counts the example, or a piece of it, and moves on, unless a whole epoch has come to nothing."""
+        taken = self._cut.take(example)
+        self._accounting += taken.account
+        if taken.finished:
+            self._next += 1
+            self._ahead = None
+        if not self._accounting.kept and self._accounting.rows >= len(self._renderer.rows):
+            raise UserError(f"{self._name}: nothing in it can be trained on: {reasons(self._accounting)}")
+        return taken.piece
