@@ -103,6 +103,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach():
     assert student.evaluate([batch], GIVEN)["eval/distill/agreement"] == 1
 
 
+@pytest.mark.slow
 def test_student_and_teacher_on_devices_of_their_own():
     batch = pack(sequences(8), 8, 24, packing=True)
     alone = taught(trainer())

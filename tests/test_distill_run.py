@@ -66,6 +66,7 @@ def test_on_given_text_the_student_comes_nearer_on_held_out_rows(tmp_path: Path,
     assert all(row["compile/count"] == 0 for row in stepped())
 
 
+@pytest.mark.slow
 def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, teacher: Path):
     train(recipe(tmp_path, OWN, data__eval="held.jsonl", eval__every=2, steps=4, batch_size=4))
     assert len(measured()) == 3
@@ -126,6 +127,7 @@ def built(words: str) -> Trainer:
     return build_trainer(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_students_base_teaches_without_a_second_base(tmp_path: Path, adapter: Path):
     words = recipe(tmp_path, LAID)
     shared = built(words)

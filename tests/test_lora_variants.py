@@ -99,6 +99,7 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
     assert np.any(found != np.asarray(dropped(jnp.ones((4, 50, 100)), keys, Adapter(1.0, 3, dropout=0.25))))
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_however_a_batch_is_cut():
     batch = pack(sequences(8), 8, 24, packing=True)
     whole, parts = (dropping(rows=rows) for rows in (8, 2))

@@ -56,6 +56,7 @@ def test_every_algorithm_trains_the_adapter_alone(name, tmp_path, capsys):
         assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_merged_folder_is_the_model_that_was_trained(tmp_path, capsys):
     model_folder(tmp_path / "base")
     recipe = {"model": {"path": "base", "dtype": "float32"}, "adapter": QLORA, **STEPS}
