@@ -391,7 +391,7 @@ def test_the_weighted_term_multiplies_by_the_ratio():
         # The two summands are 4.4e8 each: as a product in float32 they leave -32.
         (-19.9, 1.0, {}, exp(19.9) - 20.9, -19.9),
         (-19.9, 2.0, {}, 2 * (exp(19.9) - 20.9), -39.8),
-        (1e-3, 1.0, {}, 5e-7, 1e-3),  # d^2 / 2
+        (1e-3, 1.0, {}, 4.9988e-7, 1e-3),  # d^2 / 2 - d^3 / 6, where -1 - d is -1.00100005 in float32
         # Beyond the bound the estimate is that of 20, and nothing moves; the weight's own gradient would be 4.85e8.
         (-25.0, 1.0, {}, exp(20) - 21, 0.0),
         (25.0, 1.5, {}, 1.5 * 19.0, 0.0),
@@ -413,7 +413,8 @@ def test_where_the_kl_is_clamped_nothing_moves(d, w, settings, value, slope):
     """One token of log-prob -1, d above the reference and log w above the sampler; advantage 0."""
     one = Taken([-1.0], [-1.0 - log(w)], [0.0], {"reference_logprobs": [-1.0 - d]})
     loss, inputs = loss_of(**{"kl": 1.0, "kl_weighted": True, **settings}), inputs_of(batch_of([one]))
-    assert reduced(loss, inputs)["loss/kl"] == pytest.approx(value, rel=2e-4 if d == 1e-3 else 2e-6)
+    # Of small d it is a difference of such numbers: a last bit is 2.3e-4 of it; jax 0.10 and 0.12 are one apart.
+    assert reduced(loss, inputs)["loss/kl"] == pytest.approx(value, rel=3e-4 if d == 1e-3 else 2e-6)
     assert gradients(loss, inputs)[0, PROMPT] == pytest.approx(slope, rel=2e-4 if d == 1e-3 else 2e-6)
 
 
