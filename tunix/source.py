@@ -33,7 +33,7 @@ from tunix.models.families import preset, small, with_sizes
 from tunix.models.folder import read_folder
 from tunix.models.hf import has_score, load_params, resolve_folder, reward_model
 from tunix.models.model import Model, Params, is_own
-from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize
+from tunix.models.quantized import SCALE, Quantization, check_supported, dequantize, quantize
 from tunix.models.rules import Rules, read_rules
 from tunix.models.simulated import simulated, supported
 from tunix.reading import read_mapping
@@ -312,7 +312,7 @@ def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Pa
 
 def _rounded(model: Model, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Values and scales of a stacked matrix."""
-    return jax.lax.map(partial(model.rounded, name), w)
+    return jax.lax.map(lambda layer: quantize(layer, *model.rounding(name)), w)
 
 
 def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:

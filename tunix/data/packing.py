@@ -1,8 +1,8 @@
 """Sequences become a batch: rows of `T` tokens that hold several sequences each, none split, few places empty.
 
-First fit decreasing: the longest first, each into the first row with room. Rows are laid out with numpy alone, in
-pieces: a sequence is one; sequences that are compared with each other lie in one row, and what they begin with alike is
-a piece of its own, which their pieces have as parent.
+First fit decreasing: the longest first, each into the first row with room. Numpy alone lays them out, in pieces. A
+sequence is one piece; but sequences that are compared with each other lie in one row, and what they begin with alike is
+a piece of its own, the parent of theirs.
 
     row      p0 p1 p2 | p3 c0 c1 c2 | p3 r0 r1 | next pair ...
     segment   1  1  1 |  2  2  2  2 |  3  3  3 |
@@ -148,6 +148,7 @@ class _Tokens:
     """The tokens of all pieces, one behind the other; arrays `[L]`."""
 
     piece: np.ndarray
+    """The piece that it belongs to, 0 to K - 1."""
     owner: np.ndarray
     """The sequence."""
     position: np.ndarray
@@ -207,7 +208,7 @@ def shared_tokens(group: List[Sequence]) -> int:
 
 
 def _placed(pieces: _Pieces, max_length: int, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each piece its row, its first place there, and its segment (from 1).
+    """Where the pieces go, `[K]` each: the row, the first place in it, the segment of the row (from 1).
 
     Raises:
         ValueError: a unit is empty or does not fit into a row.

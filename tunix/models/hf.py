@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,25 +155,38 @@ def _load_stacked(
     model: Model, name: str, tensor: Tensor, layers: Sequence[Stored], dtype: DType, mesh: Mesh
 ) -> Params:
     """A parameter of the layers, with its scales where it is quantized."""
-    names = (name, name + SCALE) if name in model.quantized else (name,)
-    whole = {one: sharding(model.axes[one], model.shapes[one], mesh) for one in names}
-    stacks = {one: jnp.zeros(model.shapes[one], model.kinds.get(one, dtype), device=whole[one]) for one in names}
-
-    def put(stacks: Params, value: jax.Array, layer: jax.Array | int) -> Params:
-        parts = model.rounded(name, value) if name in model.quantized else (value,)
-        return {
-            one: jax.lax.dynamic_update_index_in_dim(stacks[one], part.astype(stacks[one].dtype), layer, 0)
-            for one, part in zip(names, parts, strict=True)
-        }
-
-    put = jit(put, donate_argnums=0, out_shardings=whole)
+    quantized = name in model.quantized
+    names = (name, name + SCALE) if quantized else (name,)
+    places = tuple(sharding(model.axes[one], model.shapes[one], mesh) for one in names)
+    stacks = tuple(
+        jnp.zeros(model.shapes[one], model.kinds.get(one, dtype), device=place)
+        for one, place in zip(names, places, strict=True)
+    )
+    put = _put(places, model.rounding(name) if quantized else None)
     shape = model.shapes[name][1:]
     single = sharding(model.axes[name][1:], shape, mesh)
     for layer, file in enumerate(layers):
         stacks = put(stacks, _read(file, tensor, shape, single), layer)
         # Without waiting, reading would run ahead and hold several tensors.
         jax.block_until_ready(stacks)
-    return stacks
+    return dict(zip(names, stacks, strict=True))
+
+
+@cache
+def _put(places: tuple[NamedSharding, ...], rounding: tuple[Quantization, int] | None) -> Callable[..., Any]:
+    """Writes a layer's tensor into its stack, or its values and scales into theirs.
+
+    One function for all parameters and folders, so that it is compiled once for each shape and place.
+    """
+
+    def put(stacks: tuple[jax.Array, ...], value: jax.Array, layer: jax.Array | int) -> tuple[jax.Array, ...]:
+        parts = quantize(value, *rounding) if rounding else (value,)
+        return tuple(
+            jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
+            for stack, part in zip(stacks, parts, strict=True)
+        )
+
+    return jit(put, donate_argnums=0, out_shardings=places)
 
 
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:

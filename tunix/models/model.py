@@ -25,7 +25,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
 from tunix.models.head import token_logprobs
 from tunix.models.layers import Projection, Segments, TokenKeys
-from tunix.models.quantized import SCALE, Quantization, is_scale, quantize
+from tunix.models.quantized import SCALE, Quantization, is_scale
 from tunix.models.simulated import Simulated
 
 Params = dict[str, jax.Array]
@@ -199,11 +199,10 @@ class Model:
         values = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         return jnp.where(positions > 0, values, 0.0)
 
-    def rounded(self, name: str, w: Float[Array, "..."]) -> tuple[jax.Array, jax.Array]:
-        """The values and the scales of one layer's matrix, by its stacked name."""
+    def rounding(self, name: str) -> tuple[Quantization, int]:
+        """How one layer's matrix is rounded, by its stacked name, and how many of its axes are inputs."""
         assert self.quantization is not None
-        contracted = len(self.shapes[name]) - len(self.shapes[name + SCALE]) + 1
-        return quantize(w, self.quantization, contracted)
+        return self.quantization, len(self.shapes[name]) - len(self.shapes[name + SCALE]) + 1
 
     def on_grid(self, name: str, w: jax.Array) -> jax.Array:
         """One layer's parameter as it multiplies, before it is cast, by its stacked name: see `Projection.on_grid`."""

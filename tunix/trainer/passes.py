@@ -105,16 +105,18 @@ def rows_per_pass(mesh: Mesh, batch_size: int, micro_batch_size: int | None, len
     """
     shards = row_shards(mesh)
     if micro_batch_size is None:
-        fitting = _filling(mesh) * shards // length
-        micro_batch_size = min(fitting, _some_of(batch_size, fitting) if packing else batch_size)
+        most = _filling(mesh) * shards // length
+        micro_batch_size = min(most, _rows_of_a_part(batch_size, most) if packing else batch_size)
     return -(-max(micro_batch_size, 1) // shards) * shards
 
 
-def _some_of(batch_size: int, fitting: int) -> int:
-    """A sixteenth of the batch, or a quarter of what fits the devices where that is more: each pass reads all weights
-    and adds to all gradients. At most half of the batch, and so many that a whole batch leaves no row empty if it can.
+def _rows_of_a_part(batch_size: int, most: int) -> int:
+    """R where a packed batch is computed in several passes, so that a last one with few rows wastes little.
+
+    Each pass reads all weights and adds to all gradients: so a sixteenth of the batch, or a quarter of `most` (the rows
+    that fill the devices) where that is more; half of the batch at most. Rounded up to what divides the batch evenly.
     """
-    least = max(batch_size // 16, min(fitting // 4, batch_size // 2), 1)
+    least = max(batch_size // 16, min(most // 4, batch_size // 2), 1)
     return -(-batch_size // max(batch_size // least, 1))
 
 
