@@ -562,6 +562,7 @@ def test_a_full_disk_stops_a_save_and_the_run_goes_on_when_there_is_room(
     assert files(done / "run/export") == files(done / "whole/export")
 
 
+@pytest.mark.slow  # a full disk in a save stays
 def test_a_full_disk_stops_everything_else_too(done: Path, capsys: pytest.CaptureFixture[str]):
     with full_disk(20_000):
         assert_says(refused(["export", "run", "out"], capsys), ["could not write", "out", "File too large"])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from test_step import assert_close, gradients
 from trainers import PLAIN, RICH, sequences, trainer
 
@@ -159,7 +160,7 @@ def test_under_an_adapter_only_it_learns_and_half_precision_is_near():
     assert max(np.abs(x).max() for x in found.values()) > 1e-4
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("divergence", ["forward_kl", *slow(["reverse_kl", "jsd"])])
 def test_a_student_comes_near_its_teacher(divergence):
     """On eight sequences by heart: the divergence falls to less than a fifth, and the likeliest tokens agree."""
     client = taught(trainer())
@@ -189,7 +190,7 @@ def drawing(steps: int) -> Iterator[Rollouts]:
         yield from itertools.islice(made, steps)
 
 
-@pytest.mark.parametrize("divergence", ["sampled", "reverse_kl"])
+@pytest.mark.parametrize("divergence", ["sampled", *slow(["reverse_kl"])])
 def test_a_student_that_draws_comes_near_its_teacher(divergence):
     """The reverse KL on what it draws falls by a third at least, and the sampler stays the model that is trained."""
     client = taught(trainer(length=16))

@@ -81,6 +81,7 @@ def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, tea
     assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
 
 
+@pytest.mark.slow  # tests/test_kill.py and tests/test_run.py stop others
 def test_a_run_that_was_stopped_ends_where_the_other_ends(tmp_path: Path, teacher: Path):
     words = recipe(tmp_path, OWN, steps=4, batch_size=4, checkpoint__every=2)
     train(words, "output=whole")

@@ -62,6 +62,7 @@ def their_steps(model, ids):
     return losses
 
 
+@pytest.mark.slow  # where they start stays
 def test_five_steps_are_those_of_peft(tmp_path):
     """From A and B as PEFT starts them, with torch's AdamW: the same losses, and the same A and B in the end."""
     case = CASES["qwen2-biases-grouped"]

@@ -204,7 +204,7 @@ def test_a_group_in_a_row_by_hand():
     assert "pairs" not in pack(group[:2], 2, 10, together=2).counts
 
 
-@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize("together", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("config", [PLAIN, pytest.param(RICH, marks=pytest.mark.slow)], ids=["plain", "windows"])
 def test_a_prompt_that_answers_share_changes_nothing(config, together: int):
     """GRPO's loss with a KL term, one answer in four of weight 0 and with a NaN for an advantage."""

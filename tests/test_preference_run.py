@@ -117,7 +117,7 @@ def test_an_offset_needs_margins(tmp_path, capfd):
     assert held_out()[0]["eval/loss"] == pytest.approx(np.log(1 + np.exp(0.5)), abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["kto", "apo_zero"])
+@pytest.mark.parametrize("loss", ["kto", *slow(["apo_zero"])])
 def test_kto_learns_from_labels(loss, tmp_path):
     train(write_preferences(tmp_path, rows=labelled, algorithm={"name": "kto", "loss": loss}, steps=16))
     first, last = held_out()

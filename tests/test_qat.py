@@ -169,6 +169,7 @@ def test_a_mesh_changes_nothing(mesh):
         np.testing.assert_allclose(gradient, np.asarray(many._gathered[name]), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_in_the_rounding_loses_less_than_rounding_afterwards():
     rules = Rules.model_validate({"rules": [{"module": ".*", "weights": "int4", "tile": 16}]})
     through, after = trainer(rules=rules), trainer()

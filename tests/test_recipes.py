@@ -18,9 +18,9 @@ SLOW = (
     *("qlora_grpo_llama", "dapo_qwen", "grpo_llama_gsm8k", "distill_gemma"),
     *("dpo_llama_lora", "dpo_pydoc", "orpo_gemma", "simpo_qwen", "lora_gemma", "sft_llama", "sft_qwen"),
     *("sft_gemma", "qlora_gemma", "online_dpo_gemma", "grpo_gemma", "ppo_gemma", "tool_use_qwen"),
-    *("qat_gemma", "kto_llama", "quickstart", "reward_qwen"),
+    *("qat_gemma", "kto_llama", "quickstart", "reward_qwen", "dpo_gemma"),
 )
-"""The first four compile for minutes, the others have siblings here (sft_pydoc, dpo_gemma) or in the notebooks
+"""The first four compile for minutes, the others have a sibling here (sft_pydoc) or in the notebooks
 (01 runs the quickstart); what is of their own, smaller runs see: tests/test_reward_run.py, tests/test_qlora_run.py,
 tests/test_distill_run.py, tests/test_preference_run.py, tests/test_rl_run.py, tests/test_quantize.py,
 tests/test_environments.py."""

@@ -54,7 +54,7 @@ def rewards(side: str) -> float:
     return found / len(ROWS)
 
 
-@pytest.mark.parametrize("reference", ["snapshot", "precompute"])
+@pytest.mark.parametrize("reference", ["snapshot", *slow(["precompute"])])
 @pytest.mark.parametrize("adapter", [None, *slow([{"rank": 4}])])
 def test_rewards_are_measured_from_the_folder_that_is_named(folders: Path, reference: str, adapter: dict | None):
     train(recipe(folders, {"adapter": adapter} if adapter else None, reference=reference))

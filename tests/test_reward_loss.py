@@ -119,7 +119,7 @@ def client(config, rows):
     return made
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "windows"])
+@pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.slow), RICH], ids=["plain", "windows"])
 def test_packing_and_passes_change_nothing(config):
     trained = algorithm(centring=0.1)
     sides = [trained.prepared(side) for side in pairs(6)]

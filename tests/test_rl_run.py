@@ -115,6 +115,7 @@ def test_a_sampler_with_another_temperature_stops_the_run(
     assert "rollout.mismatch_tolerance: at token" in stopped(capsys)
 
 
+@pytest.mark.slow  # tests/test_exact.py has both without a run around them
 def test_bfloat16_passes_with_its_own_tolerance(tmp_path: Path):
     write_policy(tmp_path, **PLAIN, model__dtype="bfloat16", steps=2)
     train("r.yaml")
@@ -158,6 +159,7 @@ def test_ppo_with_a_critic_of_its_own(tmp_path: Path):
     AutoModelForCausalLM.from_pretrained("run/export")
 
 
+@pytest.mark.slow  # the critic of its own stays
 def test_ppo_on_a_shared_trunk(tmp_path: Path):
     algorithm = {"name": "ppo", "critic": "shared", "entropy_bonus": 0.01}
     write_policy(tmp_path, algorithm=algorithm, batch_size=16, steps=2)
