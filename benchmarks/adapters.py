@@ -26,11 +26,11 @@ from rich.table import Table
 from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import LOSS, interleaved
 from tunix.lora.config import AdapterConfig
-from tunix.models.families import preset
+from tunix.models.families.table import preset
 from tunix.models.model import is_adapter
-from tunix.models.quantized import tile_of
-from tunix.trainer.client import Trainer
+from tunix.models.quantization.formats import tile_of
 from tunix.trainer.perf import peak_memory
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling
 
 KINDS: dict[str, AdapterConfig | None] = {

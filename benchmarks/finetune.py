@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tunix.recipe import Recipe
-from tunix.run import RunResult
+from tunix.run.result import RunResult
+from tunix.run.train import train
 
 RECIPE = Path(__file__).parents[1] / "recipes/sft_pydoc.yaml"
 KINDS = {
@@ -31,7 +31,7 @@ LAST = 20
 def trained(output: Path, steps: int, *overrides: str) -> RunResult:
     """The finished run of the recipe."""
     words = [*overrides, f"steps={steps}", "eval={every: 20, samples: 0}", f"output={output}"]
-    return Recipe.load(RECIPE, words).run()
+    return train(RECIPE, words)
 
 
 def row(kind: str, rate: float, result: RunResult) -> list[str]:

@@ -31,7 +31,7 @@ from benchmarks.programs import cycles, elements, products
 from benchmarks.train import interleaved
 from tunix.config import BaseType, DType
 from tunix.models.layers import Projection, Segments, attention
-from tunix.models.quantized import ROUNDED, Quantization
+from tunix.models.quantization.formats import ROUNDED, Quantization
 
 TILE = 128
 SIZES = {"small": (256, 1024), "1b": (2048, 8192)}

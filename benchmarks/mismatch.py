@@ -1,7 +1,7 @@
 """`python -m benchmarks.mismatch`: the trainer's log-probs beside the sampler's in bfloat16, and what equal ones cost.
 
 Small random models of every family draw completions; the training step and `Client.logprobs` look at them again. Once
-with the rounding that tunix asks of XLA (`tunix.exact`), once with the liberty that XLA takes by itself, each in a
+with the rounding that tunix asks of XLA (`tunix.util.exact`), once with the liberty that XLA takes by itself, each in a
 process of its own; for the times (the small Llama shape: one step of 8 x 256 tokens, 16 x 64 tokens drawn) both take
 turns.
 """
@@ -31,7 +31,7 @@ MODES = ("exact", "free")
 def shape_of(family: "Family") -> "Shape":
     """A small random model of a family; local layers see less than a sequence."""
     from benchmarks.shapes import Shape
-    from tunix.models.families import small, with_sizes
+    from tunix.models.families.table import small, with_sizes
 
     config = small(family)
     config = with_sizes(config, SIZES | ({} if config.window is None else {"window": WINDOW}))
@@ -72,7 +72,7 @@ def distances(family: "Family") -> dict[str, float]:
 
 def child(mode: str, families: "list[Family]") -> None:
     """Prints what `distances` finds, line by line; then the seconds of one step and of one draw for each line read."""
-    from tunix import exact
+    from tunix.util import exact
 
     if mode == "free":
         exact.ROUNDS = {}

@@ -18,11 +18,11 @@ from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import interleaved
 from tunix.config import DType, MeshConfig
 from tunix.lora.adapt import adapt
-from tunix.lora.mixture import Laid
+from tunix.lora.multi_lora import Laid
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, is_adapter
-from tunix.rollout.engine import Engine
-from tunix.rollout.episode import Request
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.request import Request
 from tunix.types import Sampling
 
 

@@ -26,11 +26,11 @@ from benchmarks.shapes import LORA, SHAPES
 from benchmarks.train import LOSS, SIDE, interleaved
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.config import DataConfig
+from tunix.data.config import DataConfig
 from tunix.data.packing import pack
 from tunix.data.pipeline import Layout
-from tunix.trainer.client import Trainer
 from tunix.trainer.perf import matmul_weights, peak_memory, training_flops
+from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Loss, Sequence
 
 SHAPE = SHAPES["small"]

@@ -17,7 +17,7 @@ from benchmarks.shapes import LORA, SHAPES
 from benchmarks.train import interleaved
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.config import DataConfig
+from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.collect import Collector, Rollouts, RolloutStream

@@ -23,8 +23,8 @@ from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
-from tunix.rollout.engine import Engine
-from tunix.rollout.episode import Request
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights
 from tunix.types import Completion, Sampling
 

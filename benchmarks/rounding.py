@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.finetune import trained
-from tunix.evals import Wanted
-from tunix.quantize import quantize, read_words
-from tunix.run import RunResult
-from tunix.speaker import Asked
+from tunix.commands.evaluate import Wanted
+from tunix.commands.inference import Asked
+from tunix.commands.quantize import quantize, read_words
+from tunix.run.result import RunResult
 
 RATE = 1e-3
 """The better one of full training in `benchmarks.finetune`."""

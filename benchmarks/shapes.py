@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix.config import DType, MeshConfig, OptimizerConfig
+from tunix.config import DType, MeshConfig
 from tunix.data.packing import pack, row_length
 from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_adapter
-from tunix.trainer.client import Machinery, Trainer
+from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.microbatches import Cut, answers_per_row
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.passes import Cut, answers_per_row
 from tunix.trainer.perf import training_flops
+from tunix.trainer.trainer import Machinery, Trainer
 from tunix.types import Batch, Sequence
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="constant")

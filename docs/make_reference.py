@@ -24,24 +24,16 @@ from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EnvironmentConfig,
-    EvalConfig,
-    LoggingConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RewardFunction,
-    RolloutConfig,
-)
+from tunix.config import Config, EvalConfig, MeshConfig, ModelConfig
+from tunix.data.config import DataConfig
 from tunix.lora.config import AdapterConfig
-from tunix.models.families import PRESETS, SIZE_NAMES
-from tunix.models.rules import QuantizationConfig, Rule
-from tunix.recipe import Recipe
+from tunix.models.families.table import PRESETS, SIZE_NAMES
+from tunix.models.quantization.rules import QuantizationConfig, Rule
+from tunix.recipe.recipe import Recipe
+from tunix.rollout.config import RolloutConfig
+from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.rewards.config import RewardConfig, RewardFunction
+from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 
 PAGE = Path(__file__).with_name("recipe.md")
 SECTIONS: dict[str, type[Config]] = {

@@ -220,14 +220,18 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[object, ...]] = []
     stub(
         monkeypatch,
-        "run",
-        run=lambda recipe, fresh: calls.append(("run", recipe.steps, fresh)),
-        export=lambda run, out, adapter, packed, step: calls.append(("export", run, out, adapter, packed, step)),
+        "run.train",
+        train=lambda recipe, overrides, tiny, fresh: calls.append(("run", recipe, overrides, tiny, fresh)),
     )
-    stub(monkeypatch, "show", show=lambda recipe, rows: calls.append(("inspect", recipe.steps, rows)))
     stub(
         monkeypatch,
-        "score",
+        "run.export",
+        export=lambda run, out, adapter, packed, step: calls.append(("export", run, out, adapter, packed, step)),
+    )
+    stub(monkeypatch, "commands.inspect", show=lambda recipe, rows: calls.append(("inspect", recipe.steps, rows)))
+    stub(
+        monkeypatch,
+        "commands.score",
         score=lambda model, data, out, **options: calls.append(("score", model, data, out, options)),
     )
     assert main(["run", "r.yaml", "--fresh", "steps=7"]) == 0
@@ -236,7 +240,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     assert main(["score", "m", "d.jsonl", "--out", "o.jsonl", "--adapter", "a"]) == 0
     options = {"adapter": Path("a"), "batch_size": 8, "max_length": 1024, "dtype": "float32"}
     assert calls == [
-        ("run", 7, True),
+        ("run", Path("r.yaml"), ["steps=7"], False, True),
         ("inspect", 50, 2),
         ("export", Path("runs/r"), Path("out"), True, False, 5),
         ("score", "m", "d.jsonl", Path("o.jsonl"), options),
@@ -244,32 +248,32 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
 
 
 def raising(error: BaseException):
-    def run(recipe: object, fresh: bool) -> None:
+    def train(recipe: object, overrides: object, **_: bool) -> None:
         raise error
 
-    return run
+    return train
 
 
 def test_an_interrupted_run_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    stub(monkeypatch, "run", run=raising(Interrupted("saved at step 3; the same command goes on")))
+    stub(monkeypatch, "run.train", train=raising(Interrupted("saved at step 3; the same command goes on")))
     assert main(["run", "r.yaml"]) == 130
     assert capsys.readouterr().err == "saved at step 3; the same command goes on\n"
 
 
 def test_ctrl_c_elsewhere_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    stub(monkeypatch, "run", run=raising(KeyboardInterrupt()))
+    stub(monkeypatch, "run.train", train=raising(KeyboardInterrupt()))
     assert main(["run", "r.yaml"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_our_own_defects_rise(monkeypatch: pytest.MonkeyPatch):
-    stub(monkeypatch, "run", run=raising(RuntimeError("ours")))
+    stub(monkeypatch, "run.train", train=raising(RuntimeError("ours")))
     with pytest.raises(RuntimeError, match="ours"):
         main(["run", "r.yaml"])
 
 
 def test_debug_shows_where_a_mistake_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    stub(monkeypatch, "run", run=raising(UserError("yours")))
+    stub(monkeypatch, "run.train", train=raising(UserError("yours")))
     monkeypatch.setenv("TUNIX_DEBUG", "1")
     assert main(["run", "r.yaml"]) == 2
     err = capsys.readouterr().err

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from policy_batches import Taken, batch_of, inputs_of, reduced
-from preference_batches import Side
-from preference_batches import batch_of as pairs_of
-from preference_batches import inputs_of as pair_inputs
-from test_grpo_loss import SAMPLED, A, B
 
+from tests.algorithms.grpo.test_grpo_loss import SAMPLED, A, B
+from tests.policy_batches import Taken, batch_of, inputs_of, reduced
+from tests.preference_batches import Side
+from tests.preference_batches import batch_of as pairs_of
+from tests.preference_batches import inputs_of as pair_inputs
 from tunix.algorithms.advantages import gae, group_advantages, whitened
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import dpo_loss
@@ -32,9 +32,9 @@ from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import value_loss
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.algorithms.sft.loss import sft_loss
-from tunix.config import OptimizerConfig
 from tunix.lora.adapt import START_OF_A
 from tunix.lora.config import AdapterConfig
+from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.optimizer import build_schedule
 
 PAGE = Path(__file__).parents[1] / "docs/coming_from.md"

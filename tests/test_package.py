@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tunix.errors import UserError
-from tunix.recipe import Recipe, brought
+from tunix.recipe.recipe import Recipe, brought
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from marks import QUICKLY
+
+from tests.marks import QUICKLY
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

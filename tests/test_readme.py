@@ -14,9 +14,9 @@ import yaml
 
 import tunix
 from tunix.cli import COMMANDS
-from tunix.config import OptimizerConfig
 from tunix.lora.config import AdapterConfig
-from tunix.recipe import Recipe
+from tunix.recipe.recipe import Recipe
+from tunix.trainer.config import OptimizerConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def named(block: str) -> str | None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3 folder in place of the hub's."""
     words = ["steps=1", "eval.samples=0", f"output={tmp_path_factory.mktemp('small')}/run"]
-    export = Recipe.load("sft_qwen", words, tiny=True).run().export
+    export = tunix.train("sft_qwen", words, tiny=True).export
     assert export is not None
     return export
 
@@ -65,7 +65,7 @@ def checkout(small: Path, tmp_path: Path) -> Path:
 def test_what_it_shows_runs(checkout: Path, tmp_path: Path):
     recipe = Recipe.load(tmp_path / "my_run.yaml", ["epochs=1", "batch_size=4", "data.max_length=128"])
     assert recipe.adapter is not None
-    assert recipe.run().folder == Path("runs/my_run")
+    assert tunix.train(recipe).folder == Path("runs/my_run")
     told: dict[str, object] = {}
     for block in blocks("python"):
         if named(block) is None:
@@ -78,11 +78,11 @@ def test_what_it_shows_runs(checkout: Path, tmp_path: Path):
     assert told["tunix"] is tunix
 
 
-@pytest.mark.slow  # tests/test_subclass.py trains by the same class
+@pytest.mark.slow  # tests/algorithms/test_subclass.py trains by the same class
 def test_its_rewards_and_its_grpo_run(checkout: Path, tmp_path: Path):
     plain = Recipe.load(tmp_path / "by_reward.yaml")
     assert plain.algorithm.name == "grpo"
-    result = Recipe.load(tmp_path / "by_reward.yaml", ["algorithm.name=my_grpo.py:MyGRPO"]).run()
+    result = tunix.train(tmp_path / "by_reward.yaml", ["algorithm.name=my_grpo.py:MyGRPO"])
     assert [row["step"] for row in result.metrics] == [1, 2]  # one epoch of eight rows, four at a time
     for row in result.metrics:
         assert 0 <= row["reward/short"] <= 1
@@ -93,7 +93,7 @@ def test_its_rewards_and_its_grpo_run(checkout: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_its_preferences_run(checkout: Path, tmp_path: Path):
-    result = Recipe.load(tmp_path / "by_preference.yaml", ["batch_size=4"]).run()
+    result = tunix.train(tmp_path / "by_preference.yaml", ["batch_size=4"])
     assert [row["step"] for row in result.metrics] == [1, 2]  # one epoch of eight rows, four at a time
     # The margin of two equal models is 0 in bfloat16 too: -log sigmoid(0) = ln 2.
     assert result.metrics[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)

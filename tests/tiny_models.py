@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunix.config import MeshConfig
+from tunix.hf.model_folder import load_params
 from tunix.mesh import build_mesh
-from tunix.models.families import FAMILIES, read_config
-from tunix.models.hf import load_params
+from tunix.models.families.table import FAMILIES, read_config
 from tunix.models.model import Model, Params
 
 ROWS, LENGTH = 3, 40

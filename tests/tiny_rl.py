@@ -6,7 +6,7 @@ All runs share one shape: 16 answers of up to 12 tokens, in rows of 32.
 from pathlib import Path
 from typing import Any
 
-from tiny_runs import write_recipe, write_rows
+from tests.tiny_runs import write_recipe, write_rows
 
 REWARDS = '''
 def letters(completion):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import yaml
-from tiny_models import randomise
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.tiny_models import randomise
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
 

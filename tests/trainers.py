@@ -3,17 +3,18 @@
 import jax
 import numpy as np
 
-from tunix.config import DType, MeshConfig, OptimizerConfig
+from tunix.config import DType, MeshConfig
 from tunix.lora.adapt import adapt, quantization, started
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_own
-from tunix.models.rules import Rules
-from tunix.models.simulated import simulated
-from tunix.trainer.client import Machinery, Trainer
+from tunix.models.quantization.fake_quant import simulated
+from tunix.models.quantization.rules import Rules
+from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.microbatches import Cut
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.passes import Cut
+from tunix.trainer.trainer import Machinery, Trainer
 from tunix.types import Sequence
 
 PLAIN = DecoderConfig(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from tunix import __version__
-from tunix.arguments import (
+from tunix.commands.arguments import (
     Parser,
     chat_arguments,
     eval_arguments,
@@ -30,8 +30,8 @@ from tunix.arguments import (
 from tunix.errors import Interrupted, UserError, nearest
 
 if TYPE_CHECKING:
-    from tunix.generate import Judged
-    from tunix.speaker import Asked
+    from tunix.commands.generate import Judged
+    from tunix.commands.inference import Asked
     from tunix.types import Sampling
 
 Parsed = argparse.Namespace
@@ -132,27 +132,27 @@ examples:
 
 
 def _run(parsed: Parsed) -> None:
-    from tunix.recipe import Recipe
+    from tunix.run.train import train
 
-    Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny).run(fresh=parsed.fresh)
+    train(parsed.recipe, parsed.overrides, tiny=parsed.tiny, fresh=parsed.fresh)
 
 
 def _check(parsed: Parsed) -> None:
-    from tunix.recipe import Recipe
+    from tunix.recipe.recipe import Recipe
 
     print(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny).to_yaml(), end="")
     print(f"# ok: {parsed.recipe}")  # a comment, so that the output is a recipe again
 
 
 def _inspect(parsed: Parsed) -> None:
-    from tunix.recipe import Recipe
-    from tunix.show import show
+    from tunix.commands.inspect import show
+    from tunix.recipe.recipe import Recipe
 
     show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
 
 
 def _score(parsed: Parsed) -> None:
-    from tunix.score import score
+    from tunix.commands.score import score
 
     score(
         parsed.model,
@@ -166,8 +166,8 @@ def _score(parsed: Parsed) -> None:
 
 
 def _generate(parsed: Parsed) -> None:
-    from tunix.compare import compare
-    from tunix.generate import generate
+    from tunix.commands.compare_adapters import compare
+    from tunix.commands.generate import generate
 
     adapters, judging, how = parsed.adapter, _judged(parsed), _sampling(parsed)
     to = {"rows": parsed.input, "out": parsed.out, "sampling": how, "n": parsed.n, "seed": parsed.seed}
@@ -183,8 +183,8 @@ def _generate(parsed: Parsed) -> None:
 
 def _judged(parsed: Parsed) -> "Judged | None":
     """How completions are scored and chosen."""
-    from tunix.generate import Judged
-    from tunix.judging import reward_config
+    from tunix.commands.generate import Judged
+    from tunix.commands.reward_flags import reward_config
 
     rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
     if rewards is not None:
@@ -196,8 +196,8 @@ def _judged(parsed: Parsed) -> "Judged | None":
 
 
 def _eval(parsed: Parsed) -> None:
-    from tunix.evals import Wanted, evaluate
-    from tunix.judging import reward_config
+    from tunix.commands.evaluate import Wanted, evaluate
+    from tunix.commands.reward_flags import reward_config
 
     columns = dict(column.partition("=")[::2] for column in parsed.column)
     if wrong := next((ours for ours, theirs in columns.items() if not (ours and theirs)), None):
@@ -221,22 +221,22 @@ def _eval(parsed: Parsed) -> None:
 
 
 def _quantize(parsed: Parsed) -> None:
-    from tunix.evals import Wanted
-    from tunix.quantize import quantize
-    from tunix.speaker import Asked
+    from tunix.commands.evaluate import Wanted
+    from tunix.commands.inference import Asked
+    from tunix.commands.quantize import quantize
 
     asked = Asked(parsed.model, parsed.adapter, parsed.dtype)
     quantize(asked, parsed.out, parsed.rules, Wanted(data=parsed.data, rows=parsed.rows), packed=parsed.packed)
 
 
 def _chat(parsed: Parsed) -> None:
-    from tunix.chat import chat
+    from tunix.commands.chat import chat
 
     chat(_asked(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
 
 
 def _asked(parsed: Parsed, slots: int | None) -> "Asked":
-    from tunix.speaker import Asked
+    from tunix.commands.inference import Asked
 
     return Asked(parsed.model, parsed.adapter, parsed.dtype, slots, parsed.system, parsed.raw)
 
@@ -255,7 +255,7 @@ def _sampling(parsed: Parsed) -> "Sampling":
 
 
 def _export(parsed: Parsed) -> None:
-    from tunix.run import export
+    from tunix.run.export import export
 
     export(parsed.run, parsed.out, adapter=parsed.adapter, packed=parsed.packed, step=parsed.step)
 

@@ -5,14 +5,16 @@ per step, with what the data stream hands out: a packed batch of given sequences
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tunix.client import Client
+import numpy as np
+
 from tunix.config import Config
 from tunix.data.pipeline import Packed
+from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
@@ -41,6 +43,10 @@ class Algorithm(ABC):
 
     spare_tokens: int = 0
     """Tokens by which sequences that are valued are longer than `data.max_length`."""
+
+    answers: Callable[[Sequence], np.ndarray] | None = None
+    """A given sequence's `[T]` log-probs under the reference, asked before training where the algorithm `precomputes`;
+    the run sets it."""
 
     def __init__(self, config: Any, sampling: Sampling | None = None):
         """Args:
@@ -79,6 +85,11 @@ class Algorithm(ABC):
     def reference_path(self) -> str | None:
         """Another model that is asked in their place."""
         return None
+
+    @property
+    def precomputes(self) -> bool:
+        """Whether the reference is asked for all given sequences before training, and then let go of."""
+        return False
 
     @property
     def critic(self) -> str | None:

@@ -7,7 +7,7 @@ something only under a condition; subclasses add theirs.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -215,9 +215,19 @@ class PolicyConfig(RuledConfig):
         """Always."""
         return True
 
+    @property
+    def samples_per_prompt(self) -> int:
+        """The group."""
+        return self.group_size
+
     def sequences_per_update(self, batch_size: int) -> int:
         """Those of the largest part."""
         return math.ceil(batch_size / self.updates) * self.group_size
+
+    def complaints(self, batch_size: int) -> Iterator[str]:
+        """Each part of the batch has a prompt at least."""
+        if self.updates > batch_size:
+            yield f"algorithm.updates: {self.updates} parts of {batch_size} prompts (batch_size)"
 
     def conflicts(self) -> list[str]:
         """What is wrong between settings that are all read; one sentence each."""

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tunix.config import DataConfig
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
+from tunix.data.config import DataConfig
 from tunix.data.shapes import CUT, TrainOn
 
 

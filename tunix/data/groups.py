@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import grain
 
-from tunix.config import DataConfig
 from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.config import DataConfig
 from tunix.data.cutting import Whole
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, TrainOn, rendering

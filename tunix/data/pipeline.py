@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 import grain
 import numpy as np
 
-from tunix.config import DataConfig
 from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.config import DataConfig
 from tunix.data.cutting import cutter, grouped
 from tunix.data.groups import Groups, Renderer, order_of, reasons
 from tunix.data.packing import pack, row_length

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tunix.config import DataConfig
 from tunix.data.columns import Row, listed, near
+from tunix.data.config import DataConfig
 from tunix.errors import UserError, nearest
 from tunix.types import LOSS_WEIGHTS
 

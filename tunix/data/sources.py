@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tunix.errors import UserError, nearest
-from tunix.reference import is_reference, load_object
+from tunix.util.plugins import is_reference, load_object
 
 if TYPE_CHECKING:
     import pyarrow

@@ -20,7 +20,7 @@ import numpy as np
 
 from tunix.data.templates import END_OF_TURN, MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
 from tunix.errors import UserError
-from tunix.files import refuse_foreign
+from tunix.util.atomic_io import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

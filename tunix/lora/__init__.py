@@ -1,1 +1,1 @@
-"""Low-rank adapters on a frozen base, through qwix; PEFT folders in and out."""
+"""Low-rank adapters on a frozen base, through qwix; several of them in one batch."""

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.exact import jit
 from tunix.lora.config import AdapterConfig, Low
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block
 from tunix.models.layers import Adapter, Projection, Segments, rope_tables
 from tunix.models.model import Model, Params, is_adapter
-from tunix.models.quantized import SCALE, Quantization, is_scale, plain
+from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
+from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """PEFT's (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that published

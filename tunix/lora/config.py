@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from tunix.config import BaseType, Config, Fraction, Positive
-from tunix.models.modules import PROJECTIONS, matched
+from tunix.models.quantization.modules import PROJECTIONS, matched
 
 Table = Literal["embed_tokens", "lm_head"]
 

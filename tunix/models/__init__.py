@@ -1,1 +1,1 @@
-"""Decoder-only language models: one text for all families, Hugging Face folders in and out."""
+"""Decoder-only language models: one text for all families, for training, prefill and decoding."""

@@ -1,8 +1,8 @@
 """The decoder: one text for Llama, Gemma and Qwen. What differs between them is in `DecoderConfig`.
 
 Tokens -> embeddings -> a scan over stacked blocks -> final norm -> hidden states `[B T D]`. The logits are the business
-of `head.py`, which never holds them all. Packed rows are the normal form: positions restart and attention stays within
-a segment.
+of `token_logprobs.py`, which never holds them all. Packed rows are the normal form: positions restart and attention
+stays within a segment.
 
 Axes: B rows, T time, V vocabulary, D model, F ffn, N query heads, K kv heads, H head dim, L layers.
 """
@@ -30,8 +30,8 @@ from tunix.models.layers import (
     rotate,
     weight,
 )
-from tunix.models.quantized import Quantization, in_compute
-from tunix.models.simulated import Simulated
+from tunix.models.quantization.fake_quant import Simulated
+from tunix.models.quantization.formats import Quantization, in_compute
 
 KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
 """What a layer keeps for its backward pass: the products' results. Norms, rope, softmax and activations are made again;

@@ -1,7 +1,7 @@
 """How far two heads are from each other at every token that counts, without ever holding logits `[B T V]`.
 
 A student's and a teacher's states `[B T D]` and `[B T E]` meet their own tables, block by block of tokens and chunk by
-chunk of the vocabulary (`blocks.py`). A first sweep over the chunks finds both masses and, for `top_k`, the logit
+chunk of the vocabulary (`vocab_chunks.py`). A first sweep over the chunks finds both masses and, for `top_k`, the logit
 that an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass makes each
 chunk's logits once more; the gradient goes to the student alone.
 
@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import constrain
-from tunix.models.blocks import (
+from tunix.models.vocab_chunks import (
     NEVER,
     Bend,
     Mass,

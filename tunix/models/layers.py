@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.mesh import Axes
 from tunix.models.config import Rope
-from tunix.models.quantized import Quantization, check_tile, dequantize, quantize, scale_axes
-from tunix.models.simulated import Simulated
+from tunix.models.quantization.fake_quant import Simulated
+from tunix.models.quantization.formats import Quantization, check_tile, dequantize, quantize, scale_axes
 
 BLOCK_Q = 128
 """Queries of an attention block at least: a block skips the keys after its last query, nearly half of all scores."""

@@ -19,14 +19,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType
-from tunix.exact import jit
 from tunix.mesh import Axes, sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Block, Decoder
-from tunix.models.head import token_logprobs
 from tunix.models.layers import Projection, Segments, TokenKeys
-from tunix.models.quantized import SCALE, Quantization, is_scale
-from tunix.models.simulated import Simulated
+from tunix.models.quantization.fake_quant import Simulated
+from tunix.models.quantization.formats import SCALE, Quantization, is_scale
+from tunix.models.token_logprobs import token_logprobs
+from tunix.util.exact import jit
 
 Params = dict[str, jax.Array]
 TOGETHER = 1 << 26

@@ -1,1 +1,1 @@
-"""Sampling: completions and their log-probs from the model that is being trained."""
+"""Sampling: prompts in, completions with log-probs and rewards out, packed for the update."""

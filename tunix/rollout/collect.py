@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from tunix.client import Client, Sampler
-from tunix.config import EnvironmentConfig
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompt, Prompts
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
+from tunix.protocols import Client, Sampler
 from tunix.rollout.environments.base import Episode, Episodes
+from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.scorer import Scorer

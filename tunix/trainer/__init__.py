@@ -1,1 +1,1 @@
-"""The train state, the compiled step, and the client that algorithms speak to."""
+"""The train state, the compiled step, and the trainer that algorithms speak to as a client."""

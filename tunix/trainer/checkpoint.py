@@ -15,8 +15,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
-from tunix.config import CheckpointConfig
 from tunix.errors import UserError
+from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.step import TrainState
 
 BEST = "eval/loss"

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from tunix.config import LoggingConfig
 from tunix.errors import UserError
-from tunix.files import write_text_atomic
+from tunix.trainer.config import LoggingConfig
+from tunix.util.atomic_io import write_text_atomic
 
 
 @runtime_checkable

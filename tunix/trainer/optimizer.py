@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import optax
 
-from tunix.config import DType, OptimizerConfig
+from tunix.config import DType
 from tunix.mesh import Axes
+from tunix.trainer.config import OptimizerConfig
 
 MUON_RMS = 0.2
 """Root mean square of a Muon update, that of a typical AdamW update, so that its learning rates carry over

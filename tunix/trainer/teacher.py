@@ -16,13 +16,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from tunix.exact import jit
 from tunix.mesh import RULES, sharding
 from tunix.models.model import Model, Params
-from tunix.trainer.passes import Cut
-from tunix.trainer.scoring import Scorer, each_pass
+from tunix.trainer.logprobs import Scorer, each_pass
+from tunix.trainer.microbatches import Cut
 from tunix.trainer.step import Lesson, Passes, hidden_of
 from tunix.types import Batch, Sequence
+from tunix.util.exact import jit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import optax  # noqa: E402
 import qwix  # noqa: E402
 from flax import nnx  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
-from tunix.generate import sampler as sampling  # noqa: E402
+from tunix.commands.generate import sampler as sampling  # noqa: E402
 from tunix.models.llama3 import model as llama  # noqa: E402
 from tunix.models.llama3 import params as loading  # noqa: E402
 from tunix.rl import rl_cluster as clusters  # noqa: E402

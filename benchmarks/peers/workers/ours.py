@@ -14,16 +14,16 @@ from tunix.algorithms.grpo.algorithm import GRPO  # noqa: E402
 from tunix.algorithms.grpo.config import GRPOConfig  # noqa: E402
 from tunix.algorithms.sft.algorithm import SFT  # noqa: E402
 from tunix.algorithms.sft.config import SFTConfig  # noqa: E402
-from tunix.config import DataConfig  # noqa: E402
+from tunix.data.config import DataConfig  # noqa: E402
 from tunix.data.packing import pack  # noqa: E402
 from tunix.data.pipeline import Layout, Prompts  # noqa: E402
 from tunix.data.sources import open_rows  # noqa: E402
 from tunix.data.tokenizer import load_tokenizer  # noqa: E402
 from tunix.rollout.collect import Collector, Rollouts, RolloutStream  # noqa: E402
-from tunix.rollout.engine import Engine  # noqa: E402
-from tunix.rollout.episode import Request  # noqa: E402
+from tunix.rollout.engine.engine import Engine  # noqa: E402
+from tunix.rollout.engine.request import Request  # noqa: E402
 from tunix.rollout.rewards.scorer import Scorer  # noqa: E402
-from tunix.trainer.client import Trainer  # noqa: E402
+from tunix.trainer.trainer import Trainer  # noqa: E402
 from tunix.types import Batch, Loss, Sampling, Sequence  # noqa: E402
 
 SHAPE = SHAPES[case["shape"]]

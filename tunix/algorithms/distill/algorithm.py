@@ -12,8 +12,8 @@ from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.distill.config import DistillConfig
 from tunix.algorithms.distill.loss import distill_loss, sampled_loss
 from tunix.algorithms.loss import compared_with_sampler
-from tunix.algorithms.policy import Groups, as_sequence, drawn_report, flat, gate, merged, row
-from tunix.client import Client
+from tunix.algorithms.on_policy import Groups, as_sequence, drawn_report, flat, gate, merged, row
+from tunix.protocols import Client
 from tunix.rollout.collect import Rollouts
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, Sequence
 

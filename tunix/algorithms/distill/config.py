@@ -65,9 +65,19 @@ class DistillConfig(RuledConfig):
         """On-policy the student writes the completions."""
         return "prompts" if self.on_policy else "completions"
 
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """The group, on-policy."""
+        return self.group_size or 1
+
     def sequences_per_update(self, batch_size: int) -> int:
         """On-policy, all completions of a step."""
-        return batch_size * (self.group_size or 1)
+        return batch_size * self.samples_per_prompt
 
 
 class TeacherMesh(MeshConfig):

@@ -6,7 +6,6 @@ the rewards, are the prompt's pair.
 Axes: P prompts, G group.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,9 +18,9 @@ from tunix.algorithms.dpo.baseline import Running, laid, paired, unpaired
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
 from tunix.algorithms.loss import REFERENCE, compared_with_sampler
-from tunix.algorithms.policy import Groups, as_sequence, gate, notes, report, rewards_of, row
-from tunix.client import Client
+from tunix.algorithms.on_policy import Groups, as_sequence, gate, notes, report, rewards_of, row
 from tunix.data.pipeline import Packed
+from tunix.protocols import Client
 from tunix.rollout.collect import Rollouts, require_scores
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
@@ -36,9 +35,6 @@ class DPO(Algorithm):
     config: DPOConfig
 
     members = 2
-
-    answers: Callable[[Sequence], np.ndarray] | None = None
-    """`[T]` log-probs of the reference, asked before the first step where the recipe says so."""
 
     def __init__(self, config: DPOConfig, sampling: Sampling | None = None):
         """See `Algorithm`."""

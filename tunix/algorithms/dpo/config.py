@@ -1,5 +1,6 @@
 """The `algorithm` section of a recipe for DPO and its relatives. Loads without jax."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -173,6 +174,16 @@ class DPOConfig(RuledConfig):
         """Where the policy's own completions are ranked."""
         return self.online
 
+    @property
+    def samples_per_prompt(self) -> int:
+        """Those that are ranked."""
+        return self.group_size
+
     def sequences_per_update(self, batch_size: int) -> int:
         """Two for each pair."""
         return 2 * batch_size
+
+    def complaints(self, batch_size: int) -> Iterator[str]:
+        """Sorting wants something to sort."""
+        if self.sorts and batch_size < 2:
+            yield f"batch_size: {self.loss} sorts the pairs of a batch, and 1 has no other; take 2 or more"

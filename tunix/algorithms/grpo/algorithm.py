@@ -17,7 +17,7 @@ from tunix.algorithms.advantages import (
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.loss import kl_clamp
-from tunix.algorithms.policy import (
+from tunix.algorithms.on_policy import (
     Credited,
     Groups,
     PolicyGradient,
@@ -28,7 +28,7 @@ from tunix.algorithms.policy import (
     spread,
     with_tokens,
 )
-from tunix.client import Client
+from tunix.protocols import Client
 from tunix.rollout.collect import Rollouts
 from tunix.types import LossInputs, LossOutputs, Sequence
 

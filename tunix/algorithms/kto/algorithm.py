@@ -15,9 +15,9 @@ import numpy as np
 from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.kto.loss import BASELINE, kto_loss
-from tunix.client import Client
 from tunix.data.packing import LABEL
 from tunix.data.pipeline import Packed
+from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sequence
 
 SIDES = {"chosen": 1.0, "rejected": 0.0}

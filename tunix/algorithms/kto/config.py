@@ -1,5 +1,6 @@
 """The `algorithm` section of a recipe for KTO. Loads without jax."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -31,3 +32,8 @@ class KTOConfig(AlgorithmConfig):
     def reads(self) -> Reads:
         """A completion and its label."""
         return "labels"
+
+    def complaints(self, batch_size: int) -> Iterator[str]:
+        """The KL is measured over mismatched rows."""
+        if self.loss == "kto" and batch_size < 2:
+            yield "batch_size: 1 row has no other row's prompt, from which kto measures the KL; take 2 or more"

@@ -11,10 +11,10 @@ import numpy as np
 from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, length_lambda, whitened
 from tunix.algorithms.base import Update
 from tunix.algorithms.loss import kl_clamp
-from tunix.algorithms.policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
+from tunix.algorithms.on_policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
-from tunix.client import Client
+from tunix.protocols import Client
 from tunix.rollout.collect import ENVIRONMENT, Rollouts, Scored
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 

@@ -4,13 +4,13 @@ import functools
 import inspect
 from collections.abc import Callable
 
-from tunix.config import EnvironmentConfig
 from tunix.errors import UserError, nearest
-from tunix.reference import check_options, is_reference, load_object
 from tunix.rollout.environments.base import Environment
 from tunix.rollout.environments.calculator import Calculator
+from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
+from tunix.util.plugins import check_options, is_reference, load_object
 
 SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calculator, "guessing": Guessing}
 

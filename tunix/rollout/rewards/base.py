@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunix.config import RewardFunction
 from tunix.errors import UserError, nearest
-from tunix.reference import is_reference, load_object
+from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.shipped import SHIPPED
+from tunix.util.plugins import is_reference, load_object
 
 ONE = ("prompt", "completion")
 MANY = ("prompts", "completions")

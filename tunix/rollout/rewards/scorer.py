@@ -12,10 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tunix.config import RewardFunction
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import MANY, ONE, Failure, Reward, Score, read_reward
 from tunix.rollout.rewards.calls import Outcome, encode
+from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.workers import ProcessWorker, ThreadWorker
 
 TOGETHER = 32

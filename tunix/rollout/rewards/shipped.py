@@ -13,9 +13,9 @@ from math import cos, pi
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.reference import check_options
 from tunix.rollout.rewards.answers import gsm8k, math, number
 from tunix.rollout.rewards.code import unit_tests
+from tunix.util.plugins import check_options
 
 
 def exact_match(completion: str, answer: Any, *, strip: bool = True, ignore_case: bool = False) -> float:

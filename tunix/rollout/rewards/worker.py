@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.reference import load_object
 from tunix.rollout.rewards.calls import encode, perform, receive
+from tunix.util.plugins import load_object
 
 
 def serve(descriptor: int) -> None:

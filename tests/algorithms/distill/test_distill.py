@@ -1,0 +1,205 @@
+"""A teacher beside the trainer: the same numbers as all logits give, wherever it sits; and a student that learns."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.marks import slow
+from tests.trainer.test_step import assert_close, gradients
+from tests.trainers import PLAIN, RICH, sequences, trainer
+from tunix.algorithms.distill.algorithm import Distill
+from tunix.algorithms.distill.config import DistillConfig, TeacherMesh
+from tunix.config import DType, MeshConfig
+from tunix.data.config import DataConfig
+from tunix.data.packing import pack
+from tunix.data.pipeline import Prompts
+from tunix.data.sources import Rows
+from tunix.lora.config import AdapterConfig
+from tunix.mesh import build_mesh
+from tunix.models.config import DecoderConfig
+from tunix.models.model import Model, Params
+from tunix.rollout.collect import Collector, Rollouts, RolloutStream
+from tunix.trainer.microbatches import Cut
+from tunix.trainer.perf import Compilations
+from tunix.trainer.teacher import Teacher
+from tunix.trainer.trainer import Trainer
+from tunix.types import Batch, Sampling
+
+# Wider than the student, with a soft cap, and its table is padded to more ids than the tokens use.
+TEACHER = replace(RICH, d_model=48, vocab_size=104)
+SAMPLING = Sampling(max_tokens=12)
+GIVEN = Distill(DistillConfig()).objective
+
+
+def taught(
+    student: Trainer,
+    config: DecoderConfig = TEACHER,
+    *,
+    mesh: TeacherMesh | None = None,
+    rows: int = 4,
+    dtype: DType = "float32",
+    seed: int = 7,
+) -> Trainer:
+    """The student with a random teacher: on its mesh, or on one of the last devices."""
+    home = student.machinery.mesh if mesh is None else build_mesh(mesh, jax.devices()[-mesh.size :])
+    model = Model(config, dtype=dtype)
+    params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, dtype), home)
+    student.teacher = Teacher(model, params, Cut(rows, home), student.machinery.length, student.machinery.mesh)
+    return student
+
+
+def dense_kl(client: Trainer, params: Params, batch: Batch) -> jax.Array:
+    """`KL(teacher || student)`, the mean over trained tokens, from all logits of the batch."""
+    assert client.teacher is not None
+    read = tuple(map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)))
+
+    def log_softmax(model: Model, params: Params) -> jax.Array:
+        return jax.nn.log_softmax(model.logits(params, model.hidden(params, *read))[:, :-1, :96])
+
+    log_p, log_q = (
+        log_softmax(client.machinery.model, params),
+        log_softmax(client.teacher.model, client.teacher.params),
+    )
+    kl = (jnp.exp(log_q) * (log_q - log_p)).sum(-1)
+    weights = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)[:, 1:]
+    return (kl * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
+def test_a_step_has_the_loss_and_the_gradients_of_all_logits(config):
+    batch = pack(sequences(4), 4, 24, packing=True)
+    client = taught(trainer(config))
+    value, wanted = jax.jit(jax.value_and_grad(lambda params: dense_kl(client, params, batch)))(client.params)
+    found = gradients(client, batch, GIVEN)
+    assert found[0] == pytest.approx(float(value), rel=1e-5)
+    assert_close(found[1], jax.device_get(wanted))
+
+
+def test_packing_passes_and_the_teachers_own_passes_do_not_change_anything():
+    loss = Distill(DistillConfig(divergence="jsd", top_k=9, sft_weight=0.2, temperature=1.3)).objective
+    rows = sequences(9)
+    whole = gradients(taught(trainer(rows=9), rows=9), pack(rows, 9, 24, packing=False), loss)
+    for mine, teachers, packing in ((2, 3, True), (4, 1, False)):
+        client = taught(trainer(rows=mine), rows=teachers)
+        value, found = gradients(client, pack(rows, 9, 24, packing), loss)
+        assert value == pytest.approx(whole[0], rel=1e-5)
+        assert_close(found, whole[1])
+
+
+def test_a_teacher_that_is_the_student_has_nothing_to_teach():
+    student = trainer(RICH)
+    student.teacher = Teacher(
+        student.machinery.model, student.params, student.machinery.cut, 24, student.machinery.mesh
+    )
+    batch = pack(sequences(5), 5, 24, packing=True)
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        value, found = gradients(student, batch, Distill(DistillConfig(divergence=kind)).objective)
+        assert value == pytest.approx(0, abs=1e-6)
+        assert max(np.abs(x).max() for x in found.values()) < 1e-6
+    assert student.evaluate([batch], GIVEN)["eval/distill/agreement"] == 1
+
+
+@pytest.mark.slow
+def test_student_and_teacher_on_devices_of_their_own():
+    batch = pack(sequences(8), 8, 24, packing=True)
+    alone = taught(trainer())
+    apart = taught(trainer(devices=4, mesh=MeshConfig(fsdp=2, tensor=2)), mesh=TeacherMesh(fsdp=2, tensor=2), rows=2)
+    assert apart.teacher is not None
+    assert not set(apart.machinery.mesh.devices.flat) & set(apart.teacher.cut.mesh.devices.flat)
+    for _ in range(2):
+        one, two = alone.step(batch, GIVEN), apart.step(batch, GIVEN)
+        assert float(two["train/loss"]) == pytest.approx(float(one["train/loss"]), abs=1e-4)
+        assert float(two["train/grad_norm"]) == pytest.approx(float(one["train/grad_norm"]), rel=1e-3)
+    rows = sequences(3)
+    for one, two in zip(alone.logprobs(rows, "teacher"), apart.logprobs(rows, "teacher"), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_nothing_compiles_after_the_first_step_and_no_checkpoint_holds_the_teacher():
+    client = taught(trainer())
+    held = client.teacher
+    assert held is not None
+    client.step(pack(sequences(8, 0), 8, 24, packing=True), GIVEN)
+    before, state = jax.device_get(held.params), jax.tree.structure(client.state)
+    compilations = Compilations()
+    for seed in range(1, 4):
+        client.step(pack(sequences(8 - seed, seed), 8, 24, packing=True), GIVEN)
+    assert compilations.since_warmup == 0
+    assert state == jax.tree.structure(trainer().state)
+    for name, x in held.params.items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+def test_log_probs_of_the_teacher_are_its_own_and_without_one_there_are_none():
+    rows, alone = sequences(4), trainer(TEACHER, seed=7)
+    for of_teacher, own in zip(
+        taught(trainer()).logprobs(rows, "teacher", 0.8), alone.logprobs(rows, temperature=0.8), strict=True
+    ):
+        np.testing.assert_allclose(of_teacher, own, atol=1e-6)
+    with pytest.raises(ValueError, match="no teacher"):
+        alone.logprobs(rows, "teacher")
+    with pytest.raises(ValueError, match="no teacher"):
+        alone.step(pack(rows, 4, 24, packing=True), GIVEN)
+
+
+def test_under_an_adapter_only_it_learns_and_half_precision_is_near():
+    batch = pack(sequences(6), 6, 24, packing=True)
+    full, half = taught(trainer()), taught(trainer(dtype="bfloat16"), dtype="bfloat16")
+    exact = full.evaluate([batch], GIVEN)
+    assert half.evaluate([batch], GIVEN)["eval/loss"] == pytest.approx(exact["eval/loss"], rel=3e-2)
+    lora = taught(trainer(adapter=AdapterConfig(rank=4)))
+    first = lora.step(batch, GIVEN)
+    assert float(first["train/loss"]) == pytest.approx(exact["eval/loss"], rel=1e-5)
+    found = gradients(lora, batch, GIVEN)[1]
+    assert all("_lora_" in name for name in found)
+    assert max(np.abs(x).max() for x in found.values()) > 1e-4
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", *slow(["reverse_kl", "jsd"])])
+def test_a_student_comes_near_its_teacher(divergence):
+    """On eight sequences by heart: the divergence falls to less than a fifth, and the likeliest tokens agree."""
+    client = taught(trainer())
+    loss = Distill(DistillConfig(divergence=divergence)).objective
+    batch = pack(sequences(8), 8, 24, packing=True)
+    found = [client.step(batch, loss) for _ in range(60)]
+    assert float(found[-1]["train/loss"]) < 0.2 * float(found[0]["train/loss"])
+    assert float(found[-1]["distill/agreement"]) > float(found[0]["distill/agreement"]) + 0.3
+
+
+def drawing(steps: int) -> Iterator[Rollouts]:
+    """The steps of an on-policy run on prompts of two tokens, eight a step."""
+    rows = Rows("rows", [{"prompt_ids": [i, i + 1]} for i in range(32)])
+    stream = Prompts(rows, None, DataConfig(train="rows", max_length=16), seed=0, epochs=None)
+    like = Rollouts(
+        prompts=[],
+        collector=Collector(None, SAMPLING, None),
+        stream=stream,
+        size=8,
+        seed=0,
+        first=True,
+        length=16,
+        packing=True,
+        tolerance=1e-3,
+    )
+    with closing(RolloutStream(like)) as made:
+        yield from itertools.islice(made, steps)
+
+
+@pytest.mark.parametrize("divergence", ["sampled", *slow(["reverse_kl"])])
+def test_a_student_that_draws_comes_near_its_teacher(divergence):
+    """The reverse KL on what it draws falls by a third at least, and the sampler stays the model that is trained."""
+    client = taught(trainer(length=16))
+    algorithm = Distill(DistillConfig(on_policy=True, divergence=divergence, group_size=4), SAMPLING)
+    done = [algorithm.update(client, data) for data in drawing(30)]
+    measured = [float(one.metrics["distill/divergence"]) for one in done]
+    assert np.mean(measured[-5:]) < 0.67 * np.mean(measured[:2])  # about 0.53 for both
+    assert max(float(one.metrics["mismatch/max"]) for one in done) < 1e-3
+    assert all(one.metrics["rollout/length"] == 12 for one in done)
+    assert len(done[0].samples) == 4
+    assert "advantage" not in done[0].samples[0]

@@ -1,0 +1,156 @@
+"""`tunix inspect` shows what is trained on, in colour or in brackets, and an accounting that adds up."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tunix.cli import main
+from tunix.commands.inspect import show
+from tunix.recipe.recipe import Recipe
+
+ROWS = [
+    {"prompt": "Two?", "completion": "2."},
+    {"prompt": "Nothing :train: [bold]?", "completion": "", "weight": 0.5},
+    {"prompt": "A long one?", "completion": "word " * 20},
+    {"prompt": "p" * 60, "completion": "beyond the end"},
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    model = "{init: random, family: gemma, sizes: {vocab_size: 320}, tokenizer: bytes}"
+    path = tmp_path / "r.yaml"
+    path.write_text(f"model: {model}\ndata: {{train: rows.jsonl, max_length: 48}}\n")
+    return path
+
+
+def test_trained_spans_stand_in_brackets_and_text_stays_as_it_is(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--rows", "4"]) == 0
+    out = capsys.readouterr().out
+    # <bos>, four bytes, two bytes, <eos>; the completion and its <eos> are trained.
+    assert "row 1: 8 tokens, 3 trained\n<bos>Two?[[2.<eos>]]\n" in out
+    assert "weight 0.5\n<bos>Nothing :train: [bold]?[[<eos>]]\n" in out
+    assert "row 3: 48 tokens, 36 trained, cut at 48\n" in out
+    assert "row 4: dropped, nothing to train on within max_length\n" in out
+
+
+def test_the_accounting_adds_up(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    counts = {name: int(count) for name, count in re.findall(r"^ +([a-z ]*[a-z]) +(\d+)", out, re.MULTILINE)}
+    assert counts["rows"] == len(ROWS) == counts["kept"] + counts["dropped"]
+    assert (counts["truncated"], counts["dropped"]) == (1, 1)
+    assert re.search(r"^ +1  nothing to train on within max_length$", out, re.MULTILINE)
+    # Lengths: 1 + 4 + 2 + 1, 1 + 23 + 0 + 1, and 48 after the cut. Trained: 3, 1, and 48 - 1 - 11.
+    assert counts["tokens"] == 8 + 25 + 48
+    assert counts["trained"] == 3 + 1 + 36
+    # 48 fills a row, 25 + 8 share the other: 15 of 96 places stay empty.
+    assert counts["packed rows"] == 2
+    assert "15.6% empty" in out
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colours_on_a_terminal_only(recipe: Path, no_color: bool):
+    file = io.StringIO()
+    show(
+        Recipe.load(recipe),
+        1,
+        Console(file=file, force_terminal=True, color_system="standard", no_color=no_color, highlight=False),
+    )
+    out = file.getvalue()
+    assert ("[[2.<eos>]]" in out) is no_color
+    assert ("\x1b[1;32m2.<eos>" in out) is not no_color
+
+
+def test_rows_of_ids_need_no_tokenizer(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    (recipe.parent / "rows.jsonl").write_text('{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}\n')
+    assert main(["inspect", str(recipe), "model.tokenizer=null"]) == 0
+    assert "5 [[6 7]]" in capsys.readouterr().out
+
+
+def test_stages_are_shown_one_by_one(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--rows", "1", "stages=[{}, {data: {max_length: 9}}]"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("stage")] == [
+        "stage runs/r/0_sft",
+        "stage runs/r/1_sft",
+    ]
+    assert "cut at 9 tokens" in out
+
+
+def test_a_bad_row_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    with (recipe.parent / "rows.jsonl").open("a") as rows:
+        rows.write('{"prompt": "a"}\n')
+    assert main(["inspect", str(recipe)]) == 2
+    assert "row 5 of rows.jsonl" in capsys.readouterr().err
+
+
+PAIRS = [
+    {"prompt": "Two?", "chosen": "2.", "rejected": "three", "margin": 1.5},
+    {"prompt": "Three?", "chosen": "3.", "rejected": "3.", "margin": 1},
+    {"prompt": "Four?", "chosen": "4.", "rejected": "", "margin": 1},
+    {"prompt": "Five?", "chosen": "5.", "rejected": "word " * 20, "margin": 0, "weight": 2},
+]
+
+
+def write(recipe: Path, rows: list, algorithm: str) -> list[str]:
+    """The command that shows rows as an algorithm reads them."""
+    (recipe.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["inspect", str(recipe), "--rows", "4", f"algorithm.name={algorithm}"]
+
+
+def test_pairs_stand_side_by_side(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(write(recipe, PAIRS, "dpo")) == 0
+    out = capsys.readouterr().out
+    assert "row 1: chosen: 8 tokens, 3 trained, margin 1.5\n<bos>Two?[[2.<eos>]]\n" in out
+    assert "row 1: rejected: 11 tokens, 6 trained, margin 1.5\n<bos>Two?[[three<eos>]]\n" in out
+    assert "row 2: dropped, chosen and rejected are equal\n" in out
+    assert "row 3: dropped, an empty completion\n" in out
+    assert "row 4: chosen: 9 tokens, 3 trained, weight 2, margin 0\n" in out
+    assert "row 4: rejected: 48 tokens, 42 trained, cut at 48, weight 2, margin 0\n" in out
+    counts = {name: int(count) for name, count in re.findall(r"^ +([a-z ]*[a-z]) +(\d+)", out, re.MULTILINE)}
+    assert (counts["rows"], counts["kept"], counts["truncated"], counts["dropped"]) == (4, 2, 1, 2)
+    assert re.search(r"^ +1  chosen and rejected are equal$", out, re.MULTILINE)
+    assert re.search(r"^ +1  an empty completion$", out, re.MULTILINE)
+    assert (counts["tokens"], counts["trained"]) == (8 + 11 + 9 + 48, 3 + 6 + 3 + 42)
+    # A row has room for two sides of 48. Shared: all of a prompt but its last token. 4 + 4 + 7 and 5 + 4 + 43 places.
+    assert counts["packed rows"] == 1
+    assert "of 96 tokens, 30.2% empty" in out
+
+
+def test_what_a_reward_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    """The texts as they are read; the spare tokens where the scores stand are places of the packed rows."""
+    assert main(write(recipe, PAIRS[:1], "reward")) == 0
+    out = capsys.readouterr().out
+    assert "<bos>Two?[[2.<eos>]]\n" in out
+    # 8 + 1 and 11 + 1 tokens share all of the prompt but its last: 4 + 5 + 8 of 98 places.
+    assert "of 98 tokens, 82.7% empty" in out
+
+
+def test_labels_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"prompt": "Two?", "completion": "2.", "label": True}, {"prompt": "Two?", "completion": "3.", "label": 0}]
+    assert main(write(recipe, rows, "kto")) == 0
+    out = capsys.readouterr().out
+    assert "row 1: 8 tokens, 3 trained, label 1\n<bos>Two?[[2.<eos>]]\n" in out
+    assert "row 2: 8 tokens, 3 trained, label 0\n<bos>Two?[[3.<eos>]]\n" in out
+
+
+def test_prompts_are_shown_alone(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    """What a policy goes on from: nothing of it is trained, and nothing is packed."""
+    rows = [{"prompt": "Two?", "answer": 2}, {"prompt": "x" * 60, "answer": 3}]
+    words = [*write(recipe, rows, "grpo"), "data.prompt_length=24", "reward={functions: [exact_match]}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "row 1: 5 tokens, 0 trained\n<bos>Two?\n" in out
+    assert f"row 2: 24 tokens, 0 trained, cut at 24\n{'x' * 24}\n" in out
+    assert "cut at 24 tokens" in out
+    assert "packed" not in out
+    assert main([*words, "reward=null", "rollout={environment: {name: guessing}}"]) == 0
+    assert 'row 1: for the environment\n{"prompt": "Two?", "answer": 2}\n' in capsys.readouterr().out

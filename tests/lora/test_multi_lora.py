@@ -1,0 +1,219 @@
+"""Adapters that share a batch: each request is answered as by its adapter alone, and what changes between runs."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
+from tests.tiny_models import one_device
+from tests.trainers import PLAIN, RICH, sequences, trainer
+from tunix.algorithms.sft.algorithm import SFT
+from tunix.algorithms.sft.config import SFTConfig
+from tunix.config import MeshConfig
+from tunix.data.packing import pack
+from tunix.errors import UserError
+from tunix.lora.adapt import adapt, started
+from tunix.lora.config import AdapterConfig
+from tunix.lora.multi_lora import Laid
+from tunix.mesh import build_mesh
+from tunix.models.model import Model, is_adapter
+from tunix.models.quantization.formats import Quantization
+from tunix.rollout.engine import engine as engine_file
+from tunix.rollout.engine.request import Request
+from tunix.rollout.engine.warmup import Workload
+from tunix.trainer.perf import Compilations
+from tunix.trainer.trainer import Trainer
+from tunix.types import Completion, Sampling, Sequence
+
+SETTINGS = {
+    "wide": AdapterConfig(rank=4, alpha=6.0, ranks={"mlp.*": 3}),
+    "narrow": AdapterConfig(rank=2, rslora=True, targets=("q_proj", "down_proj")),
+    "turned": AdapterConfig(rank=3, alpha=5.0, dora=True, targets=("self_attn.*", "up_proj")),
+    "anchored": AdapterConfig(rank=2, alpha=3.0, start="pissa", targets=("k_proj", "o_proj")),
+}
+LOSS = SFT(SFTConfig()).objective
+GREEDY = Sampling(max_tokens=14, temperature=0.0, prompt_logprobs=True)
+
+
+def moved(settings: AdapterConfig, model: Model, base, seed: int) -> Laid:
+    """An adapter that has been trained: every part of it has moved from where it started."""
+    own = replace(model, adapt=adapt(settings, model.config))
+    fresh = own.init(jax.random.key(seed), {name: "float32" for name in own.shapes if is_adapter(name)}, one_device())
+    fresh = started(settings, own, fresh, base, "float32", one_device())
+    rng = np.random.default_rng(seed)
+    trained = {name: x for name, x in fresh.items() if not name.endswith("0")}
+    return Laid(settings, fresh | {n: x + 0.2 * rng.standard_normal(x.shape, np.float32) for n, x in trained.items()})
+
+
+def setting(config, quantization=None, names=tuple(SETTINGS)):
+    """A base, and adapters that were trained on it."""
+    model = Model(config, quantization=quantization)
+    base = random_params(model)
+    return model, base, {name: moved(SETTINGS[name], model, base, seed) for seed, name in enumerate(names)}
+
+
+def mixed_engine(model, base, beside, **options):
+    engine = small_engine(model, base, **options)
+    engine.load(base, 1, beside=beside)
+    return engine
+
+
+def mixture(beside, number: int = 3, sampling: Sampling = GREEDY) -> list[Request]:
+    """Every prompt to every adapter and to the base alone, in turns."""
+    names = [*beside, None]
+    return [
+        Request(prompt, sampling, seed=5, index=i, adapter=name)
+        for i, prompt in enumerate(prompts(96)[:number])
+        for name in names
+    ]
+
+
+def alone(model, base, beside, requests, **options) -> list[Completion]:
+    """Each request by an engine whose model has its adapter and no other."""
+    found = {}
+    for name in [*beside, None]:
+        mine = {i: replace(request, adapter=None) for i, request in enumerate(requests) if request.adapter == name}
+        laid = beside.get(name)
+        own = model if laid is None else replace(model, adapt=adapt(laid.settings, model.config))
+        engine = small_engine(own, {**base, **(laid.params if laid else {})}, **options)
+        found |= dict(zip(mine, engine.run(list(mine.values())), strict=True))
+    return [found[i] for i in range(len(requests))]
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert (a.prompt_logprobs is None) == (b.prompt_logprobs is None)
+        if a.prompt_logprobs is not None and b.prompt_logprobs is not None:
+            np.testing.assert_allclose(a.prompt_logprobs, b.prompt_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "rounded"),
+    [
+        pytest.param(PLAIN, None, id="plain"),
+        pytest.param(RICH, None, id="rich", marks=pytest.mark.slow),
+        pytest.param(PLAIN, Quantization("nf4", 16), id="plain-nf4", marks=pytest.mark.slow),
+    ],
+)
+def test_each_request_is_answered_as_by_its_adapter_alone(config, rounded):
+    """Adapters of all kinds in one batch, more requests than slots, and prompts of several chunks."""
+    model, base, beside = setting(config, rounded)
+    requests = mixture(beside)
+    found = mixed_engine(model, base, beside, slots=6).run(requests)
+    assert_same(found, alone(model, base, beside, requests, slots=6))
+    # The first prompt's answers differ between all five, or nothing would have been shown.
+    first = [one.logprobs for one in found[: len(beside) + 1]]
+    assert all(np.abs(a - b).max() > 0.01 for i, a in enumerate(first) for b in first[:i])
+
+
+@pytest.mark.slow
+def test_draws_replies_and_a_mesh_change_nothing():
+    model, base, beside = setting(PLAIN, names=("wide", "turned"))
+    drawn = Sampling(max_tokens=12, temperature=0.9, stop_ids=tuple(range(3, 19)))
+    requests = mixture(beside, sampling=drawn)
+
+    def reply(_: int, so_far: Completion) -> np.ndarray | None:
+        return np.array([40, 41], np.int32) if len(so_far.turns) == 1 else None
+
+    engine = mixed_engine(model, base, beside, slots=4)
+    together = engine.run(requests, reply)
+    assert any(len(one.turns) == 2 for one in together)
+    for request, one in zip(requests, together, strict=True):
+        assert_same(engine.run([request], reply), [one])
+    mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
+
+    def placed(own: Model, params):
+        homes = own.shardings(mesh)
+        return {name: jax.device_put(x, homes[name]) for name, x in params.items()}
+
+    there = {name: Laid(s, placed(replace(model, adapt=adapt(s, PLAIN)), own)) for name, (s, own) in beside.items()}
+    assert_same(mixed_engine(model, placed(model, base), there, slots=4, mesh=mesh).run(requests, reply), together)
+
+
+def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
+    model, base, beside = setting(PLAIN, names=("wide", "narrow"))
+    engine, computed = mixed_engine(model, base, beside), []
+    real = engine_file.compute
+
+    def spy(model, weights, prompts, adapters, *rest):
+        computed.extend(zip(map(len, prompts), adapters, strict=True))
+        return real(model, weights, prompts, adapters, *rest)
+
+    monkeypatch.setattr(engine_file, "compute", spy)
+    (prompt,) = prompts(96, (9,))
+    names = ["wide", None, "narrow", "wide", None, "narrow", "wide"]
+    engine.run([Request(prompt, Sampling(max_tokens=3), 0, i, name) for i, name in enumerate(names)])
+    assert computed == [(9, 1), (9, 0), (9, 2)]
+
+
+def test_another_mixture_and_moved_adapters_compile_nothing():
+    model, base, beside = setting(PLAIN, names=("wide", "turned"))
+    engine = mixed_engine(model, base, beside)
+    engine.warm(Workload(requests=9, prompts=9, prompt_length=37, length=64))
+    requests = mixture(beside)
+    before = engine.run(requests)
+    assert engine.weights is not None
+    copied = engine.weights.layers[0]["q/w"]
+    other = {name: Laid(x.settings, {key: 0.5 * y for key, y in x.params.items()}) for name, x in beside.items()}
+    compilations = Compilations()
+    for names in ([None] * 9, ["turned"] * 9, ["wide", "turned", "wide"] * 3):
+        engine.run([replace(request, adapter=name) for request, name in zip(requests, names, strict=True)])
+    engine.load(base, 2, beside=other)
+    after = engine.run(requests)
+    assert compilations.since_warmup == 0
+    assert engine.weights.layers[0]["q/w"] is copied
+    for request, a, b in zip(requests, before, after, strict=True):
+        assert (a.version, b.version) == (1, 2)
+        assert np.array_equal(a.logprobs, b.logprobs) == (request.adapter is None)
+
+
+@pytest.mark.slow
+def test_two_trainers_and_an_engine_on_one_frozen_base():
+    """They share the base's arrays, and learn what each learns alone; its log-probs are the reference of both."""
+    kinds = {"one": AdapterConfig(rank=4), "two": AdapterConfig(rank=2, targets=("q_proj", "up_proj"))}
+    alone = {name: trainer(adapter=kind) for name, kind in kinds.items()}
+    frozen = trainer(adapter=kinds["one"]).frozen
+    ours = {
+        name: Trainer(one.machinery, {key: x.copy() for key, x in one.state.params.items()}, frozen)
+        for name, one in alone.items()
+    }
+    for seed in range(3):
+        batch = pack(sequences(6, seed), 6, 24)
+        for name in kinds:
+            found, expected = (float(each[name].step(batch, LOSS)["train/loss"]) for each in (ours, alone))
+            assert found == pytest.approx(expected, abs=1e-6)
+    assert all(one.frozen[name] is x for one in ours.values() for name, x in frozen.items())
+
+    model = replace(alone["one"].machinery.model, adapt=None)
+    engine = engine_file.Engine(model, one_device(), slots=3, length=24)
+    engine.load(frozen, 1, beside={name: Laid(kinds[name], one.state.params) for name, one in ours.items()})
+    assert engine.weights is not None
+    assert engine.weights.top["embed/w"] is frozen["embed/w"]
+    (prompt,) = prompts(96, (6,))
+    for name in (*ours, None):
+        sampling = Sampling(max_tokens=8)
+        (found,) = engine.run([Request(prompt, sampling, seed=1, adapter=name)])
+        whole = Sequence(np.concatenate([prompt, found.tokens]), np.arange(14) >= 6)
+        references = [one.logprobs([whole], of="reference") for one in ours.values()]
+        for (logprobs,) in references if name is None else [ours[name].logprobs([whole])]:
+            np.testing.assert_allclose(found.logprobs, logprobs[6:], atol=1e-4)
+
+
+def test_what_cannot_be_mixed():
+    model, base, beside = setting(PLAIN, names=("wide",))
+    engine = mixed_engine(model, base, beside)
+    (prompt,) = prompts(96, (3,))
+    with pytest.raises(UserError, match="request 1 asks for the adapter 'wild': there are wide"):
+        engine.run([Request(prompt, GREEDY, 0), Request(prompt, GREEDY, 0, adapter="wild")])
+    with pytest.raises(UserError, match="request 0 asks for the adapter 'wide': none was loaded"):
+        small_engine(model, base).run([Request(prompt, GREEDY, 0, adapter="wide")])
+    tabled = Laid(SETTINGS["wide"], {**beside["wide"].params, "head/w": base["head/w"]})
+    with pytest.raises(ValueError, match=r"\['head/w'\] cannot differ between the rows"):
+        engine.load(base, 2, beside={"tabled": tabled})
+    laid = replace(model, adapt=adapt(SETTINGS["wide"], PLAIN))
+    with pytest.raises(ValueError, match="has an adapter already"):
+        small_engine(laid, {**base, **beside["wide"].params}).load(base, 2, beside=beside)

@@ -1,0 +1,129 @@
+"""What a run says of its products is what docs/kernels.md has, and what the compiler does here.
+
+Programs are read by hand first: what XLA prints of a product, a fusion around one, a copy before it.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks.kernels import compiled, operations
+from benchmarks.programs import Product, cycles, elements, products
+from tunix.models.quantization.hardware import WAYS, line, product
+
+PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
+FUSED = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "layers.py"
+
+%copy_inside (input: s8[4,6]) -> s8[4,6] {
+  %input = s8[4,6]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy = s8[4,6]{1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%inside (p0: f32[4,6], p1: s8[4,6], p2: bf16[2,4]) -> bf16[2,6] {
+  %p1 = s8[4,6]{1,0} parameter(1)
+  %values = s8[4,6]{1,0} fusion(%p1), kind=kLoop, calls=%copy_inside
+  %p2 = bf16[2,4]{1,0:T(8,128)(2,1)} parameter(2)
+  %numbers = bf16[4,6]{1,0} convert(%values), metadata={op_name="jit(f)/convert"}
+  ROOT %y = bf16[2,6]{1,0} convolution(%p2, %numbers), dim_labels=bf_io->bf
+}
+
+ENTRY %main.1 (x.1: bf16[2,4], w.1: s8[4,6], scale.1: f32[1,6]) -> bf16[2,6] {
+  %x.1 = bf16[2,4]{1,0} parameter(0)
+  %w.1 = s8[4,6]{1,0:T(32,128)(4,1)} parameter(1), sharding={replicated}
+  %scale.1 = f32[1,6]{1,0} parameter(2)
+  %copy-start = (s8[4,6]{1,0:T(32,128)(4,1)S(1)}, s8[4,6]{1,0}, u32[]{:S(2)}) copy-start(%w.1)
+  %spread = f32[4,6]{1,0} broadcast(%scale.1), dimensions={0,1}, backend_config={"estimated_cycles":"30"}
+  %copy-done = s8[4,6]{1,0} copy-done(%copy-start)
+  ROOT %f = bf16[2,6]{1,0} fusion(%spread, %copy-done, %x.1), kind=kOutput, calls=%inside, \
+backend_config={"estimated_cycles":"12"}
+}
+"""
+WRITTEN = """HloModule jit_g
+
+%widen (p: s8[4,6]) -> f32[4,6] {
+  %p = s8[4,6]{1,0} parameter(0)
+  ROOT %wide = f32[4,6]{1,0} convert(%p)
+}
+
+ENTRY %main.2 (x.2: f32[2,4], w.2: s8[4,6]) -> f32[2,6] {
+  %x.2 = f32[2,4]{1,0} parameter(0)
+  %w.2 = s8[4,6]{1,0} parameter(1)
+  %made = f32[4,6]{1,0} fusion(%w.2), kind=kLoop, calls=%widen
+  ROOT %dot = f32[2,6]{1,0} dot(%x.2, %made), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_programs_are_read_by_hand():
+    # The fusion reads the weight as it was given; the scales were spread to a matrix before.
+    assert products(FUSED) == [Product("convolution", ("bf16", "bf16", "bf16"), ("s8", "bf16"), ("f32[4,6]",))]
+    assert products(WRITTEN) == [Product("dot", ("f32", "f32", "f32"), ("f32",), ("f32[4,6]",))]
+    assert cycles(FUSED) == 30 + 12
+    assert cycles(WRITTEN) is None
+    assert elements("f32[4,6]") == 24
+    assert elements("u32[]") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ((None, None, "float32", "cpu"), "float32"),
+        ((None, None, "bfloat16", "cpu"), "bfloat16 (which cpu multiplies as float32)"),
+        ((None, None, "float32", "tpu"), "float32 (which tpu multiplies as bfloat16)"),
+        ((None, None, "float32", "metal"), "float32 (how metal multiplies is not determined)"),
+        (
+            ("nf4", None, "float32", "cpu"),
+            "nf4 weights, each matrix dequantized to float32 in memory before its product",
+        ),
+        (
+            ("int8", None, "bfloat16", "tpu"),
+            "int8 weights, each matrix dequantized to bfloat16 on the way into its product",
+        ),
+        (
+            ("int8", "int8", "bfloat16", "gpu"),
+            "int8 weights and int8 activations, rounded and dequantized to bfloat16 before each product (the gpu's own "
+            "int8 product is not used)",
+        ),
+        (
+            ("fp8", "fp8", "bfloat16", "cpu"),
+            "fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product (which cpu "
+            "multiplies as float32)",
+        ),
+    ],
+)
+def test_a_product_is_told(asked, told):
+    assert product(*asked) == told
+
+
+def test_the_line_of_a_run():
+    assert line([], "float32", "cpu") == "products of the layers: float32; attention: einsums, no fused kernel"
+    assert line([("nf4", None), ("fp8", "fp8")], "bfloat16", "tpu") == (
+        "products of the layers: nf4 weights, each matrix dequantized to bfloat16 on the way into its product, or with "
+        "few rows before it; fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product; "
+        "attention: einsums, no fused kernel"
+    )
+    assert line([("int4", None)], "float32", "cpu", simulated=True) == (
+        "products of the layers: int4 weights, rounded and dequantized to float32 before each product; "
+        "attention: einsums, no fused kernel"
+    )
+
+
+def test_the_page_says_the_same():
+    """Rows of its table begin with the operation; each cell with its way, in bold."""
+    rows = re.findall(r"^\| `([^`]+)` \| \*\*(\w+)\*\*.*? \| \*\*(\w+)\*\*.*? \| \*\*(\w+)\*\*", PAGE.read_text(), re.M)
+    assert {name: dict(zip(("cpu", "gpu", "tpu"), ways, strict=True)) for name, *ways in rows} == WAYS
+
+
+@pytest.mark.parametrize("base", ["nf4", "int4", "int8", "fp8"])
+def test_this_processor_does_what_is_told_of_it(base):
+    one = operations(16, (64, 128))[f"{base} weights, float32"]
+    (found,) = products(compiled(one, jax.devices("cpu")[0]).as_text() or "")
+    assert found.types == ("f32", "f32", "f32")
+    read = any(kind in ("u4", "s4", "s8", "f8e4m3fn") for kind in found.reads)
+    written = any(elements(kind) == 64 * 128 for kind in found.made)
+    assert (read, written) == {"before": (False, True), "inside": (True, False)}[WAYS[f"{base} weights"]["cpu"]]

@@ -1,0 +1,58 @@
+"""bfloat16 that is rounded alike in every program: what is one model gives the same bits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.commands.test_quantize import MIXED
+from tests.trainers import PLAIN, RICH, sequences, trainer
+from tunix.data.packing import pack
+from tunix.trainer.trainer import Trainer
+from tunix.types import Loss, LossInputs, LossOutputs, Term
+from tunix.util.exact import jit
+
+
+def started(config, rules=None) -> Trainer:
+    """float32 masters with a reference, computed in bfloat16; norms are random too, and need more than its 8 bits."""
+    plain = trainer(config, dtype="bfloat16", rules=rules)
+    rng = np.random.default_rng(0)
+    params = {
+        name: x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype) if "norm" in name else x
+        for name, x in plain.params.items()
+    }
+    return Trainer(replace(plain.machinery, reference=True), params, {})
+
+
+def drift(inputs: LossInputs) -> LossOutputs:
+    """The largest difference of policy and reference within one program."""
+    assert inputs.reference_logprobs is not None
+    apart = jnp.abs(inputs.logprobs - inputs.reference_logprobs)
+    return LossOutputs({"loss": Term(-inputs.logprobs)}, peaks={"drift": apart})
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, y: x @ y, lambda x, y: (x + y) * (x - y), lambda x, y: jax.nn.silu(x) * y]
+)
+def test_no_cast_is_left_out(function):
+    """What bfloat16 arithmetic gives are numbers of bfloat16; of `jax.jit`'s 256 here at most 23 are."""
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 16)).astype(ml_dtypes.bfloat16)
+    found = np.asarray(jit(lambda x, y: function(x, y).astype(jnp.float32))(x, y))
+    np.testing.assert_array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
+def test_before_the_first_update_the_policy_is_its_reference_to_the_bit(config):
+    client, given = started(config), sequences(4)
+    assert float(client.step(pack(given, 4, 24), Loss(drift, reference=True))["drift"]) == 0.0
+
+
+@pytest.mark.parametrize(("config", "rules"), [(RICH, None), (PLAIN, MIXED)], ids=["rich", "rounded"])
+def test_another_program_gives_the_same_reference(config, rules):
+    """The scorer's program is none of the step's, and holds the reference as weights of its own."""
+    client, given = started(config, rules), sequences(4)
+    for mine, theirs in zip(client.logprobs(given), client.logprobs(given, "reference"), strict=True):
+        np.testing.assert_array_equal(mine, theirs)

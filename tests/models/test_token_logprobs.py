@@ -1,0 +1,169 @@
+"""The chunked head against the plain one: `log_softmax` over all logits, which is what it must never hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix.models import vocab_chunks as blocks
+from tunix.models.token_logprobs import token_logprobs
+from tunix.models.vocab_chunks import block_length, chunk_width, visit_of
+
+B, T, V, D = 3, 13, 300, 8  # 300: three chunks of 128 are more than the vocabulary
+
+
+@pytest.fixture
+def arrays() -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden, table = jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (V, D))
+    targets, needed = jax.random.randint(keys[2], (B, T), 0, V), jax.random.bernoulli(keys[3], 0.6, (B, T))
+    return hidden, table, targets, needed.at[1].set(False)  # a row where nothing counts
+
+
+def plain(
+    hidden: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    needed: jax.Array,
+    softcap: float | None,
+    temperature: float,
+):
+    logits = jnp.einsum("BTD,VD->BTV", hidden, table)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    log_p = jax.nn.log_softmax(logits / temperature)
+    taken = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    return jnp.where(needed, taken, 0), jnp.where(needed, -(jnp.exp(log_p) * log_p).sum(-1), 0)
+
+
+SPLITS = pytest.mark.parametrize(("tokens", "logits"), [(2048, 1 << 24), (4 * B, 1 << 24), (5 * B, 1500), (B, 1)])
+BENT = pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (3.0, 1.0), (None, 0.6), (3.0, 1.7)])
+
+
+@BENT
+@SPLITS
+def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap, temperature, tokens, logits):
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", logits)
+    hidden, table, targets, needed = arrays
+    pull = jax.random.normal(jax.random.key(5), (2, B, T))
+
+    def ours(hidden, table):
+        values = token_logprobs(hidden, table, targets, needed, softcap=softcap, entropy=True, temperature=temperature)
+        return sum(jnp.sum(p * v) for p, v in zip(pull, values, strict=True)), values
+
+    def theirs(hidden, table):
+        values = plain(hidden, table, targets, needed, softcap, temperature)
+        return sum(jnp.sum(p * v) for p, v in zip(pull, values, strict=True)), values
+
+    (_, values), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, table)
+    (_, expected), wanted = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, table)
+    for found, right in zip((*values, *gradients), (*expected, *wanted), strict=True):
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+
+
+def test_nothing_needed_gives_zeros(arrays):
+    hidden, table, targets, needed = arrays
+    gradient = jax.grad(
+        lambda h: token_logprobs(h, table, targets, needed & False, softcap=None, entropy=False)[0].sum()
+    )
+    assert not np.any(gradient(hidden))
+
+
+def test_a_prompt_of_half_a_row_meets_no_table():
+    # 64 + 64 tokens: 127 places predict a token, the last 64 of them one that counts.
+    needed = jnp.broadcast_to(jnp.arange(127) >= 63, (16, 127))
+    assert block_length(16, 127) * visit_of(needed).number == 64
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_offset_that_all_logits_share_takes_no_digit_away(monkeypatch, trained):
+    """Logits are numbers of 1/1024 beside 0 and +-1e4: exact in float32, whose step is 1/1024 there, so that float64
+    says what is right. Of a log-sum-exp of 1e4 float32 keeps 5e-4."""
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", 3 * 128)
+    rng = np.random.default_rng(0)
+    own = rng.integers(-5 * 1024, 5 * 1024, V) / 1024
+    table, offsets = np.stack([own, np.ones(V)], 1), np.array([0.0, 1e4, -1e4])
+    hidden, targets = np.stack([np.ones(3), offsets], 1)[None], rng.integers(0, V, (1, 3))
+    logits = hidden[0] @ table.T
+    log_p = logits - offsets[:, None] - np.log(np.exp(own).sum())
+    p = np.exp(log_p[0])
+    # By the logits: onehot - p of a log-prob, -p (log p + entropy) of the entropy. By the state's first: times own.
+    by_logprob, by_entropy = own[targets[0]] - p @ own, -(p * (log_p[0] - p @ log_p[0])) @ own
+
+    def ours(hidden, table, entropy=True):
+        needed = jnp.ones((1, 3), bool)
+        found = token_logprobs(hidden, table, jnp.asarray(targets), needed, softcap=None, entropy=entropy)
+        return found[0].sum() + 2 * found[1].sum(), found
+
+    arrays = jnp.asarray(hidden, jnp.float32), jnp.asarray(table, jnp.float32)
+    if trained:
+        d_hidden, (logprobs, entropy) = jax.grad(lambda *x: ours(*x), (0, 1), has_aux=True)(*arrays)
+        np.testing.assert_allclose(entropy[0], np.full(3, -p @ log_p[0]), atol=3e-6)
+        np.testing.assert_allclose(d_hidden[0][0, :, 0], by_logprob + 2 * by_entropy, atol=3e-5)
+    else:
+        d_hidden, (logprobs, _) = jax.grad(lambda h: ours(h, arrays[1], entropy=False), has_aux=True)(arrays[0])
+        np.testing.assert_allclose(d_hidden[0, :, 0], by_logprob, atol=3e-5)
+    np.testing.assert_allclose(logprobs[0], log_p[np.arange(3), targets[0]], atol=3e-6)
+
+
+# What stands below the largest logit is held beside it for the entropy.
+@pytest.mark.parametrize(("entropy", "chunks"), [(False, 2), (True, 3)])
+def test_the_logits_of_a_large_vocabulary_are_never_held(entropy, chunks):
+    rows, length, vocab, width = 2, 512, 32_768, 16
+    shape = jax.ShapeDtypeStruct
+
+    def loss(hidden, table, targets, needed):
+        return token_logprobs(hidden, table, targets, needed, softcap=None, entropy=entropy)[0].sum()
+
+    compiled = (
+        jax.jit(jax.grad(loss, (0, 1)))
+        .lower(
+            shape((rows, length, width), jnp.float32),
+            shape((vocab, width), jnp.float32),
+            shape((rows, length), jnp.int32),
+            shape((rows, length), jnp.bool_),
+        )
+        .compile()
+    )
+    all_logits = rows * length * vocab * 4
+    tokens = rows * block_length(rows, length)
+    chunk = tokens * chunk_width(tokens, vocab) * 4
+    assert chunk <= all_logits / 2
+    # A chunk's logits and their gradient, and the gradient of the table; all logits alone would be eight chunks.
+    assert compiled.memory_analysis().temp_size_in_bytes < chunks * chunk + 1.1 * 2 * vocab * width * 4
+
+
+@BENT
+@SPLITS
+def test_under_a_frozen_table_the_gradient_is_the_plain_one(arrays, monkeypatch, softcap, temperature, tokens, logits):
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", logits)
+    hidden, table, targets, needed = arrays
+    pull = jax.random.normal(jax.random.key(5), (B, T))
+    bent = {"softcap": softcap, "temperature": temperature}
+
+    def ours(hidden: jax.Array) -> jax.Array:
+        return jnp.sum(pull * token_logprobs(hidden, table, targets, needed, entropy=False, **bent)[0])
+
+    def theirs(hidden: jax.Array) -> jax.Array:
+        return jnp.sum(pull * plain(hidden, table, targets, needed, **bent)[0])
+
+    for found, right in zip(jax.value_and_grad(ours)(hidden), jax.value_and_grad(theirs)(hidden), strict=True):
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("entropy", "saved"), [(False, 2), (True, 1)])
+def test_a_frozen_table_saves_products(arrays, entropy, saved):
+    """Of four, that of its own gradient always; and that of the logits' second making, unless the entropy needs it."""
+    hidden, table, targets, needed = arrays
+
+    def loss(hidden: jax.Array, table: jax.Array) -> jax.Array:
+        return token_logprobs(hidden, table, targets, needed, softcap=None, entropy=entropy)[0].sum()
+
+    both = jax.jit(jax.grad(loss, (0, 1)))
+    alone = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(alone(hidden, table), both(hidden, table)[0], rtol=2e-5, atol=2e-5)
+    products = [
+        jax.make_jaxpr(f)(hidden, table).pretty_print(use_color=False).count("dot_general") for f in (both, alone)
+    ]
+    assert products == [4, 4 - saved]

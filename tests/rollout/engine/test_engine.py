@@ -1,0 +1,302 @@
+"""What the engine promises beyond right numbers: independence of company, shared prompts, turns, stops, few shapes."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
+from tests.trainers import PLAIN
+from tunix.errors import UserError
+from tunix.models.model import Model
+from tunix.rollout.engine import engine as engine_file
+from tunix.rollout.engine.request import Request
+from tunix.rollout.engine.shapes import Sizes
+from tunix.rollout.engine.warmup import Workload
+from tunix.trainer.perf import Compilations
+from tunix.types import Completion, Sampling
+
+MODEL = Model(PLAIN)
+VOCAB = PLAIN.vocab_size
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A toy tokenizer: id 35 is `#`, 65 is `A`, ..."""
+    return "".join(chr(32 + token) for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(MODEL)
+
+
+@pytest.fixture(scope="module")
+def engine(params):
+    return small_engine(MODEL, params, decode=text_of)
+
+
+def same(a: Completion, b: Completion) -> None:
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert (a.finish, a.turns) == (b.finish, b.turns)
+
+
+MIXED = [
+    Request(prompt, sampling, seed=7, index=index)
+    for index, (prompt, sampling) in enumerate(
+        zip(
+            prompts(VOCAB, (5, 20, 3, 33, 5, 12)),
+            [
+                Sampling(max_tokens=9),
+                Sampling(max_tokens=25, temperature=0.7, top_k=5),
+                Sampling(max_tokens=2),
+                Sampling(max_tokens=30, top_p=0.9, top_logprobs=2),
+                Sampling(max_tokens=14, temperature=0.0),
+                Sampling(max_tokens=17, min_p=0.05, stop_ids=tuple(range(16))),
+            ],
+            strict=True,
+        )
+    )
+]
+"""Every setting beside every other; more requests than slots, of very different lengths."""
+
+
+@pytest.mark.parametrize(("slots", "steps"), [(1, 5), (2, 3), (8, 32)])
+def test_company_slots_and_steps_change_nothing(engine, params, slots, steps):
+    alone = [engine.run([request])[0] for request in MIXED]
+    other = small_engine(MODEL, params, slots=slots, steps=steps)
+    for a, b in zip(alone, other.run(MIXED), strict=True):
+        same(a, b)
+    for a, b in zip(alone, reversed(other.run(MIXED[::-1])), strict=True):
+        same(a, b)
+
+
+def test_requests_of_one_prompt_differ_and_seeds_repeat(engine):
+    (group,) = engine.sample(prompts(VOCAB, (6,)), 5, Sampling(max_tokens=12), seed=1)
+    assert len({tuple(completion.tokens) for completion in group}) == 5
+    (again,) = engine.sample(prompts(VOCAB, (6,)), 5, Sampling(max_tokens=12), seed=1)
+    (other,) = engine.sample(prompts(VOCAB, (6,)), 5, Sampling(max_tokens=12), seed=1 << 40)
+    for a, b, c in zip(group, again, other, strict=True):
+        same(a, b)
+        assert tuple(a.tokens) != tuple(c.tokens)
+
+
+def test_a_groups_prompt_is_computed_once(engine, monkeypatch):
+    """Seven samples through three slots: the prefix outlives the slots that were filled first."""
+    computed = []
+    real = engine_file.compute
+
+    def spy(model, weights, prompts, *rest):
+        computed.extend(len(prompt) for prompt in prompts)
+        return real(model, weights, prompts, *rest)
+
+    monkeypatch.setattr(engine_file, "compute", spy)
+    engine.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
+    assert computed == [20, 9]
+
+
+def test_sampled_frequencies_are_those_of_the_model(engine):
+    """The first token of 600 requests against the model's own distribution: top 8, so that each is expected often."""
+    from scipy.stats import chisquare
+
+    (prompt,) = prompts(VOCAB, (6,))
+    (group,) = engine.sample([prompt], 600, Sampling(max_tokens=1, top_k=8, top_logprobs=8), seed=0)
+    ids, logprobs = (x[0] for x in group[0].top)
+    assert np.exp(logprobs).sum() == pytest.approx(1, abs=1e-5)
+    drawn = np.array([completion.tokens[0] for completion in group])
+    counts = (drawn[:, None] == ids).sum(axis=0)
+    assert counts.sum() == 600
+    assert (
+        chisquare(counts, 600 * np.exp(logprobs.astype(np.float64)) / np.exp(logprobs.astype(np.float64)).sum()).pvalue
+        > 0.01
+    )
+
+
+def test_nothing_compiles_after_warm_up(params):
+    """Another load of other prompts and settings, with growing caches, refills and a narrow end."""
+
+    def load(seed: int) -> None:
+        settings = [
+            Sampling(max_tokens=m, temperature=t, top_k=k) for m, t, k in ((30, 1.0, 0), (5, 0.0, 0), (11, 0.5, 4))
+        ]
+        given = prompts(VOCAB, (5, 20, 30, 130 - seed, 3, 40), seed)[: 6 - seed % 3]
+        requests = [Request(p, settings[(i + seed) % 3], seed, i) for i, p in enumerate(given)]
+        engine.run(requests, reply=lambda i, so_far: np.array([3, 4, 5], np.int32) if len(so_far.turns) < 2 else None)
+
+    # The cache of 40 + 30 + 3 + 30 tokens is 128 long, that of 200 the longest there is.
+    engine = small_engine(MODEL, params, slots=5, length=200)
+    engine.warm(Workload(requests=6, prompts=6, prompt_length=130, length=200, replies=True))
+    moved = {name: x * 1.5 for name, x in params.items()}
+    compilations = Compilations()
+    for seed in range(4):
+        load(seed)
+    engine.load(moved, 2)
+    load(6)
+    assert compilations.since_warmup == 0
+
+
+@pytest.mark.parametrize(("chunk", "length", "most"), [(16, 200, 130), (4, 300, 299), (512, 3000, 700), (64, 520, 33)])
+def test_the_prompts_that_are_warmed_up_for_are_all_there_can_be(chunk: int, length: int, most: int):
+    """Every prompt of up to `most` tokens, one by one; prompts that are cut alike have caches of one length."""
+    sizes = Sizes(slots=4, length=length, chunk=chunk, piece=chunk, dtype="float32")
+    expected: dict[int, set[int]] = {one: set() for one in sizes.lengths(length)}
+    caches: dict[tuple[int, int], int] = {}
+    for tokens in range(1, most + 1):
+        whole, rest = sizes.cut(tokens)
+        expected[sizes.bucket(tokens)] |= {rest, chunk} if whole else {rest}
+        assert caches.setdefault((whole, rest), sizes.bucket(tokens)) == sizes.bucket(tokens)
+    assert {one: set(sizes.prompt_cuts(most, one)) for one in expected} == expected
+
+
+def first_word(engine, prompt, **settings) -> Completion:
+    return engine.run([Request(prompt, Sampling(max_tokens=40, **settings), 5)])[0]
+
+
+def test_a_stop_id_ends_a_completion_and_stays(engine):
+    (prompt,) = prompts(VOCAB, (4,))
+    free = first_word(engine, prompt)
+    stop = int(free.tokens[10])
+    end = int(np.flatnonzero(free.tokens == stop)[0]) + 1
+    assert 0 not in free.tokens
+    found = first_word(engine, prompt, stop_ids=(0, stop))
+    np.testing.assert_array_equal(found.tokens, free.tokens[:end])
+    assert found.finish == "stop"
+    assert free.finish == "length"
+    assert found.turns == ((0, len(found.tokens)),)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 32])
+def test_a_stop_string_cuts_what_is_behind_whatever_the_steps(params, steps):
+    engine = small_engine(MODEL, params, steps=steps, decode=text_of)
+    (prompt,) = prompts(VOCAB, (4,))
+    free = first_word(engine, prompt)
+    stop = text_of(free.tokens[11:14])
+    assert text_of(free.tokens).index(stop) == 11
+    found = first_word(engine, prompt, stop_strings=("never comes", stop))
+    np.testing.assert_array_equal(found.tokens, free.tokens[:14])
+    np.testing.assert_allclose(found.logprobs, free.logprobs[:14], atol=1e-6)
+    assert found.finish == "stop"
+    never = first_word(engine, prompt, stop_strings=("never comes",))
+    assert never.finish == "length"
+    assert len(never.tokens) == 40
+
+
+def test_the_end_of_the_length(engine):
+    (prompt,) = prompts(VOCAB, (60,))
+    (completion,) = engine.run([Request(prompt, Sampling(max_tokens=99), 0)])
+    assert len(completion.tokens) == 4
+    assert completion.finish == "length"
+
+
+def two_turns(engine, prompt, observation, sampling, seed=2) -> Completion:
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        assert number == 0
+        return observation if len(so_far.turns) == 1 else None
+
+    return engine.run([Request(prompt, sampling, seed)], reply)[0]
+
+
+@pytest.mark.parametrize("observed", [0, 1, 9, 20])
+@pytest.mark.parametrize("by_text", [False, True], ids=["id", "string"])
+def test_a_turn_after_a_reply_is_that_of_the_whole_context(engine, observed, by_text):
+    """Greedy, against a fresh request whose prompt is everything so far; a stop string leaves tokens to be undone."""
+    (prompt,) = prompts(VOCAB, (7,))
+    free = engine.run([Request(prompt, Sampling(max_tokens=6, temperature=0.0), 0)])[0]
+    stops = {"stop_strings": (text_of(free.tokens[2:4]),)} if by_text else {"stop_ids": (int(free.tokens[3]),)}
+    (observation,) = prompts(VOCAB, (observed,), seed=1)
+    sampling = Sampling(max_tokens=16, temperature=0.0, **stops)
+    found = two_turns(engine, prompt, observation, sampling)
+    (_, end), (start, last) = found.turns
+    assert start - end == observed
+    np.testing.assert_array_equal(found.tokens[end:start], observation)
+    np.testing.assert_array_equal(found.logprobs[end:start], 0)
+    np.testing.assert_array_equal(found.drawn, np.r_[[True] * end, [False] * observed, [True] * (last - start)])
+    context = np.concatenate([prompt, found.tokens[:start]])
+    (whole,) = engine.run([Request(context, Sampling(max_tokens=last - start, temperature=0.0), 0)])
+    np.testing.assert_array_equal(found.tokens[start:], whole.tokens)
+    np.testing.assert_allclose(found.logprobs[start:], whole.logprobs, atol=1e-4)
+
+
+def test_the_budget_of_tokens_covers_all_turns(engine):
+    (prompt,) = prompts(VOCAB, (7,))
+    sampling = Sampling(max_tokens=10, stop_ids=tuple(range(16)))
+    asked = []
+
+    def reply(number: int, so_far: Completion) -> np.ndarray:
+        asked.append(so_far.finish)
+        return np.array([20, 21], np.int32)
+
+    for seed in range(4):
+        asked.clear()
+        (completion,) = engine.run([Request(prompt, sampling, seed)], reply)
+        assert completion.drawn.sum() == 10
+        # A turn that ran out of tokens is not answered, and the last one always does.
+        assert completion.finish == "length"
+        assert set(asked) <= {"stop"}
+
+
+def test_an_observation_that_does_not_fit_ends_the_episode(engine):
+    (prompt,) = prompts(VOCAB, (7,))
+    everything = Sampling(max_tokens=10, stop_ids=tuple(range(16)), temperature=3.0)
+    completion = two_turns(engine, prompt, np.full(60, 20, np.int32), everything)
+    assert completion.finish == "length"
+    assert len(completion.turns) == 1
+
+
+def test_many_episodes_with_replies_share_the_slots(engine):
+    """Each of seven episodes is what it is alone, with observations of different lengths."""
+    given = prompts(VOCAB, (5, 9, 3, 12, 7, 6, 8))
+    sampling = Sampling(max_tokens=12, stop_ids=tuple(range(3, 19)))
+    requests = [Request(p, sampling, 4, i) for i, p in enumerate(given)]
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        return None if len(so_far.turns) == 3 else np.arange(20, 22 + number % 3, dtype=np.int32)
+
+    together = engine.run(requests, reply)
+    assert max(len(completion.turns) for completion in together) == 3
+    for number, request in enumerate(requests):
+        (alone,) = engine.run([request], lambda _, so_far, number=number: reply(number, so_far))
+        same(together[number], alone)
+
+
+def test_tokens_are_streamed_in_order(engine):
+    heard: dict[int, list[int]] = {}
+    found = engine.run(MIXED, on_tokens=lambda number, new: heard.setdefault(number, []).extend(new.tolist()))
+    assert heard == {number: completion.tokens.tolist() for number, completion in enumerate(found)}
+
+
+def test_the_version_is_noted(params):
+    engine = small_engine(MODEL, params)
+    engine.load(params, 12)
+    assert engine.sample(prompts(VOCAB, (3,)), 1, Sampling(max_tokens=1), 0)[0][0].version == 12
+    assert engine.sample([], 3, Sampling(), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "prompt 0 has no token"),
+        (range(64), {}, "prompt 0 has 64 tokens.*length of 64"),
+        ([3, 96], {}, "vocabulary, 0 to 95"),
+        ([3], {"max_tokens": 0}, "max_tokens is 0"),
+        ([3], {"top_k": -1}, "top_k is -1"),
+        ([3], {"stop_strings": ("x",)}, "stop_strings"),
+    ],
+)
+def test_bad_input_is_named(params, prompt, settings, message):
+    engine = small_engine(MODEL, params)
+    with pytest.raises(UserError, match=message):
+        engine.sample([np.array(prompt, np.int32)], 1, Sampling(**settings), 0)
+
+
+def test_sizes_and_weights_that_are_missing(params):
+    with pytest.raises(ValueError, match="power of two"):
+        small_engine(MODEL, params, chunk=24)
+    with pytest.raises(ValueError, match="slots=0"):
+        small_engine(MODEL, params, slots=0)
+    with pytest.raises(UserError, match="n is 0"):
+        small_engine(MODEL, params).sample(prompts(VOCAB, (3,)), 0, Sampling(), 0)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match="load"):
+        engine_file.Engine(MODEL, mesh, slots=1, length=8).run([])

@@ -1,0 +1,149 @@
+"""The engine against references: greedy tokens of transformers' generate, and log-probs of our own full forward.
+
+Chunks, steps and slots are small here, so that prompts are cut, rings of local layers wrap, caches grow and slots are
+refilled although sequences are short.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder
+from tests.trainers import PLAIN, RICH
+from tunix.config import MeshConfig
+from tunix.lora.adapt import adapt
+from tunix.lora.config import AdapterConfig
+from tunix.mesh import build_mesh
+from tunix.models.model import Model, is_adapter
+from tunix.rollout.engine.engine import Engine
+from tunix.types import Completion, Sampling
+
+LENGTHS = (3, 17, 37, 9)
+"""Of the prompts: within a chunk of 16, two, three."""
+EOS = 2
+
+
+def prompts(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
+
+
+def small_engine(model, params, *, mesh=None, slots=3, length=64, chunk=16, steps=5, **options):
+    engine = Engine(model, mesh or one_device(), slots=slots, length=length, chunk=chunk, steps=steps, **options)
+    engine.load(params, 1)
+    return engine
+
+
+def random_params(model, mesh=None):
+    return model.init(jax.random.key(0), dict.fromkeys(model.shapes, model.dtype), mesh or one_device())
+
+
+@partial(quick_jit, static_argnums=(0, 1))
+def full_forward(model, temperature, params, tokens, positions, segments):
+    return model.logprobs(params, tokens, positions, segments, segments > 0, temperature=temperature)[0]
+
+
+def full_logprobs(model, params, prompt: np.ndarray, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of prompt and completion by one forward pass without a cache, `[T]`."""
+    positions = np.arange(64, dtype=np.int32)[None]
+    tokens = np.zeros_like(positions)
+    length = len(prompt) + len(completion.tokens)
+    tokens[0, :length] = np.concatenate([prompt, completion.tokens])
+    segments = (positions < length).astype(np.int32)
+    return np.asarray(full_forward(model, temperature, params, tokens, positions, segments))[0, :length]
+
+
+def assert_logprobs_of_full_forward(model, params, engine, temperature=1.0, atol=1e-4, **settings):
+    sampling = Sampling(max_tokens=22, temperature=temperature, prompt_logprobs=True, **settings)
+    given = prompts(model.config.vocab_size)
+    for prompt, (completion,) in zip(given, engine.sample(given, 1, sampling, seed=3), strict=True):
+        assert len(completion.tokens) == 22
+        assert completion.prompt_logprobs is not None
+        expected = full_logprobs(model, params, prompt, completion, temperature)
+        found = np.concatenate([completion.prompt_logprobs, completion.logprobs])
+        np.testing.assert_allclose(found, expected, atol=atol)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    reference = reference_folder(CASES[name], tmp_path)
+    model, params = load(tmp_path)
+    engine = small_engine(model, params, slots=4)
+    found = engine.sample(prompts(97), 1, Sampling(max_tokens=20, temperature=0.0, stop_ids=(EOS,)), seed=0)
+    for prompt, (completion,) in zip(prompts(97), found, strict=True):
+        ids = torch.from_numpy(prompt)[None].long()
+        theirs = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
+        np.testing.assert_array_equal(completion.tokens, theirs[0, len(prompt) :].numpy())
+
+
+@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
+def test_cached_logprobs_are_those_of_the_full_forward(config):
+    """At every position of prompts (in chunks) and completions; 59 tokens go round RICH's rings of 5 + 16 columns."""
+    model = Model(config)
+    params = random_params(model)
+    assert_logprobs_of_full_forward(model, params, small_engine(model, params), temperature=0.8)
+
+
+def test_a_bfloat16_model_has_a_bfloat16_cache_and_stays_near():
+    model = Model(RICH, dtype="bfloat16")
+    params = random_params(model)
+    engine = small_engine(model, params)
+    assert engine.sizes.dtype == "bfloat16"
+    # Logits are capped to 5 here and keep 8 bits: a rounding step is 2^-6 of a nat, and a few of them meet.
+    assert_logprobs_of_full_forward(model, params, engine, atol=0.1)
+
+
+def test_an_adapter_is_sampled_unmerged_and_its_base_copied_once():
+    config = AdapterConfig(rank=4)
+    model = Model(RICH, adapt=adapt(config, RICH))
+    params = random_params(model)
+    rng = np.random.default_rng(0)
+    # B starts as zeros, which would hide the adapter.
+    params = {
+        name: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype) if name.endswith("_lora_b") else x
+        for name, x in params.items()
+    }
+    engine = small_engine(model, params)
+    assert_logprobs_of_full_forward(model, params, engine)
+    assert engine.weights is not None
+    before = engine.weights
+    moved = {name: x + 0.1 if is_adapter(name) else x for name, x in params.items()}
+    engine.load(moved, 2)
+    assert engine.weights.layers[0]["q/w"] is before.layers[0]["q/w"]
+    # Frozen tables are not copied at all.
+    assert engine.weights.top["embed/w"] is params["embed/w"]
+    assert_logprobs_of_full_forward(model, moved, engine)
+
+
+def test_the_sampler_keeps_its_weights_when_the_trainer_takes_over_the_buffers():
+    model = Model(PLAIN)
+    params = random_params(model)
+    engine = small_engine(model, params)
+    sampling = Sampling(max_tokens=4)
+    before = engine.sample(prompts(96), 1, sampling, seed=0)
+    for x in params.values():
+        x.delete()
+    after = engine.sample(prompts(96), 1, sampling, seed=0)
+    for (a,), (b,) in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape"), [(2, MeshConfig(tensor=2)), (8, MeshConfig(data=2, fsdp=2, tensor=2))], ids=repr
+)
+def test_a_mesh_gives_the_same_logprobs(devices, shape):
+    mesh = build_mesh(shape, jax.devices()[:devices])
+    model = Model(PLAIN)
+    params = random_params(model, mesh)
+    engine = small_engine(model, params, mesh=mesh, slots=4)
+    assert engine.weights is not None
+    home = engine.weights.layers[0]["gate/w"].sharding
+    assert home.shard_shape((32, 64)) == (32 // mesh.shape["fsdp"], 32)
+    local = {name: jnp.asarray(np.asarray(x)) for name, x in params.items()}
+    assert_logprobs_of_full_forward(model, local, engine)

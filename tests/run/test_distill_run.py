@@ -1,0 +1,214 @@
+"""Distillation from a recipe: on given text and on the student's own, killed and resumed, with mistakes told early."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe
+from tunix.cli import main
+from tunix.config import MeshConfig
+from tunix.data.tokenizer import bytes_tokenizer
+from tunix.hf.source import of_recipe
+from tunix.mesh import build_mesh
+from tunix.recipe.recipe import Recipe
+from tunix.run.build import build_trainer
+from tunix.run.teacher import teacher_source
+from tunix.trainer.trainer import Trainer
+
+TEACHER = {"path": "teacher", "dtype": "float32"}
+GIVEN: dict[str, Any] = {"algorithm": {"name": "distill"}, "teacher": TEACHER}
+OWN: dict[str, Any] = {
+    "algorithm": {"name": "distill", "on_policy": True, "group_size": 2},
+    "teacher": TEACHER,
+    "data.max_length": 32,
+    "data.completion_length": 12,
+    "rollout.samples": 1,
+}
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """Wider than the student, and its table is padded to more ids."""
+    return model_folder(tmp_path / "teacher", hidden_size=48, vocab_size=288)
+
+
+def recipe(folder: Path, *parts: dict[str, Any], **changes: Any) -> str:
+    """A dot in a key is written as two underscores."""
+    merged = {key: value for part in parts for key, value in part.items()}
+    return str(write_recipe(folder / "r.yaml", {**merged, **{k.replace("__", "."): v for k, v in changes.items()}}))
+
+
+def stepped(run: str = "run") -> list[dict[str, Any]]:
+    return [row for row in metrics(run) if "train/loss" in row]
+
+
+def measured(run: str = "run") -> list[float]:
+    return [row["eval/distill/divergence"] for row in metrics(run) if "eval/distill/divergence" in row]
+
+
+def test_on_given_text_the_student_comes_nearer_on_held_out_rows(tmp_path: Path, teacher: Path, capsys):
+    train(recipe(tmp_path, GIVEN, data__eval="held.jsonl", eval__every=10, steps=20))
+    found = measured()
+    assert len(found) == 3
+    assert found[-1] < 0.8 * found[0]
+    told = capsys.readouterr().err
+    assert f"held-out distance to the teacher {found[0]:.3f} -> {found[-1]:.3f} nats per token" in told
+    assert "perplexity" not in told
+    assert not list((tmp_path / "run/export").glob("*teacher*"))
+    assert all(row["compile/count"] == 0 for row in stepped())
+
+
+@pytest.mark.slow
+def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, teacher: Path):
+    train(recipe(tmp_path, OWN, data__eval="held.jsonl", eval__every=2, steps=4, batch_size=4))
+    assert len(measured()) == 3
+    for row in stepped():
+        assert math.isfinite(row["distill/divergence"])
+        assert row["mismatch/max"] < 1e-3
+        assert row["train/grad_norm"] > 0
+        assert 0 < row["rollout/length"] <= 12
+        assert row["policy/ratio"] == pytest.approx(1, abs=1e-3)
+        assert row["perf/teacher_seconds"] > 0
+    drawn = [row for row in lines(tmp_path / "run/samples.jsonl") if "completion" in row and "group" in row]
+    assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
+
+
+@pytest.mark.slow  # tests/run/test_kill.py and tests/run/test_run.py stop others
+def test_a_run_that_was_stopped_ends_where_the_other_ends(tmp_path: Path, teacher: Path):
+    words = recipe(tmp_path, OWN, steps=4, batch_size=4, checkpoint__every=2)
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=2")
+    train(words, "output=parts")
+    whole, parts = stepped("whole"), stepped("parts")
+    assert [row["train/loss"] for row in whole] == [row["train/loss"] for row in parts]
+    assert [row["distill/divergence"] for row in whole] == [row["distill/divergence"] for row in parts]
+
+
+@pytest.mark.slow  # tests/algorithms/distill/test_distill.py has both on a mesh without a run around them
+def test_a_teacher_on_devices_of_its_own(tmp_path: Path, teacher: Path):
+    together = recipe(tmp_path, GIVEN, steps=2, mesh={"fsdp": 8})
+    train(together, "output=together")
+    train(together, "output=apart", "mesh={fsdp: 4}", "teacher.mesh={fsdp: 2, tensor: 2}")
+    for one, two in zip(stepped("together"), stepped("apart"), strict=True):
+        assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-4)
+
+
+LAID: dict[str, Any] = {
+    "model": {"path": "base", "dtype": "float32"},
+    "algorithm": {"name": "distill"},
+    "teacher": {"path": "adapter", "dtype": "float32"},
+    "adapter": {"rank": 2},
+    "steps": 3,
+}
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A PEFT folder on the student's own base."""
+    model_folder(tmp_path / "base")
+    torch.manual_seed(0)
+    settings = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained("base"), settings).save_pretrained("adapter")
+    return tmp_path / "adapter"
+
+
+def built(words: str) -> Trainer:
+    """The trainer of a recipe, on one device."""
+    recipe = Recipe.load(words)
+    source = of_recipe(recipe.model, None, Path("tokenizer"), None)
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    return build_trainer(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_students_base_teaches_without_a_second_base(tmp_path: Path, adapter: Path):
+    words = recipe(tmp_path, LAID)
+    shared = built(words)
+    assert shared.teacher is not None
+    assert all(shared.teacher.params[name] is x for name, x in shared.frozen.items())
+    own = set(shared.teacher.params) - set(shared.frozen)
+    assert own == {f"layers/{name}/w_lora_{letter}" for name in ("q", "up") for letter in "ab"}
+    train(words, "output=shared")
+    # The same teacher from another folder is read on its own, with its adapter merged.
+    shutil.copytree("base", "elsewhere")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "elsewhere"}))
+    train(words, "output=apart")
+    for one, two in zip(stepped("shared"), stepped("apart"), strict=True):
+        assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-5)
+    assert stepped("shared")[0]["train/loss"] > 1e-3  # the student starts at the base, which the teacher is not
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapter": None},  # the base trains
+        {"adapter": {"kind": "qlora", "rank": 2, "tile": 16}},  # it is rounded, and the teacher's is not
+        {"teacher.dtype": "bfloat16"},
+    ],
+    ids=["full", "rounded", "dtype"],
+)
+def test_a_base_that_differs_is_read_for_the_teacher(tmp_path: Path, adapter: Path, changes: dict[str, Any]):
+    apart = built(recipe(tmp_path, {**LAID, **changes}))
+    assert apart.teacher is not None
+    held = {id(x) for x in apart.params.values()}
+    assert not any(id(x) in held for x in apart.teacher.params.values())
+    assert set(apart.teacher.params) == {name for name in apart.teacher.model.shapes if "lora" not in name}
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher": None}, "teacher: distill learns from one"),
+        ({"algorithm": {"name": "sft"}}, "teacher: changes nothing for sft"),
+        ({"teacher": {}}, "teacher: path is missing"),
+        ({"teacher": {"path": "teacher", "family": "llama"}}, "teacher: family only means something with"),
+        ({"teacher": {"path": "teacher", "mesh": {"fsdp": -1}}}, "teacher.mesh: -1 leaves open"),
+        ({"teacher": {"path": "teacher", "mesh": {"fsdp": 8}}}, "the teacher's mesh takes 8"),
+        ({"teacher": {"path": "nowhere/at/all"}}, "nowhere/at/all"),
+        ({"teacher": {"pth": "teacher"}}, "path"),
+        ({"data.completion_length": 8}, "data.completion_length: changes nothing"),
+        ({"rollout.temperature": 0.7}, "rollout: changes nothing for distill"),
+        ({"algorithm": {"name": "distill", "on_policy": True}, "reward.functions": ["length"]}, "reward: distill"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, teacher: Path, capsys, changes: dict[str, Any], said: str):
+    assert main(["run", recipe(tmp_path, {**GIVEN, **changes})]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_path: Path, teacher: Path, capsys):
+    # Both are bytes behind `<pad> <eos> <bos>`, ids 0 to 2, and the markers of a chat template, which differ from 3 on.
+    bytes_tokenizer("gemma").save(teacher)
+    assert main(["run", recipe(tmp_path, GIVEN)]) == 2
+    told = capsys.readouterr().err
+    assert "teacher.path: teacher has another vocabulary than the model that trains" in told
+    assert "id 3 is '<start_of_turn>' there and '<|start_header_id|>' here" in told
+
+
+def test_without_a_tokenizer_only_equal_tables_will_do(tmp_path: Path, capsys):
+    model_folder(tmp_path / "teacher", tokenizer=False, vocab_size=288)
+    assert main(["run", recipe(tmp_path, GIVEN)]) == 2
+    assert "teacher.path: teacher has 288 ids and the student 272" in capsys.readouterr().err
+
+
+def test_tiny_takes_a_small_random_teacher_of_the_students_family():
+    path = Path(__file__).parents[2] / "recipes/distill_gemma.yaml"
+    tiny = Recipe.load(path, tiny=True)
+    assert tiny.teacher is not None
+    assert (tiny.teacher.init, tiny.teacher.path, tiny.teacher.family) == ("random", None, tiny.model.family)
+    assert tiny.teacher.sizes["d_model"] > tiny.model.sizes["d_model"]
+    assert tiny.mesh == MeshConfig()
+    assert RECIPE["model"]["tokenizer"] == tiny.model.tokenizer == "bytes"

@@ -1,0 +1,133 @@
+"""How many answers share a row: the fewest operations, by arithmetic."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from tests.trainers import PLAIN
+from tunix.algorithms.dpo.algorithm import DPO
+from tunix.algorithms.grpo.algorithm import GRPO
+from tunix.config import MeshConfig
+from tunix.data.packing import pack, row_length
+from tunix.mesh import build_mesh
+from tunix.recipe.recipe import Recipe
+from tunix.run.row_layout import answers_together, cut_of, drawn_length
+from tunix.trainer.microbatches import Cut, answers_per_row, rows_per_pass
+from tunix.types import Sequence
+
+BIG = replace(PLAIN, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, ffn=4096)
+"""A layer has 1024 x 1024 x 4 + 3 x 1024 x 4096 = 16.8M weights; attention costs 8 x 1024 for each token of a row."""
+
+
+def one_device():
+    return build_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def recipe(**changes) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "output": "runs/x",
+            "model": {"path": "folder"},
+            "data": {"train": "rows.jsonl", "max_length": 128, "completion_length": 64, **changes.pop("data", {})},
+            "algorithm": {"name": "grpo", "group_size": 8, **changes.pop("algorithm", {})},
+            "reward": {"functions": ["exact_match"]},
+            "batch_size": 4,
+            **changes,
+        }
+    )
+
+
+def test_tokens_of_a_row():
+    # 64 + 64; two of them are 63 + 65 + 65, eight 63 + 8 x 65.
+    assert [row_length(k, 128, 64) for k in (1, 2, 8)] == [128, 193, 583]
+    assert row_length(2, 128, None) == 256
+    assert row_length(3, 128, 128) == 3 * 128
+
+
+@pytest.mark.parametrize(
+    ("group", "longest", "completion", "together"),
+    [
+        # Tokens an answer: 128, 96.5, 80.75, 72.9 for 1, 2, 4, 8; attention's share is small.
+        (8, 128, 64, 8),
+        # No divisor but 7 and 1.
+        (7, 128, 64, 7),
+        # A prompt of one token is none to share: its only token predicts the first one of each.
+        (4, 65, 64, 1),
+        # A prompt of 1000 and answers of 500: two would take 2001 tokens, of the 2048 that fill a CPU; four do not fit.
+        (4, 1500, 500, 2),
+        (1, 128, 64, 1),
+    ],
+)
+def test_the_fewest_operations(group: int, longest: int, completion: int, together: int):
+    assert answers_per_row(one_device(), BIG, group, 4 * group, longest, completion, None) == together
+
+
+def test_attention_over_a_long_row_counts():
+    """The shape of docs/log.md, where rows of four were the fastest."""
+    small = replace(PLAIN, d_model=256, num_heads=4, num_kv_heads=2, head_dim=64, ffn=1024)
+    assert answers_per_row(one_device(), small, 8, 16, 128, 64, None) == 4
+
+
+def test_a_mesh_is_not_left_without_rows():
+    """32 answers: in rows of eight only four of eight devices would work; in rows of four all of them do."""
+    mesh = build_mesh(MeshConfig(data=8), jax.devices()[:8])
+    assert answers_per_row(mesh, BIG, 8, 32, 128, 64, None) == 4
+
+
+def test_a_recipe():
+    mesh, algorithm = one_device(), GRPO(GRPO.Config())
+    plain = recipe()
+    assert answers_together(plain, mesh, BIG, algorithm) == 8
+    length, cut = cut_of(plain, mesh, BIG, algorithm)
+    assert (length, cut.unit) == (drawn_length(plain, 8), 8) == (583, 8)
+    # A row of eight is no more than the sequences of a pass.
+    small = recipe(micro_batch_size=4)
+    assert answers_together(small, mesh, BIG, algorithm) == 4
+    assert cut_of(small, mesh, BIG, algorithm)[1].rows == 1
+    assert answers_together(recipe(data={"packing": False}), mesh, BIG, algorithm) == 1
+    # An environment says its own first words, and what it answers belongs to the completion.
+    played = recipe(rollout={"environment": {"name": "guess_number"}}, reward=None)
+    assert answers_together(played, mesh, BIG, algorithm) == 1
+    assert drawn_length(played, 2) == 256
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "packing", "rows"),
+    [
+        # 2048 tokens fill a CPU: 25 rows of 79, a quarter of them 6; of 16 rows that is two passes of 8.
+        (16, 79, True, 8),
+        # A sixteenth of many is enough, until the device is full.
+        (160, 79, True, 10),
+        (1024, 79, True, 25),
+        # Half of a few; one, where one fills a quarter.
+        (8, 64, True, 4),
+        (4, 512, True, 1),
+        (1, 64, True, 1),
+        # Unpacked there is nothing to save.
+        (16, 79, False, 16),
+        (160, 79, False, 25),
+    ],
+)
+def test_rows_of_a_pass(batch: int, length: int, packing: bool, rows: int):
+    assert rows_per_pass(one_device(), batch, None, length, packing) == rows
+
+
+def test_a_batch_whose_sequences_share_rows_has_no_more_passes_than_it_needs():
+    """Four answers in two rows, in passes of one row: two, of which both are filled."""
+    prompt, answers = [5, 6, 7], ([1, 2], [3], [4, 4, 4], [9])
+    rows = [Sequence(np.array(prompt + one), np.array([0] * 3 + [1] * len(one)).astype(bool)) for one in answers]
+    length = row_length(2, 6, 3)
+    batch = pack(rows, 4, length, together=2)
+    assert [Cut(1, one_device(), unit).place(batch).rows["tokens"].shape[0] for unit in (1, 2)] == [4, 2]
+
+
+def test_pairs_that_are_drawn_fit_where_nothing_is_shared():
+    """Two sequences of 128 tokens behind each other, where a shared prompt would leave 193."""
+    assert drawn_length(recipe(), 2) == 193
+    assert drawn_length(recipe(data={"packing": False}), 2) == 256
+
+
+def test_pairs_are_no_group():
+    assert DPO(DPO.Config(online=True)).group == 1

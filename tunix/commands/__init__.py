@@ -1,0 +1,1 @@
+"""What the command line does besides training, one file for each command, and what they share."""

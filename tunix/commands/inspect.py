@@ -1,0 +1,223 @@
+"""`tunix inspect`: what the model would read, with the trained tokens marked, and what becomes of all the rows.
+
+Rows go through the very code that a run uses (`assemble.inputs`, `data.examples`, `data.packing`), so what is shown is
+what is trained. On a terminal the trained tokens are green and the others dim; elsewhere they stand in [[ ]].
+"""
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from tunix.algorithms.base import Algorithm
+from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
+from tunix.data.cutting import Whole, cutter, grouped
+from tunix.data.examples import to_example
+from tunix.data.packing import waste
+from tunix.data.pipeline import Layout
+from tunix.data.shapes import Rendering, rendering
+from tunix.data.sources import Rows
+from tunix.data.tokenizer import Tokenizer
+from tunix.recipe.algorithms import algorithm_class
+from tunix.recipe.recipe import Recipe
+from tunix.run.build import inputs, read_of_rows
+from tunix.run.row_layout import layout
+from tunix.types import Sequence
+
+ACCOUNTED = 5000
+"""Rows that the accounting reads at most, so that a large data set answers in seconds too."""
+
+
+def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
+    """Prints the first examples of a recipe, stage by stage, and the accounting.
+
+    Args:
+        recipe: what would be run.
+        rows: examples to show of each stage.
+        console: where to print; standard output by default.
+
+    Raises:
+        UserError: the data, the tokenizer, or a row is not what the recipe says.
+    """
+    console = console or Console(highlight=False, emoji=False)
+    for stage in recipe.stages or (recipe,):
+        if recipe.stages:
+            console.print(f"stage {stage.output}\n", markup=False)
+        # A later stage's model is what the one before will have written: its tokenizer is that of the first.
+        _show_run(stage.model_copy(update={"model": recipe.model}), rows, console)
+
+
+def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
+    """Examples and accounting of a single run."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = inputs(recipe, Path(folder))
+        algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
+        how = _how(recipe, algorithm, found.train)
+        examples = _examples(found.train, found.tokenizer, how)
+        shown = list(itertools.islice(examples, rows))
+        pieces = _pieces(shown, cutter(recipe.data, how.train_on), recipe.batch_size)
+        for number, parts in enumerate(pieces, start=1):
+            for part, example in enumerate(parts, start=1):
+                place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
+                _show_example(place, example, found.tokenizer, how, console)
+        seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
+        packed = None if algorithm.train_on == "prompt" else layout(algorithm)
+        _show_totals(_total(seen, recipe, packed, cutter(recipe.data, how.train_on)), found.train, how, console)
+
+
+def _how(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
+    """The settings that the run renders with."""
+    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", read_of_rows(recipe, algorithm))
+
+
+def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterator[Kept | Dropped]:
+    """What becomes of each row, in file order."""
+    for index in range(len(rows)):
+        yield to_example(rows[index], tokenizer, how, f"row {index + 1} of {rows.name}")
+
+
+def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[list[Kept | Dropped]]:
+    """What each row is cut into, in batches of file order; the row itself where it is dropped."""
+    given = 0
+    cut.new_batch()
+    for example in examples:
+        parts: list[Kept | Dropped] = []
+        finished = False
+        while not finished:
+            if given and given % size == 0 and cut.gives(example):
+                cut.new_batch()
+            taken = cut.take(example)
+            finished = taken.finished
+            if taken.piece:
+                parts.append(taken.piece)
+                given += 1
+        yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
+
+
+def _show_example(
+    number: str, example: Kept | Dropped, tokenizer: Tokenizer | None, how: Rendering, console: Console
+) -> None:
+    """One example: the counts of its sequences, and their texts."""
+    if isinstance(example, Dropped):
+        console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
+        return
+    if how.train_on == "row":
+        console.print(
+            f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}\n", markup=False
+        )
+        return
+    sides = ("chosen: ", "rejected: ") if how.train_on == "pairs" else ("",)
+    for side, sequence in zip(sides, example.sequences, strict=True):
+        notes = _notes(sequence, how, example.truncated)
+        console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
+        console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
+    console.print()
+
+
+def _notes(sequence: Sequence, how: Rendering, truncated: bool) -> list[str]:
+    """What is told of a sequence beside its text."""
+    size = len(sequence.tokens)
+    notes = [f"{size} tokens", f"{int(sequence.loss_mask.sum())} trained"]
+    notes += [f"cut at {_limit(how)}"] if truncated and size == _limit(how) else []
+    notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
+    return [*notes, *(f"{name} {value:g}" for name, value in sequence.per_sequence.items())]
+
+
+def _limit(how: Rendering) -> int:
+    """Tokens of a sequence, or of a prompt alone, at most."""
+    return how.prompt_length if how.train_on == "prompt" else how.max_length
+
+
+def _coloured(console: Console) -> bool:
+    """Whether colours will be seen; NO_COLOR and anything that is not a terminal say no."""
+    return console.color_system is not None and not console.no_color
+
+
+def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
+    """The sequence as text, trained runs of tokens set apart from the others; ids where there is no tokenizer."""
+    text = Text()
+    for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
+        ids = [int(sequence.tokens[t]) for t in group]
+        words = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        if coloured:
+            text.append(words, "bold green" if trained else "dim")
+        else:
+            text.append(f"[[{words}]]" if trained else words)
+        if tokenizer is None:
+            text.append(" ")
+    return text
+
+
+@dataclass
+class _Totals:
+    """The accounting, and what the kept rows come to once they are packed."""
+
+    accounting: Accounting = field(default_factory=Accounting)
+    tokens: int = 0
+    trained: int = 0
+    packed_rows: int = 0
+    empty: float = 0.0
+    """Places without a token, in packed rows."""
+    row_length: int = 0
+    """Places of a packed row."""
+
+
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout | None, cut: Whole) -> _Totals:
+    """Counts the examples, packed by the batch as a run packs them; prompts alone are not packed."""
+    totals = _Totals(row_length=how.length(recipe.data) if how else 0)
+    for group, account in grouped(examples, cut, recipe.batch_size):
+        totals.accounting += account
+        sequences = [sequence for kept in group for sequence in kept.sequences]
+        totals.tokens += sum(len(sequence.tokens) for sequence in sequences)
+        totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
+        if how and group:
+            _pack(totals, group, recipe, how)
+    return totals
+
+
+def _pack(totals: _Totals, group: list[Kept], recipe: Recipe, how: Layout) -> None:
+    """Packs a batch's rows and adds its size and waste."""
+    batch = how.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
+    totals.packed_rows += len(batch.tokens)
+    totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
+
+
+def _cuts(account: Accounting, how: Rendering) -> list[tuple[str, int, str]]:
+    """What became of rows that are too long."""
+    if how.on_overflow != "keep":
+        return [("    truncated", account.truncated, f"cut at {_limit(how)} tokens")]
+    return [
+        ("    pieces", account.pieces, f"of at most {how.max_length} tokens, each a sequence of a batch"),
+        ("    left out", account.untrained, "pieces with nothing to train on"),
+    ]
+
+
+def _show_totals(totals: _Totals, rows: Rows, how: Rendering, console: Console) -> None:
+    """The accounting as a table whose counts add up: rows = kept + dropped, and the dropped by their reasons."""
+    account = totals.accounting
+    if account.rows < len(rows):
+        console.print(f"The first {account.rows:,} of {len(rows):,} rows of {rows.name}:", markup=False)
+    else:
+        console.print(f"All rows of {rows.name}:", markup=False)
+    dropped = sorted(account.dropped.items())
+    lines = [
+        ("rows", account.rows, ""),
+        ("  kept", account.kept, ""),
+        *_cuts(account, how),
+        ("  dropped", sum(account.dropped.values()), ""),
+        *(("   ", count, reason) for reason, count in dropped),
+        ("tokens", totals.tokens, "of the kept rows"),
+    ]
+    if totals.packed_rows:
+        lines.append(("  trained", totals.trained, f"{totals.trained / totals.tokens:.1%} of them"))
+        places = totals.packed_rows * totals.row_length
+        note = f"of {totals.row_length} tokens, {totals.empty / places:.1%} empty"
+        lines.append(("packed rows", totals.packed_rows, note))
+    for name, count, note in lines:
+        console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)

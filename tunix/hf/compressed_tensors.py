@@ -1,0 +1,127 @@
+"""Rounded weights that take few bits in a file, too: compressed-tensors, which transformers and vLLM read.
+
+In the place of a matrix `X.weight` stand its rounded values and `X.weight_scale`, `[K, C / tile]` in float32. Values
+are `X.weight` where a server multiplies them as they are (fp8, and int8 beside rounded inputs), else 32-bit words in
+`X.weight_packed`, which `X.weight_shape` unfolds: numbers are raised by half their range and lie one after the other
+from the lowest bit on. `models/quantization/schemes.py` has what config.json says of it. Loads without jax.
+
+Axes: C inputs, K outputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from tunix.errors import UserError
+from tunix.hf.safetensors_io import Entry, Stored
+from tunix.models.families.base import Piece
+from tunix.models.quantization.schemes import BITS, WORDS, Packing, format_of
+
+VALUES, PACKED, SCALES, SHAPE = "weight", "weight_packed", "weight_scale", "weight_shape"
+
+
+def entries(module: str, packing: Packing, rounded: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Iterator[Entry]:
+    """The tensors that one matrix is written as.
+
+    Args:
+        module: the name of the matrix in the file, up to `weight`.
+        rounded: makes its values, `[K C]` of the rule's type, and its scales, `[K C/tile]`.
+    """
+    assert packing.rule.weights is not None
+    # Values and scales are rounded for each anew: kept between the two, all matrices would be on the host at last.
+    (outputs, inputs), kind = packing.shape, packing.rule.weights
+    if format_of(packing.rule) == WORDS:
+        packed = (outputs, -(-inputs * BITS[kind] // 32))
+        yield Entry(module + PACKED, packed, "I32", lambda: words(rounded()[0], BITS[kind]))
+        yield Entry(module + SHAPE, (2,), "I64", lambda: np.array(packing.shape))
+    else:
+        yield Entry(module + VALUES, packing.shape, "F8_E4M3" if kind == "fp8" else "I8", lambda: rounded()[0])
+    yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", lambda: rounded()[1])
+
+
+def words(values: Int[np.ndarray, "K C"], bits: int) -> Int[np.ndarray, "K words"]:
+    """Signed numbers of a few bits in 32-bit words."""
+    each = 32 // bits
+    raised = np.pad((values.astype(np.int64) + (1 << bits - 1)), ((0, 0), (0, -values.shape[1] % each)))
+    lanes = raised.reshape(len(values), -1, each) << (np.arange(each) * bits)
+    return lanes.sum(axis=2).astype(np.uint32).view(np.int32)
+
+
+def unfolded(packed: Int[np.ndarray, "K words"], inputs: int) -> Int[np.ndarray, "K C"]:
+    """The numbers in 32-bit words."""
+    bits = next(bits for bits in (4, 8) if -(-inputs * bits // 32) == packed.shape[1])
+    lanes = packed.view(np.uint32)[:, :, None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
+    lifted = (lanes & ((1 << bits) - 1)).astype(np.int32) - (1 << bits - 1)
+    return lifted.reshape(len(packed), -1)[:, :inputs]
+
+
+@dataclass(frozen=True)
+class Rounded(Stored):
+    """A matrix whose file holds few bits, and which is read as the numbers that they stand for."""
+
+    values: Stored
+    scales: Stored
+    packed: bool
+
+    @contextmanager
+    def open(self) -> Iterator[Piece]:
+        """The numbers, to be read by slices while the block runs."""
+        with self.values.open() as values, self.scales.open() as scales:
+            yield _Numbers(values, scales, self.shape, self.packed)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    values: Piece
+    scales: Piece
+    shape: tuple[int, ...]
+    packed: bool
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Float[np.ndarray, "k c"]:
+        rows, columns = index
+        values: Shaped[np.ndarray, "k c"] = self.values[rows, :]
+        if self.packed:
+            values = unfolded(np.ascontiguousarray(values), self.shape[1])
+        scales = self.scales[rows, :].astype(np.float32)
+        tiles = values.astype(np.float32).reshape(len(values), scales.shape[1], -1) * scales[:, :, None]
+        return tiles.reshape(values.shape)[:, columns]
+
+
+def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """A folder's tensors with rounded matrices in the place of their parts.
+
+    Raises:
+        UserError: a part is missing, or the parts do not fit each other.
+    """
+    found = dict(stored)
+    for key in (key for key in stored if key.endswith(f".{SCALES}")):
+        module, scales = key.removesuffix(SCALES), found.pop(key)
+        held = next((found.pop(module + part) for part in (PACKED, VALUES) if module + part in found), None)
+        if held is None:
+            raise UserError(f"{scales.file}: {key} is there without {module}{PACKED}. Download the folder again.")
+        packed = held.key.endswith(PACKED)
+        shape = _shape(found.pop(module + SHAPE, None), held) if packed else held.shape
+        if len(scales.shape) != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
+            raise UserError(
+                f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
+                f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
+            )
+        found[module + VALUES] = Rounded(held.file, held.key, shape, "F32", held, scales, packed)
+    return found
+
+
+def _shape(told: Stored | None, packed: Stored) -> tuple[int, ...]:
+    """A packed matrix's own shape."""
+    if told is None or told.shape != (2,):
+        raise UserError(f"{packed.file}: {packed.key} is there without its shape. Download the folder again.")
+    with told.open() as piece:
+        outputs, inputs = (int(size) for size in piece[(slice(0, 2),)])
+    if packed.shape[0] != outputs or packed.shape[1] not in (-(-inputs * bits // 32) for bits in (4, 8)):
+        raise UserError(
+            f"{packed.file}: {packed.key} has shape {packed.shape}, which is no matrix ({outputs}, {inputs}) of 4 or 8 "
+            "bits: take the model that the folder was made of"
+        )
+    return outputs, inputs

@@ -1,0 +1,397 @@
+"""Hugging Face folders in and out, tensor by tensor.
+
+In: every tensor that the config asks for is looked up, its shape checked, and only then is anything read. A layer's
+tensor goes shard by shard from the file to the devices and into its place in the stacked array, which is updated in
+place; so the host holds about one tensor beyond the model itself. A matrix that is quantized is rounded on that way, so
+that the model is never there as it was. Out: the same way back, into an atomic folder.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.config import DType, Family
+from tunix.errors import UserError
+from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
+from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.safetensors_io import (
+    INDEX,
+    SINGLE,
+    Entry,
+    Stored,
+    check_tensors,
+    some,
+    tensors_of_folder,
+    write_tensors,
+)
+from tunix.mesh import sharding
+from tunix.models.config import DecoderConfig
+from tunix.models.families.base import SCORE, Tensor
+from tunix.models.families.table import FAMILIES, to_hf
+from tunix.models.model import Model, Params, is_adapter, is_own
+from tunix.models.quantization.fake_quant import simulated
+from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize, tile_of
+from tunix.models.quantization.rules import Rules, write_rules
+from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
+from tunix.util.atomic_io import atomic_folder
+from tunix.util.exact import jit
+
+BESIDE_WEIGHTS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files that an export takes over from the folder that training started from."""
+
+HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|masked_bias)$")
+"""Buffers that older folders saved although the model computes them."""
+
+STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
+TIE_CHUNK = 1 << 24
+"""Elements compared at a time where a tied folder also holds a head."""
+
+
+def resolve_folder(path: str) -> Path:
+    """A local folder as it is, or the snapshot of a hub id (downloaded once, without pickles and code).
+
+    Raises:
+        UserError: there is no such folder, or the hub cannot give it.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{path} is a file; a model is a folder with config.json and safetensors.")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
+        raise UserError(f"{path}: there is no such folder.")
+    return _download(path)
+
+
+def _download(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{name} is neither a folder here nor a model on the hub. Check the name; if private, `hf auth login`."
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{name} is no folder here and the hub cannot be reached ({type(error).__name__}). "
+            "Download it where there is a network and give the folder's path."
+        ) from error
+
+
+def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
+    """The weights of a folder, in their target dtype and place; those that the model has quantized are rounded.
+
+    Args:
+        model: says which tensors there must be; its adapters, if any, are no part of the folder, nor is a value head
+            that is not asked for.
+        folder: `model.safetensors`, or shards with their index.
+        dtypes: dtype by name of the parameters wanted: all of the base, or some.
+        mesh: where they live.
+
+    Raises:
+        UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
+    """
+    stored = named_tensors(folder, model.config.family)
+    _check(model, stored, dtypes, folder)
+    table = FAMILIES[model.config.family].tensors
+    loaded: Params = {}
+    for name, dtype in dtypes.items():
+        if is_scale(name):
+            continue  # comes with its values
+        if name.startswith("layers/"):
+            layers = [stored[table[name].key(layer)] for layer in range(model.shapes[name][0])]
+            loaded |= _load_stacked(model, name, table[name], layers, dtype, mesh)
+        else:
+            place = sharding(model.axes[name], model.shapes[name], mesh)
+            loaded[name] = _read(stored[table[name].name], table[name], model.shapes[name], place).astype(dtype)
+    return loaded
+
+
+def has_score(folder: Path) -> bool:
+    """Whether a folder is a reward model's: whether it has a scalar head.
+
+    Raises:
+        UserError: it holds no weights, or a file is missing or damaged.
+    """
+    return SCORE in tensors_of_folder(folder)
+
+
+def reward_model(folder: Path) -> UserError:
+    """What is said where a folder should speak and scores."""
+    return UserError(
+        f"{folder} is a reward model: it has {SCORE} and gives scores, not words. Name it as reward.model, or go on "
+        "training it with `algorithm: {name: reward}`"
+    )
+
+
+def _load_stacked(
+    model: Model, name: str, tensor: Tensor, layers: Sequence[Stored], dtype: DType, mesh: Mesh
+) -> Params:
+    """A parameter of the layers, with its scales where it is quantized."""
+    quantized = name in model.quantized
+    names = (name, name + SCALE) if quantized else (name,)
+    places = tuple(sharding(model.axes[one], model.shapes[one], mesh) for one in names)
+    stacks = tuple(
+        jnp.zeros(model.shapes[one], model.kinds.get(one, dtype), device=place)
+        for one, place in zip(names, places, strict=True)
+    )
+    put = _put(places, model.rounding(name) if quantized else None)
+    shape = model.shapes[name][1:]
+    single = sharding(model.axes[name][1:], shape, mesh)
+    for layer, file in enumerate(layers):
+        stacks = put(stacks, _read(file, tensor, shape, single), layer)
+        # Without waiting, reading would run ahead and hold several tensors.
+        jax.block_until_ready(stacks)
+    return dict(zip(names, stacks, strict=True))
+
+
+@cache
+def _put(places: tuple[NamedSharding, ...], rounding: tuple[Quantization, int] | None) -> Callable[..., Any]:
+    """Writes a layer's tensor into its stack, or its values and scales into theirs.
+
+    One function for all parameters and folders, so that it is compiled once for each shape and place.
+    """
+
+    def put(stacks: tuple[jax.Array, ...], value: jax.Array, layer: jax.Array | int) -> tuple[jax.Array, ...]:
+        parts = quantize(value, *rounding) if rounding else (value,)
+        return tuple(
+            jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
+            for stack, part in zip(stacks, parts, strict=True)
+        )
+
+    return jit(put, donate_argnums=0, out_shardings=places)
+
+
+def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
+    """A tensor in the file's dtype; each device's part is read by itself."""
+    with stored.open() as piece:
+        part = cast(Callable[[Any], np.ndarray], partial(tensor.read, piece, shape))
+        return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
+
+
+def named_tensors(folder: Path, family: Family) -> dict[str, Stored]:
+    """A folder's tensors by their names in a text-only one; parts that are not text, and buffers, are left out.
+    Packed matrices are there as the numbers that they stand for.
+
+    Raises:
+        UserError: it holds no weights, or a file is missing or damaged.
+    """
+    named: dict[str, Stored] = {}
+    for key, tensor in unpacked(tensors_of_folder(folder)).items():
+        name = rename(key, FAMILIES[family].prefixes)
+        if name is not None and not HARMLESS_BUFFERS.search(name):
+            named[name] = tensor
+    return named
+
+
+def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
+    """A tensor's name in a text-only folder; None where it belongs to a part that is left out."""
+    for theirs, ours in prefixes:
+        if key.startswith(theirs):
+            return None if ours is None else ours + key.removeprefix(theirs)
+    return key
+
+
+def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors that a folder must hold for parameters of ours -> their shapes there."""
+    table = FAMILIES[config.family].tensors
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name.startswith("layers/"):
+            wanted |= {table[name].key(layer): table[name].their_shape(shape[1:]) for layer in range(shape[0])}
+        else:
+            wanted[table[name].name] = table[name].their_shape(shape)
+    return wanted
+
+
+def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
+    if model.speaks and SCORE in stored:
+        raise reward_model(folder)
+    held = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
+    base = {name: shape for name, shape in held.items() if name in asked or not is_own(name)}
+    wanted = expected(model.config, base)
+    check_tensors(stored, wanted, folder)
+    extra = [name for name in stored if name not in wanted]
+    if not model.speaks:  # a language model's head is not needed for scores
+        extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
+    _check_extra(model.config, extra, stored, folder)
+
+
+def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, Stored], folder: Path) -> None:
+    head, embed = (FAMILIES[config.family].tensors[name].name for name in ("head/w", "embed/w"))
+    if config.tied and head in extra:
+        if not _equal(stored[head], stored[embed]):
+            raise UserError(
+                f"{stored[head].file}: {head} differs from {embed}, although config.json ties them. "
+                "Set tie_word_embeddings to false there, or remove the tensor."
+            )
+        extra = [name for name in extra if name != head]
+    if not extra:
+        return
+    beyond = [
+        name for name in extra if (at := re.match(r"model\.layers\.(\d+)\.", name)) and int(at[1]) >= config.num_layers
+    ]
+    reason = f"The files have more layers than num_hidden_layers = {config.num_layers}." if beyond else ""
+    raise UserError(
+        f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. {reason}".rstrip()
+    )
+
+
+def _equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors hold the same values, compared a few rows at a time."""
+    if a.shape != b.shape:
+        return False
+    rows = max(TIE_CHUNK // a.shape[1], 1)
+    with a.open() as left, b.open() as right:
+        spans = [slice(start, min(start + rows, a.shape[0])) for start in range(0, a.shape[0], rows)]
+        return all(np.array_equal(left[span, :], right[span, :]) for span in spans)
+
+
+def save_folder(
+    path: Path,
+    config: DecoderConfig,
+    params: Mapping[str, jax.Array],
+    *,
+    source: Path | None,
+    dtype: DType | None,
+    scores: bool = False,
+    rules: Rules | None = None,
+    packed: bool = False,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
+
+    The folder appears whole or not at all. One tensor at a time is on the host.
+
+    Args:
+        path: where; must not exist, or be an empty folder.
+        config: the model.
+        params: base weights only (`lora.merge` first, where there are adapters).
+        source: the folder that training started from, or None.
+        dtype: of the written weights; None for the one that each has.
+        scores: the value head is written, as a reward model's; a critic's is no part of a language model.
+        rules: how the weights are rounded; the folder says it.
+        packed: they are yet to be rounded, and are written in few bits.
+        max_shard_bytes: above this, several files and an index.
+
+    Raises:
+        UserError: something is at `path`, the disk refuses, or a type has no packed format.
+    """
+    assert not any(map(is_adapter, params)), "merge the adapters first"
+    params = {name: x for name, x in params.items() if scores or not is_own(name)}
+    with atomic_folder(path) as folder:
+        fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
+        for name in BESIDE_WEIGHTS:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        if scores:
+            pad = padding(config, source)
+            fields |= classifier_fields(config, pad)
+            write_padding(folder, pad)
+        if rules is not None:
+            write_rules(folder, rules)
+        packing = _packing(config, params, rules) if packed else {}
+        if packing:
+            head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
+            fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
+        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
+
+
+def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
+    """How the layers' matrices are packed, by our short names."""
+    assert rules is not None, "rules say what is packed"
+    check_packs(rules)
+    table, found = FAMILIES[config.family].tensors, {}
+    for ours, how in simulated(rules):
+        name = f"layers/{ours}/w"
+        outputs, inputs = table[name].their_shape(params[name].shape[1:])
+        assert how.weights is not None
+        found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
+    return found
+
+
+def _entries(
+    config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
+) -> Iterator[Entry]:
+    """The tensors in the order of the model: embedding, layer by layer, norm, head."""
+    table, packed = FAMILIES[config.family].tensors, {f"layers/{ours}/w": how for ours, how in packing.items()}
+
+    def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
+        tensor, written = table[name], dtype or str(params[name].dtype)
+        if name in packed:
+            rounded = partial(_rounded, params[name], layer, tensor, packed[name])
+            yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], rounded)
+        else:
+            make = partial(_to_host, params[name], layer, tensor.write, written)
+            yield Entry(tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[written], make)
+
+    ends = {name: array.shape for name, array in params.items() if not name.startswith("layers/")}
+    inner = {name: array.shape[1:] for name, array in params.items() if name.startswith("layers/")}
+    yield from entry("embed/w", None, ends.pop("embed/w"))
+    for layer in range(config.num_layers):
+        for name, shape in inner.items():
+            yield from entry(name, layer, shape)
+    for name, shape in sorted(ends.items(), reverse=True):
+        yield from entry(name, None, shape)
+
+
+def _to_host(array: jax.Array, layer: int | None, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:
+    return write(np.asarray(_of_layer(array, layer).astype(dtype)))
+
+
+def _rounded(array: jax.Array, layer: int | None, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of a layer's matrix as they lie in a file."""
+    assert how.rule.weights is not None
+    rounding = Quantization(how.rule.weights, how.tile)
+    values, scales = jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
+    return tensor.write(np.asarray(values)), np.asarray(scales).reshape(len(scales), -1).T
+
+
+def _of_layer(array: jax.Array, layer: int | None) -> jax.Array:
+    return array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+
+
+def _write_shards(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(held.size for held in shards[-1]) + entry.size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    if len(shards) == 1:
+        write_tensors(folder / SINGLE, shards[0])
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / name, shard)
+        places |= {entry.key: name for entry in shard}
+    index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

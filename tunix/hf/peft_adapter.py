@@ -1,0 +1,194 @@
+"""Adapters in PEFT's format (https://huggingface.co/docs/peft): adapter_config.json and adapter_model.safetensors.
+
+Our A and B keep the axes of the weight that they adapt (`[L D r]` and `[L r N H]` for q); PEFT flattens them
+(`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. A reward model's adapter
+brings its scalar head along, as PEFT does for sequence classifiers, and tables that train come whole.
+
+Axes: L layers, r rank, the others as in `models/decoder.py`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tunix.errors import UserError
+from tunix.hf.base_fingerprint import FILE, named_base
+from tunix.hf.model_folder import STORED_DTYPE, rename
+from tunix.hf.peft_config import CONFIG, described, text
+from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_tensors
+from tunix.lora.adapt import plain_pairs, tables
+from tunix.lora.config import AdapterConfig
+from tunix.models.config import DecoderConfig
+from tunix.models.families.base import Tensor, axis_sizes
+from tunix.models.families.table import FAMILIES
+from tunix.util.atomic_io import atomic_folder
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+HEAD = "value/w"
+
+
+def save_adapter(
+    path: Path,
+    params: Mapping[str, jax.Array],
+    adapter: AdapterConfig,
+    config: DecoderConfig,
+    base: str,
+    scores: bool = False,
+    mark: str | None = None,
+) -> None:
+    """Writes a PEFT folder that loads on transformers' model of the family.
+
+    Args:
+        path: where; must not exist, or be an empty folder.
+        params: holds the adapters, and the tables that train beside them; others are left out.
+        adapter: what they are.
+        config: the model below.
+        base: hub id or path of the model below, as PEFT will look for it.
+        scores: the value head goes along, as a reward model's.
+        mark: what `lora.belonging` says of the base, if it is known.
+
+    Raises:
+        UserError: something is at `path`, or the disk refuses.
+    """
+    with atomic_folder(path) as folder:
+        if mark is not None:
+            (folder / FILE).write_text(mark, encoding="utf-8")
+        (folder / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
+        write_tensors(folder / WEIGHTS, list(_entries(params, adapter, config, scores)))
+
+
+def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
+    """Reads a PEFT folder.
+
+    Args:
+        folder: adapter_config.json and adapter_model.safetensors.
+        config: the model that it shall sit on.
+
+    Returns:
+        What it is, and its arrays by our names, stacked over layers; a reward model's has the value head too, and
+        tables that came whole are there by the base's names.
+
+    Raises:
+        UserError: a file is missing or damaged, the adapter is of a kind that tunix does not compute, or its tensors do
+            not fit the model.
+    """
+    adapter, scores = described(folder / CONFIG, config.tied)
+    stored = _stored(folder, config)
+    parts = _parts(adapter, config)
+    whole = _whole(adapter, config, scores)
+    wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
+    for tensor, shape in parts.values():
+        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in range(config.num_layers)}
+    _drop_copy(stored, wanted, adapter, config, folder)
+    hint = f"Is this the base of the adapter? It names {named_base(folder) or 'none'}."
+    check_tensors(stored, wanted, folder / WEIGHTS, hint)
+    extra = sorted(set(stored) - set(wanted))
+    if extra:
+        raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
+    arrays = {name: _read(stored[tensor.key(None)], tensor, shape) for name, (tensor, shape) in whole.items()}
+    for name, (tensor, shape) in parts.items():
+        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in range(config.num_layers)]
+        arrays[name] = np.stack(layers)
+    return adapter, arrays
+
+
+def _stored(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
+    """The tensors of a PEFT folder by their names in a text-only model."""
+    if not (folder / WEIGHTS).is_file():
+        remedy = (
+            "tunix loads no pickles: save it again with safe_serialization"
+            if (folder / PICKLE).is_file()
+            else "is it whole?"
+        )
+        raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
+    prefixes = FAMILIES[config.family].prefixes
+    return {
+        rename(key.removeprefix(PREFIX), prefixes) or key: tensor
+        for key, tensor in tensors_of_file(folder / WEIGHTS).items()
+    }
+
+
+def _drop_copy(
+    stored: dict[str, Stored],
+    wanted: Mapping[str, tuple[int, ...]],
+    adapter: AdapterConfig,
+    config: DecoderConfig,
+    folder: Path,
+) -> None:
+    """A tied table may be in the file at both ends: one of them goes, if they are equal."""
+    table = FAMILIES[config.family].tensors
+    embed, head = table["embed/w"].name, table["head/w"].name
+    if not (config.tied and adapter.also) or head not in stored:
+        return
+    if embed not in stored:
+        stored[embed] = stored.pop(head)
+        return
+    with stored[embed].open() as one, stored[head].open() as other:
+        if stored[embed].shape != stored[head].shape or not np.array_equal(one[:, :], other[:, :]):
+            raise UserError(
+                f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
+            )
+    del stored[head]
+
+
+def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
+    with stored.open() as piece:
+        return tensor.read(piece, shape, tuple(slice(None) for _ in shape))
+
+
+Place = tuple[Tensor, tuple[int, ...]]
+"""Where a parameter is in a PEFT file, and its shape here, in one layer."""
+
+
+def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
+    """The adapter's own parameters. The layouts of A and B follow from that of the weight: its input axes are those of
+    PEFT's last group."""
+    sizes, found = axis_sizes(config), {}
+    for name, low in adapter.modules.items():
+        base = FAMILIES[config.family].tensors[f"layers/{name}/w"]
+        output, inputs = re.findall(r"\([^)]*\)|\S+", base.theirs)
+        stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
+        tensors = {
+            "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r"),
+            "b": Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {of_y}"),
+        }
+        if adapter.dora:
+            tensors["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y)
+        for letter, tensor in tensors.items():
+            shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
+            found[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
+    return found
+
+
+def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
+    """What comes whole: tables that train, and a reward model's head."""
+    table = FAMILIES[config.family].tensors
+    found = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
+    return found | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
+
+
+def _entries(
+    params: Mapping[str, jax.Array], adapter: AdapterConfig, config: DecoderConfig, scores: bool
+) -> Iterator[Entry]:
+    params = plain_pairs(dict(params), adapter)
+
+    def entry(name: str, tensor: Tensor, layer: int | None) -> Entry:
+        array = params[name]
+        shape = array.shape if layer is None else array.shape[1:]
+
+        def make() -> np.ndarray:
+            return tensor.write(np.asarray(array if layer is None else array[layer]))
+
+        return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], make)
+
+    for name, (tensor, _) in _whole(adapter, config, scores).items():
+        yield entry(name, tensor, None)
+        if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
+            yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
+    parts = _parts(adapter, config)
+    for layer in range(config.num_layers):
+        yield from (entry(name, tensor, layer) for name, (tensor, _) in parts.items())

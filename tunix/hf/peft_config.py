@@ -1,0 +1,196 @@
+"""PEFT's adapter_config.json in and out: what an adapter is, and which of its kinds tunix computes. Loads without jax.
+
+Every field that would change what the adapter computes is either understood or refused by name.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunix.errors import UserError
+from tunix.hf.safetensors_io import some
+from tunix.lora.config import AdapterConfig, Table
+from tunix.models.families.base import SCORE
+from tunix.models.families.table import read_json
+from tunix.models.quantization.modules import MODULES, PROJECTIONS, matched
+
+CONFIG = "adapter_config.json"
+TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
+"""PEFT's name of what the model does, by whether it gives scores."""
+HEADS = (SCORE.removesuffix(".weight"), "classifier")
+"""What an adapter of a reward model saves whole: as we write it, and what PEFT adds by itself."""
+TABLES: tuple[Table, ...] = ("embed_tokens", "lm_head")
+
+HARMLESS = frozenset(
+    (
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",  # a tied table is one here anyway
+        "inference_mode",
+        "lora_dropout",  # only while training, and its training is over
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    )
+)
+"""Fields of adapter_config.json that change nothing in what the adapter computes."""
+READ = frozenset(
+    (
+        "peft_type",
+        "task_type",
+        "bias",
+        "init_lora_weights",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "target_modules",
+        "modules_to_save",
+    )
+)
+
+Refuse = Callable[[str, str], UserError]
+"""(field, why) -> the error."""
+
+
+class Described(NamedTuple):
+    """What adapter_config.json says."""
+
+    adapter: AdapterConfig
+    scores: bool
+    """Whether it is a reward model's, which brings its scalar head."""
+
+
+def text(adapter: AdapterConfig, base: str, scores: bool, tied: bool) -> str:
+    """The adapter_config.json of an adapter.
+
+    Args:
+        adapter: PiSSA's is written as the plain one of twice the rank that it is, with the alphas that keep its scale.
+        base: hub id or path of the model below, as PEFT will look for it.
+        scores: the model below gives scores.
+        tied: its head is its embedding.
+    """
+    wider = 2 if adapter.start == "pissa" else 1
+    louder = math.sqrt(wider) if adapter.rslora else wider
+    ranks = {name: adapter.modules[PROJECTIONS[name]].rank for name in adapter.targeted}
+    alphas = {name: adapter.alpha_of(name) for name in adapter.targeted}
+    whole = (["embed_tokens"] if tied and adapter.also else list(adapter.also)) + ([HEADS[0]] if scores else [])
+    fields = {
+        "peft_type": "LORA",
+        "task_type": TASKS[scores],
+        "modules_to_save": whole or None,
+        "ensure_weight_tying": tied and bool(adapter.also),
+        "base_model_name_or_path": base,
+        "r": wider * adapter.rank,
+        "lora_alpha": louder * adapter.alpha,
+        "rank_pattern": {name: wider * rank for name, rank in ranks.items() if rank != adapter.rank},
+        "alpha_pattern": {name: louder * alpha for name, alpha in alphas.items() if alpha != adapter.alpha},
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
+        "target_modules": list(adapter.targeted),
+        "lora_dropout": adapter.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def described(file: Path, tied: bool) -> Described:
+    """What an adapter_config.json says.
+
+    Args:
+        tied: whether the model below has one table for both ends.
+
+    Raises:
+        UserError: it is missing or damaged, or of a kind that tunix does not compute.
+    """
+    raw = read_json(file)
+
+    def refuse(name: str, why: str) -> UserError:
+        return UserError(f"{file}: {name} = {raw.get(name)!r} {why}")
+
+    if raw.get("peft_type") != "LORA":
+        raise refuse("peft_type", "is not supported; only LORA is.")
+    if raw.get("task_type") not in (*TASKS.values(), None):
+        raise refuse("task_type", f"is not supported; {' and '.join(TASKS.values())} are.")
+    if raw.get("bias", "none") != "none":
+        raise refuse("bias", "is not supported; only 'none' is.")
+    if raw.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        raise refuse("init_lora_weights", "changes the base's weights; convert the adapter to a plain LoRA first.")
+    for name in sorted(set(raw) - READ - HARMLESS):
+        if raw[name]:
+            raise refuse(name, "is not supported: tunix would compute another model.")
+    for name, kinds in (("r", int), ("lora_alpha", int | float)):
+        if not _positive(raw.get(name), kinds):
+            raise refuse(name, "must be a positive number.")
+    targets = _targets(raw.get("target_modules"), refuse)
+    scores = raw.get("task_type") == TASKS[True]
+    adapter = AdapterConfig(
+        rank=raw["r"],
+        alpha=float(raw["lora_alpha"]),
+        ranks=_pattern(raw.get("rank_pattern"), "rank_pattern", int, targets, refuse),
+        alphas=_pattern(raw.get("alpha_pattern"), "alpha_pattern", int | float, targets, refuse),
+        rslora=bool(raw.get("use_rslora", False)),
+        dora=bool(raw.get("use_dora", False)),
+        targets=targets,
+        also=_whole(raw.get("modules_to_save"), scores, tied and not raw.get("ensure_weight_tying"), refuse),
+    )
+    return Described(adapter, scores)
+
+
+def _positive(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+
+
+def _pattern(given: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
+    """The patterns that mean an adapted module; PEFT passes over others."""
+    found = {}
+    for pattern, value in (given or {}).items():
+        if not _positive(value, kinds):
+            raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
+        try:
+            means = matched(pattern)
+        except ValueError as error:
+            raise refuse(name, f"is not supported: {error}.") from None
+        if set(means) & set(targets):
+            found[pattern] = value
+    return found
+
+
+def _targets(modules: Any, refuse: Refuse) -> tuple[str, ...]:
+    """The adapted modules in our order."""
+    named = [".*"] if modules == "all-linear" else [modules] if isinstance(modules, str) else modules
+    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+        raise refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
+    if modules is named:
+        foreign = sorted(set(named) - set(PROJECTIONS) - set(MODULES))
+        if foreign:
+            raise refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
+    try:
+        found = {name for pattern in named for name in matched(pattern)}
+    except ValueError as error:
+        raise refuse("target_modules", f"is not supported: {error}.") from None
+    return tuple(name for name in PROJECTIONS if name in found)
+
+
+def _whole(modules: Any, scores: bool, untied: bool, refuse: Refuse) -> tuple[Table, ...]:
+    """The tables that the adapter brings whole."""
+    # PEFT itself adds `model.embed_tokens` where the head is tied to it.
+    saved = [name.split(".")[-1] for name in modules or ()]
+    known = {*TABLES, *(HEADS if scores else ())}
+    if scores and not set(saved) & set(HEADS):
+        raise refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
+    if not set(saved) <= known:
+        raise refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
+    tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
+    if untied and len(tables) == 1 and not scores:
+        raise refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
+    return tables

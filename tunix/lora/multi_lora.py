@@ -1,0 +1,137 @@
+"""Several adapters beside one base, for decoding: each row of a batch multiplies with its own.
+
+Side by side they are one wide adapter. Their A's are joined along the channels, their B's too, and
+`y = x W + ((x A) * share) B`: a row's share is its adapter's scale in that adapter's channels and 0 in the others. So
+ranks, scales and targets may differ, only a short row is gathered, the products stay dense, and a row without an
+adapter is the base's exactly. It costs what one adapter costs whose rank is the sum of theirs.
+
+Axes: M adapters, R channels of all of them, L layers, K outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tunix.lora.adapt import adapt, plain_pairs
+from tunix.lora.config import AdapterConfig
+from tunix.models.decoder import Block
+from tunix.models.kv_cache import LAYERS, Weights, gains, unstack
+from tunix.models.layers import Adapter
+from tunix.models.model import Model, Params, is_adapter
+from tunix.util.exact import jit
+
+
+class Laid(NamedTuple):
+    """An adapter beside a base."""
+
+    settings: AdapterConfig
+    params: Params
+    """Its own, as a model that is adapted so names them; tables are no part of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """The adapters' structure; their values come later, and may change."""
+
+    base: Model
+    settings: tuple[AdapterConfig, ...]
+    """Of each adapter, in the order of their numbers, which start at 1."""
+
+    def __post_init__(self) -> None:
+        if self.base.adapt is not None:
+            raise ValueError("the model has an adapter already: lay all of them beside its base")
+
+    @cached_property
+    def model(self) -> Model:
+        """The base with all of them."""
+        return replace(self.base, adapt=partial(_adapted, self.settings))
+
+    def laid(self, base: Weights, params: Sequence[Params]) -> Weights:
+        """The base's views, not copied, and the adapters' beside them.
+
+        Args:
+            params: of each adapter.
+
+        Raises:
+            ValueError: one brings more than an adapter.
+        """
+        for more in (sorted(name for name in own if not is_adapter(name)) for own in params):
+            if more:
+                raise ValueError(f"{more} cannot differ between the rows of a batch: load them as weights")
+        views = _views(self, base, tuple(params))
+        return base._replace(layers=tuple({**own, **mine} for own, mine in zip(base.layers, views, strict=True)))
+
+    @cached_property
+    def alone(self) -> tuple[Model, ...]:
+        """The base with each of them alone."""
+        return tuple(replace(self.base, adapt=adapt(one, self.base.config)) for one in self.settings)
+
+
+def _adapted(settings: Sequence[AdapterConfig], block: Block, _: nnx.Rngs) -> Block:
+    """A block with room for all adapters, side by side."""
+    for number, (name, projection) in enumerate(block.projections().items()):
+        if not (width := sum(_ranks(settings, name))):
+            continue
+        axes, contracted = projection.w.get_metadata("axes"), projection.contracted
+        inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
+        entries, dora = len(settings) + 1, any(one.dora for one in settings)
+        projection.w_lora_a = nnx.Param(jnp.zeros((*inputs, width)), axes=axes)
+        projection.w_lora_b = nnx.Param(jnp.zeros((width, *outputs)), axes=axes)
+        projection.w_lora_share = nnx.Param(jnp.zeros((entries, width)), axes=(None, None))
+        if dora:
+            projection.w_lora_gain = nnx.Param(jnp.ones((entries, *outputs)), axes=(None, *axes[contracted:]))
+        projection.adapter = Adapter(1.0, number, magnitude=dora, mixed=True)
+    return block
+
+
+def _ranks(settings: Sequence[AdapterConfig], name: str) -> list[int]:
+    """Channels of each adapter in one module; PiSSA's are twice its rank, and 0 where the module is not adapted."""
+    wider = [2 if one.start == "pissa" else 1 for one in settings]
+    lows = [one.modules.get(name) for one in settings]
+    return [wide * low.rank if low else 0 for wide, low in zip(wider, lows, strict=True)]
+
+
+@partial(jit, static_argnames="mixture")
+def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple[Params, ...]:
+    """What each layer gets beside the base."""
+    settings, stacked = mixture.settings, Params()
+    pairs = [plain_pairs(own, one) for own, one in zip(params, settings, strict=True)]
+    found = [_gains(model, base, own) for model, own in zip(mixture.alone, params, strict=True)]
+    for name in {name: None for one in settings for name in one.modules}:
+        stem = f"{LAYERS}{name}/w_lora_"
+        mine = [own for own in pairs if f"{stem}a" in own]
+        stacked[f"{stem}a"] = jnp.concatenate([own[f"{stem}a"] for own in mine], axis=-1)
+        stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in mine], axis=1)
+        share = jnp.asarray(_share(settings, name))
+        stacked[f"{stem}share"] = jnp.broadcast_to(share, (mixture.base.config.num_layers, *share.shape))
+        if any(found):
+            ones = jnp.ones(stacked[f"{stem}b"].shape[:1] + stacked[f"{stem}b"].shape[2:])
+            entries = [ones, *(gain.get(f"{stem}m", ones) for gain in found)]
+            stacked[f"{stem}gain"] = jnp.stack(entries, axis=1)
+    return unstack(mixture.model, stacked).layers
+
+
+def _share(settings: Sequence[AdapterConfig], name: str) -> np.ndarray:
+    """`[M + 1 R]`: what each adapter takes of each channel; of none, nothing."""
+    ranks = _ranks(settings, name)
+    share = np.zeros((len(settings) + 1, sum(ranks)), np.float32)
+    ends = np.cumsum(ranks)
+    for number, (one, rank, end) in enumerate(zip(settings, ranks, ends, strict=True), start=1):
+        if rank:
+            share[number, end - rank : end] = one.modules[name].scale
+    return share
+
+
+def _gains(model: Model, base: Weights, own: Params) -> Params:
+    """DoRA's gains under one adapter alone, `[L *K]`, by the names of its magnitudes; nothing where it has none."""
+    if not any(name.endswith("_lora_m") for name in own):
+        return {}
+    views = unstack(model, own).layers
+    layers = tuple({**frozen, **mine} for frozen, mine in zip(base.layers, views, strict=True))
+    found = gains(model, base._replace(layers=layers))
+    return {f"{LAYERS}{name}": jnp.stack([layer[name] for layer in found]) for name in found[0]}

@@ -1,0 +1,228 @@
+"""What a family file fills in: how its config.json is read and written, and what its tensors are called.
+
+A `Tensor` ties one of our weights to its Hugging Face name and layout, such as `(N H) D` there and `D N H` here, and
+moves single shards between the two. The six families share most names; a family file adds its own norms.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict, runtime_checkable
+
+import numpy as np
+
+from tunix.models.config import DecoderConfig
+from tunix.models.families.hf_config import Fields, write_rope_fields
+
+SCORE = "score.weight"
+"""The scalar head of a reward model's folder."""
+
+
+@runtime_checkable
+class Piece(Protocol):
+    """A tensor in a file, read by slices."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One weight in a Hugging Face folder. Layers are single here: `L` is in neither layout."""
+
+    name: str
+    """With `{layer}` where there is one in each layer."""
+    theirs: str
+    """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is one that we leave out."""
+    ours: str
+    """The same axes in our order: `D N H`."""
+
+    def key(self, layer: int | None) -> str:
+        """The name in the file."""
+        return self.name.format(layer=layer)
+
+    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the file of a weight that has `shape` here."""
+        sizes = dict(zip(self.ours.split(), shape, strict=True))
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self._groups)
+
+    def read(self, piece: Piece, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of our weight; only what it needs is read from the file."""
+        axes = self.ours.split()
+        sizes = dict(zip(axes, shape, strict=True))
+        bounds = {axis: where.indices(sizes[axis])[:2] for axis, where in zip(axes, index, strict=True)}
+        slices = []
+        for group in self._groups:
+            if not group:
+                slices.append(slice(0, 1))
+                continue
+            first, *rest = group
+            # Flattened axes are contiguous runs as long as only the outermost is split, which mesh.RULES sees to.
+            assert all(bounds[axis] == (0, sizes[axis]) for axis in rest), (self.name, index)
+            run = math.prod(sizes[axis] for axis in rest)
+            slices.append(slice(bounds[first][0] * run, bounds[first][1] * run))
+        order = self._order
+        part = piece[tuple(slices)].reshape([bounds[axis][1] - bounds[axis][0] for axis in order])
+        return part.transpose([order.index(axis) for axis in axes])
+
+    def write(self, array: np.ndarray) -> np.ndarray:
+        """Our weight in the file's layout."""
+        axes = self.ours.split()
+        return array.transpose([axes.index(axis) for axis in self._order]).reshape(self.their_shape(array.shape))
+
+    @property
+    def contracted(self) -> int:
+        """How many of our first axes are a matrix's inputs, which come last in the file."""
+        return len(self._groups[-1])
+
+    @property
+    def _groups(self) -> list[list[str]]:
+        listed = re.findall(r"\([^)]*\)|\S+", self.theirs)
+        return [[] if group == "1" else group.strip("()").split() for group in listed]
+
+    @property
+    def _order(self) -> list[str]:
+        return [axis for group in self._groups for axis in group]
+
+
+@dataclass(frozen=True)
+class FamilyText:
+    """Everything that is particular to one family."""
+
+    architecture: str
+    """Class in transformers, such as `LlamaForCausalLM`."""
+    classifier: str
+    """The class of a reward model, such as `LlamaForSequenceClassification`."""
+    read: Callable[[Fields], DecoderConfig]
+    """The fields of config.json -> our config."""
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    """Our config -> the fields of config.json that are this family's own."""
+    tensors: Mapping[str, Tensor]
+    """Our parameter name -> the tensor; those that a config does not have are simply unused."""
+    presets: Mapping[str, DecoderConfig]
+    """The published sizes."""
+    small: DecoderConfig
+    """A tiny shape for `init: random` without a preset."""
+    local: Callable[[int], tuple[bool, ...]] = lambda layers: ()
+    """The published pattern of local layers for a number of layers."""
+    whole_heads: bool = False
+    """transformers refuses a d_model that num_heads does not divide, although nothing computes with the quotient."""
+    prefixes: tuple[tuple[str, str | None], ...] = ()
+    """Prefixes of tensors in multimodal folders -> those of a text folder; None for parts that are left out."""
+
+
+class Shape(TypedDict):
+    """The sizes of a model, as keyword arguments of DecoderConfig."""
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    max_positions: int
+
+
+def axis_sizes(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of a layer's and the tables' weights, by its letter."""
+    c = config
+    return {
+        "V": c.vocab_size,
+        "D": c.d_model,
+        "N": c.num_heads,
+        "K": c.num_kv_heads,
+        "H": c.head_dim,
+        "F": c.ffn,
+    }
+
+
+def sizes(fields: Fields, **defaults: int | None) -> Shape:
+    """The shape that a config.json states.
+
+    Args:
+        fields: config.json.
+        defaults: by Hugging Face name, for what the file may leave out. Without one, `head_dim` is
+            hidden_size / num_attention_heads and `num_key_value_heads` is num_attention_heads.
+    """
+    d_model = fields.integer("hidden_size", defaults.get("hidden_size"))
+    heads = fields.integer("num_attention_heads", defaults.get("num_attention_heads"))
+    return Shape(
+        vocab_size=fields.integer("vocab_size", defaults.get("vocab_size")),
+        d_model=d_model,
+        num_layers=fields.integer("num_hidden_layers", defaults.get("num_hidden_layers")),
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", defaults.get("num_key_value_heads") or heads),
+        head_dim=fields.integer("head_dim", defaults.get("head_dim") or d_model // heads),
+        ffn=fields.integer("intermediate_size", defaults.get("intermediate_size")),
+        max_positions=fields.integer("max_position_embeddings", defaults.get("max_position_embeddings")),
+    )
+
+
+def written(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of config.json that all families share."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.ffn,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "use_cache": True,
+        **write_rope_fields(config.rope),
+        **{name: list(ids) if isinstance(ids, tuple) else ids for name, ids in config.stops},
+    }
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """`local_layers` as config.json spells them."""
+    local = config.local_layers or (False,) * config.num_layers
+    return ["sliding_attention" if here else "full_attention" for here in local]
+
+
+def in_layers(table: Mapping[str, tuple[str, str, str]]) -> dict[str, Tensor]:
+    """Names within a layer -> tensors by our full names."""
+    return {
+        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes)
+        for ours, (name, theirs, axes) in table.items()
+    }
+
+
+SHARED: Mapping[str, Tensor] = {
+    "embed/w": Tensor("model.embed_tokens.weight", "V D", "V D"),
+    "head/w": Tensor("lm_head.weight", "V D", "V D"),
+    "norm/w": Tensor("model.norm.weight", "D", "D"),
+    "value/w": Tensor(SCORE, "1 D", "D"),
+    **in_layers(
+        {
+            "q/w": ("self_attn.q_proj.weight", "(N H) D", "D N H"),
+            "k/w": ("self_attn.k_proj.weight", "(K H) D", "D K H"),
+            "v/w": ("self_attn.v_proj.weight", "(K H) D", "D K H"),
+            "o/w": ("self_attn.o_proj.weight", "D (N H)", "N H D"),
+            "gate/w": ("mlp.gate_proj.weight", "F D", "D F"),
+            "up/w": ("mlp.up_proj.weight", "F D", "D F"),
+            "down/w": ("mlp.down_proj.weight", "D F", "F D"),
+        }
+    ),
+}
+"""Tensors that are called the same in all six families."""
+
+TWO_NORMS: Mapping[str, Tensor] = in_layers(
+    {
+        "pre_attn_norm/w": ("input_layernorm.weight", "D", "D"),
+        "pre_mlp_norm/w": ("post_attention_layernorm.weight", "D", "D"),
+    }
+)
+"""Norms of a block that norms only its inputs."""
+
+QK_NORMS: Mapping[str, Tensor] = in_layers(
+    {
+        "q_norm/w": ("self_attn.q_norm.weight", "H", "H"),
+        "k_norm/w": ("self_attn.k_norm.weight", "H", "H"),
+    }
+)
+"""Norms of each head's query and key."""

@@ -1,0 +1,177 @@
+"""Gemma 1 (https://arxiv.org/abs/2403.08295), 2 (https://arxiv.org/abs/2408.00118), and what Gemma 3 shares with them.
+
+All scale their embeddings, norm by 1 + w and gate with the tanh-GELU. Gemma 2 also norms the output of each part, caps
+scores and logits softly, and makes every other layer local. Sizes are those of the config.json files under
+https://huggingface.co/google (gemma-2b, gemma-7b, gemma-2-2b, gemma-2-9b, gemma-2-27b).
+"""
+
+from typing import Any
+
+from tunix.config import Family
+from tunix.models.config import DecoderConfig, Rope
+from tunix.models.families.base import SHARED, TWO_NORMS, FamilyText, Shape, in_layers, layer_types, sizes, written
+from tunix.models.families.hf_config import Fields
+
+GELU = "gelu_pytorch_tanh"
+
+
+def read_gemma(fields: Fields) -> DecoderConfig:
+    """A `gemma` config.json; its legacy `hidden_act: gelu` always meant the tanh form (transformers#29402)."""
+    fields.only("hidden_act", GELU, "gelu")
+    fields.only("hidden_activation", GELU, None)
+    shape = gemma_sizes(fields, head_dim=256, max_position_embeddings=8192)
+    return gemma_config(fields, shape, family="gemma", rope=fields.rope(10_000.0, shape["max_positions"]))
+
+
+def read_gemma2(fields: Fields) -> DecoderConfig:
+    """A `gemma2` config.json. `sliding_window_size` is a leftover of the first folders that nothing reads."""
+    fields.only("hidden_activation", GELU)
+    fields.only("hidden_act", GELU)
+    fields.get("sliding_window_size")
+    shape = gemma_sizes(fields, head_dim=256, max_position_embeddings=8192)
+    return gemma_config(
+        fields,
+        shape,
+        family="gemma2",
+        rope=fields.rope(10_000.0, shape["max_positions"]),
+        post_norms=True,
+        query_scale=gemma_query_scale(fields, shape["head_dim"]),
+        attention_softcap=fields.optional("attn_logit_softcapping", 50.0),
+        logit_softcap=fields.optional("final_logit_softcapping", 30.0),
+        **gemma_windows(fields, alternating(shape["num_layers"])),
+    )
+
+
+def gemma_sizes(fields: Fields, **defaults: int | None) -> Shape:
+    """`family.sizes`, after the switches that no Gemma here has."""
+    fields.only("attention_bias", False)
+    fields.only("use_bidirectional_attention", False, None)
+    return sizes(fields, **defaults)
+
+
+def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
+    """What all Gemmas have in common, and what is different in this one."""
+    return DecoderConfig(
+        activation="gelu_tanh",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings", True),
+        norm_offset=True,
+        scale_embeddings=True,
+        stops=fields.stops(),
+        **shape,
+        **different,
+    )
+
+
+def gemma_windows(fields: Fields, default: tuple[bool, ...]) -> dict[str, Any]:
+    """`window` and `local_layers`, as keyword arguments; nothing where no layer is local."""
+    local = fields.local_layers(len(default), default)
+    if local and fields.get("sliding_window", 4096) is None:
+        fields.refuse("sliding_window", "must be a number where layers are local.")
+    window = fields.integer("sliding_window", 4096)
+    return {"window": window, "local_layers": local} if local else {}
+
+
+def gemma_query_scale(fields: Fields, head_dim: int) -> float | None:
+    """1 / sqrt(query_pre_attn_scalar); None where that is head_dim, so that it follows a changed head_dim."""
+    scalar = fields.integer("query_pre_attn_scalar", 256)
+    return None if scalar == head_dim else scalar**-0.5
+
+
+def alternating(layers: int) -> tuple[bool, ...]:
+    """Gemma 2: local, global, local, ..."""
+    return every(2, layers)
+
+
+def every(period: int, layers: int) -> tuple[bool, ...]:
+    """Local but for each `period`-th layer."""
+    return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+
+def write_gemma(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `gemma` folder."""
+    return written(config) | {"model_type": "gemma", "hidden_act": GELU, "attention_bias": False}
+
+
+def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `gemma2` folder."""
+    return written(config) | {
+        "model_type": "gemma2",
+        "hidden_activation": GELU,
+        "attention_bias": False,
+        "query_pre_attn_scalar": round((config.query_scale or config.head_dim**-0.5) ** -2),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": config.window or 4096,
+        "layer_types": layer_types(config),
+    }
+
+
+def gemma_preset(
+    family: Family, d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
+) -> DecoderConfig:
+    """A published Gemma; `different` replaces Gemma 1's vocabulary, context and rope, and adds what came later."""
+    plain: dict[str, Any] = {"vocab_size": 256_000, "max_positions": 8192, "rope": Rope(theta=10_000.0)}
+    return DecoderConfig(
+        family=family,
+        d_model=d_model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        activation="gelu_tanh",
+        norm_eps=1e-6,
+        tied=True,
+        norm_offset=True,
+        scale_embeddings=True,
+        **plain | different,
+    )
+
+
+def _preset2(
+    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
+) -> DecoderConfig:
+    caps = {"attention_softcap": 50.0, "logit_softcap": 30.0}
+    local = {"post_norms": True, "window": 4096, "local_layers": alternating(layers)}
+    return gemma_preset("gemma2", d_model, ffn, layers, heads, kv_heads, head_dim, **{**caps, **local, **different})
+
+
+FOUR_NORMS = in_layers(
+    {
+        "pre_attn_norm/w": ("input_layernorm.weight", "D", "D"),
+        "post_attn_norm/w": ("post_attention_layernorm.weight", "D", "D"),
+        "pre_mlp_norm/w": ("pre_feedforward_layernorm.weight", "D", "D"),
+        "post_mlp_norm/w": ("post_feedforward_layernorm.weight", "D", "D"),
+    }
+)
+"""Norms of a block that norms the outputs of its parts too."""
+
+GEMMA = FamilyText(
+    architecture="GemmaForCausalLM",
+    classifier="GemmaForSequenceClassification",
+    read=read_gemma,
+    write=write_gemma,
+    tensors={**SHARED, **TWO_NORMS},
+    presets={
+        "gemma-2b": gemma_preset("gemma", 2048, 16_384, 18, 8, 1, 256),
+        "gemma-7b": gemma_preset("gemma", 3072, 24_576, 28, 16, 16, 256),
+    },
+    small=gemma_preset("gemma", 64, 192, 2, 4, 1, 32, vocab_size=512, max_positions=2048),
+)
+
+GEMMA2 = FamilyText(
+    architecture="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
+    read=read_gemma2,
+    write=write_gemma2,
+    tensors={**SHARED, **FOUR_NORMS},
+    presets={
+        "gemma2-2b": _preset2(2304, 9216, 26, 8, 4, 256),
+        "gemma2-9b": _preset2(3584, 14_336, 42, 16, 8, 256),
+        "gemma2-27b": _preset2(4608, 36_864, 46, 32, 16, 128, query_scale=144**-0.5),
+    },
+    small=_preset2(64, 192, 2, 4, 2, 32, vocab_size=512, max_positions=2048, window=256),
+    local=alternating,
+    whole_heads=True,
+)

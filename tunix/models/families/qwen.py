@@ -1,0 +1,176 @@
+"""Qwen 2.5 (https://arxiv.org/abs/2412.15115) and Qwen 3 (https://arxiv.org/abs/2505.09388), dense.
+
+Qwen 2 and 2.5 have biases on q, k and v; Qwen 3 has none and norms each head's query and key instead. Both can make the
+layers from `max_window_layers` on local, although no published size does. Sizes are those of the config.json files
+under https://huggingface.co/Qwen (Qwen2.5-*-Instruct and Qwen3-*).
+"""
+
+from typing import Any, Literal
+
+from tunix.models.config import DecoderConfig, Rope
+from tunix.models.families.base import QK_NORMS, SHARED, TWO_NORMS, FamilyText, in_layers, layer_types, sizes, written
+from tunix.models.families.hf_config import Fields
+
+THETA = 1_000_000.0
+
+
+def read_qwen2(fields: Fields) -> DecoderConfig:
+    """A `qwen2` config.json."""
+    fields.only("use_mrope", False, None)
+    return _read(fields, "qwen2", head_dim=None)
+
+
+def read_qwen3(fields: Fields) -> DecoderConfig:
+    """A `qwen3` config.json."""
+    fields.only("attention_bias", False)
+    return _read(fields, "qwen3", head_dim=128)
+
+
+def _read(fields: Fields, family: Literal["qwen2", "qwen3"], head_dim: int | None) -> DecoderConfig:
+    fields.only("hidden_act", "silu")
+    shape = sizes(fields, head_dim=head_dim, max_position_embeddings=32_768)
+    window, local = _windows(fields, shape["num_layers"])
+    return DecoderConfig(
+        family=family,
+        activation="silu",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings", False),
+        rope=fields.rope(10_000.0, shape["max_positions"]),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        window=window,
+        local_layers=local,
+        stops=fields.stops(),
+        **shape,
+    )
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """The window and the local layers; `sliding_window` means nothing unless `use_sliding_window` is set."""
+    used = fields.flag("use_sliding_window", False)
+    first, size = fields.get("max_window_layers", 28), fields.get("sliding_window", 4096)
+    if not isinstance(first, int):
+        fields.refuse("max_window_layers", "must be an integer.")
+    used = used and size is not None
+    local = fields.local_layers(layers, tuple(used and layer >= first for layer in range(layers)))
+    if local and not used:
+        fields.refuse("layer_types", "names sliding_attention, but use_sliding_window is off or sliding_window null.")
+    return (fields.integer("sliding_window", 4096), local) if local else (None, ())
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `qwen2` or `qwen3` folder."""
+    bias = {"attention_bias": False} if config.family == "qwen3" else {}
+    return written(config) | {
+        "model_type": config.family,
+        "hidden_act": "silu",
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "max_window_layers": config.num_layers,
+        "layer_types": layer_types(config),
+        **bias,
+    }
+
+
+def _qwen2(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        family="qwen2",
+        vocab_size=vocab,
+        d_model=d_model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=d_model // heads,
+        ffn=ffn,
+        activation="silu",
+        norm_eps=1e-6,
+        tied=tied,
+        max_positions=32_768,
+        rope=Rope(theta=THETA),
+        qkv_bias=True,
+    )
+
+
+def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        family="qwen3",
+        vocab_size=151_936,
+        d_model=d_model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn=ffn,
+        activation="silu",
+        norm_eps=1e-6,
+        tied=tied,
+        max_positions=40_960,
+        rope=Rope(theta=THETA),
+        qk_norm=True,
+    )
+
+
+def _small(family: Literal["qwen2", "qwen3"]) -> DecoderConfig:
+    return DecoderConfig(
+        family=family,
+        vocab_size=512,
+        d_model=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn=192,
+        activation="silu",
+        norm_eps=1e-6,
+        tied=True,
+        max_positions=2048,
+        rope=Rope(theta=10_000.0),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+
+
+QWEN2 = FamilyText(
+    architecture="Qwen2ForCausalLM",
+    classifier="Qwen2ForSequenceClassification",
+    read=read_qwen2,
+    write=write,
+    tensors={
+        **SHARED,
+        **TWO_NORMS,
+        **in_layers(
+            {
+                "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
+                "k/b": ("self_attn.k_proj.bias", "(K H)", "K H"),
+                "v/b": ("self_attn.v_proj.bias", "(K H)", "K H"),
+            }
+        ),
+    },
+    presets={
+        "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
+        "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151_936, tied=True),
+        "qwen2.5-3b": _qwen2(2048, 11_008, 36, 16, 2, vocab=151_936, tied=True),
+        "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, vocab=152_064, tied=False),
+        "qwen2.5-14b": _qwen2(5120, 13_824, 48, 40, 8, vocab=152_064, tied=False),
+        "qwen2.5-32b": _qwen2(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
+        "qwen2.5-72b": _qwen2(8192, 29_568, 80, 64, 8, vocab=152_064, tied=False),
+    },
+    small=_small("qwen2"),
+)
+
+QWEN3 = FamilyText(
+    architecture="Qwen3ForCausalLM",
+    classifier="Qwen3ForSequenceClassification",
+    read=read_qwen3,
+    write=write,
+    tensors={**SHARED, **TWO_NORMS, **QK_NORMS},
+    presets={
+        "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+        "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+        "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+        "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+        "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
+        "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
+    },
+    small=_small("qwen3"),
+)

@@ -1,0 +1,173 @@
+"""The families by name, and the ways to a `DecoderConfig`: a folder's config.json, a preset, or a few sizes.
+
+Loads without jax, so that a recipe is checked at once.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tunix.config import Family
+from tunix.errors import UserError, nearest
+from tunix.models.config import DecoderConfig
+from tunix.models.families.base import FamilyText
+from tunix.models.families.gemma import GEMMA, GEMMA2
+from tunix.models.families.gemma3 import GEMMA3
+from tunix.models.families.hf_config import Fields
+from tunix.models.families.llama import LLAMA
+from tunix.models.families.qwen import QWEN2, QWEN3
+from tunix.models.quantization.schemes import SECTION, check_section
+from tunix.util.atomic_io import refuse_foreign
+
+SIZE_NAMES = (
+    "vocab_size",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn",
+    "max_positions",
+    "window",
+)
+"""What `sizes` in a recipe may replace; `window` only where layers are local."""
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The model that a folder's config.json describes, whatever weights are beside it (`models/folder.py` looks).
+
+    Raises:
+        UserError: config.json is missing or broken, the model type is not ours, or a field is not handled.
+    """
+    return from_hf(read_json(folder / "config.json"), folder / "config.json")
+
+
+def family_of(raw: Mapping[str, Any], file: Path) -> Family:
+    """The family of a parsed config.json.
+
+    Raises:
+        UserError: the model type is not ours.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        supported = ", ".join(MODEL_TYPES)
+        raise UserError(f"{file}: model_type = {model_type!r} is not supported; tunix has {supported}.")
+    return MODEL_TYPES[model_type]
+
+
+def from_hf(raw: Mapping[str, Any], file: Path) -> DecoderConfig:
+    """The config of a parsed config.json; `file` is named in errors."""
+    fields = Fields(raw, file)
+    if raw.get(SECTION) is not None:
+        check_section(fields.mapping(SECTION), file)
+    config = FAMILIES[family_of(raw, file)].read(fields)
+    fields.finish()
+    _check(config, str(file))
+    return config
+
+
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json from which transformers builds the same model (without its dtype)."""
+    family = FAMILIES[config.family]
+    return {"architectures": [family.architecture], **family.write(config)}
+
+
+def preset(name: str) -> DecoderConfig:
+    """A published size by name, such as `gemma3-1b`.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if name not in PRESETS:
+        raise UserError(f"preset {name!r} is not known.{nearest(name, PRESETS)} There are {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def small(family: Family) -> DecoderConfig:
+    """A family's tiny shape, the start of `init: random` where only the family and sizes are given."""
+    return FAMILIES[family].small
+
+
+def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig:
+    """The config with some sizes replaced; what follows from them follows.
+
+    Local layers keep the family's pattern, and head_dim stays d_model / num_heads where it was and is not given.
+
+    Raises:
+        UserError: a size is unknown or not positive, or they do not fit each other.
+    """
+    for name, size in sizes.items():
+        if name not in SIZE_NAMES:
+            raise UserError(f"sizes.{name} is not a size of a model.{nearest(name, SIZE_NAMES)}")
+        if size <= 0:
+            raise UserError(f"sizes.{name} = {size} must be positive.")
+    if "window" in sizes and config.window is None:
+        raise UserError(f"sizes.window = {sizes['window']} means nothing for {config.family}: no layer is local.")
+    new = replace(config, **sizes)
+    if "head_dim" not in sizes and config.head_dim * config.num_heads == config.d_model:
+        new = replace(new, head_dim=new.d_model // new.num_heads)
+    if config.local_layers and "num_layers" in sizes:
+        new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
+    _check(new, "sizes")
+    return new
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: the file is missing, is not its folder's own, or holds no JSON object.
+    """
+    refuse_foreign(file.parent, file.name)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file} is missing: {file.parent} is not a folder in Hugging Face's format.") from None
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
+        raise UserError(f"{file} is not valid JSON ({error}).") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{file} holds {type(raw).__name__}, not a JSON object.")
+    return raw
+
+
+def _check(config: DecoderConfig, where: str) -> None:
+    """Refuses shapes that cannot be computed, or that transformers would refuse after an export."""
+    c = config
+    if c.num_heads % c.num_kv_heads:
+        raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {c.num_kv_heads}.")
+    if c.head_dim < 2 or c.head_dim % 2:
+        raise UserError(f"{where}: head_dim = {c.head_dim} must be even: rope turns pairs of dimensions.")
+    if FAMILIES[c.family].whole_heads and c.d_model % c.num_heads:
+        raise UserError(
+            f"{where}: d_model = {c.d_model} is not a multiple of num_heads = {c.num_heads}; "
+            f"transformers would refuse to load the exported {c.family} folder."
+        )
+
+
+FAMILIES: Mapping[Family, FamilyText] = {
+    "llama": LLAMA,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+
+MODEL_TYPES: Mapping[str, Family] = {
+    "llama": "llama",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gemma3": "gemma3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""model_type of config.json -> family."""
+
+PRESETS: Mapping[str, DecoderConfig] = {
+    name: size for family in FAMILIES.values() for name, size in family.presets.items()
+}

@@ -1,0 +1,168 @@
+"""Frozen weights in four or eight bits: how a matrix is rounded, what of it is kept, and how it comes back.
+
+A quantized matrix is two parameters: `w` holds the rounded values, in the matrix's own shape, and `w_scale` one float32
+number for each tile of inputs and each output. The values tell their type, and the scales their tile: `uint4` are
+indices into NF4's table, all others are numbers. qwix rounds (`quantize`); a layer multiplies with what `dequantize`
+makes of it, one matrix at a time, so that the base is never in memory as it was.
+
+Axes: C inputs (all contracted axes of a projection, flattened), K outputs (its other axes), L layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jaxtyping import Array, Float, Shaped
+
+from tunix.config import BaseType
+from tunix.errors import UserError
+from tunix.mesh import Axes
+from tunix.util.exact import jit
+
+SCALE = "_scale"
+"""What the name of the scales adds to that of the values."""
+
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""4-bit NormalFloat, quantiles of a normal distribution: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, E."""
+
+ROUNDED: Mapping[BaseType, Any] = {"nf4": "nf4", "int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
+"""Our name of a type -> qwix's."""
+SMALLEST_TILE = 8
+"""With fewer inputs to a scale, the scales weigh as much as the values."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a base is rounded."""
+
+    base: BaseType
+    tile: int
+    """Inputs that share a scale, at most: a matrix takes the largest divisor of its own."""
+
+
+def quantize(w: Float[Array, "..."], how: Quantization, contracted: int) -> tuple[jax.Array, jax.Array]:
+    """The values in the shape of `w`, and the scales `[C / tile, *K]` in float32: the tile's largest value, or what
+    lies half a step beyond the type's last number, is the tile's edge.
+
+    Args:
+        w: the matrix, of any float type.
+        contracted: how many of its first axes are inputs.
+    """
+    flat = w.astype(jnp.float32).reshape(-1, *w.shape[contracted:])
+    tile, outputs = tile_of(len(flat), how.tile), range(1, flat.ndim)
+    found = qwix.quantize(flat, ROUNDED[how.base], channelwise_axes=outputs, tiled_axes={0: tile})
+    return found.qvalue.reshape(w.shape), found.scale
+
+
+def dequantize(values: Shaped[Array, "..."], scales: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The matrix that the rounded one stands for, in float32."""
+    tiles = _numbers(values).reshape(scales.shape[0], -1, *scales.shape[1:])
+    return (tiles * scales[:, None]).reshape(values.shape)
+
+
+def _numbers(values: Shaped[Array, "..."]) -> Float[Array, "..."]:
+    """What rounded values are before their scales multiply them."""
+    if values.dtype != jnp.uint4:
+        return values.astype(jnp.float32)
+    # qwix looks NF4 up in the flattened matrix, which a mesh would have to gather. All indices are in the table: to
+    # check each would take a CPU twice as long as looking it up.
+    return jnp.asarray(NF4).at[values.astype(jnp.int32)].get(mode="promise_in_bounds")
+
+
+def plain(params: Mapping[str, jax.Array], name: str) -> Float[Array, "L ..."]:
+    """A stacked weight by name: dequantized, if it is quantized, else as it is."""
+    scales = params.get(name + SCALE)
+    return params[name] if scales is None else jax.vmap(dequantize)(params[name], scales)
+
+
+def scale_axes(axes: Axes, contracted: int) -> Axes:
+    """The logical axes of the scales: tiles live where their inputs do."""
+    return (axes[0], *axes[contracted:])
+
+
+def tile_of(inputs: int, most: int) -> int:
+    """The largest divisor of `inputs` up to `most`."""
+    return next(tile for tile in range(min(inputs, most), 0, -1) if inputs % tile == 0)
+
+
+def check_tile(name: str, inputs: int, how: Quantization, key: str = "adapter.tile") -> None:
+    """Refuses a matrix that no tile fits.
+
+    Args:
+        name: of the projection.
+        inputs: C.
+        key: what the recipe asked with.
+
+    Raises:
+        UserError: its largest tile is so small that the scales would be as large as the values.
+    """
+    if (tile := tile_of(inputs, how.tile)) < SMALLEST_TILE:
+        raise UserError(
+            f"{key}: {how.tile} leaves tiles of {tile} for the {inputs} inputs of {name}, because no larger "
+            f"number up to it divides them: choose one of {SMALLEST_TILE} or more that does"
+        )
+
+
+def check_supported(how: Quantization, key: str = "adapter.base") -> None:
+    """Refuses a type that this device's compiler does not know: rounds a few numbers, and back.
+
+    Args:
+        how: what is wanted.
+        key: what the recipe asked with.
+
+    Raises:
+        UserError: it does not.
+    """
+    try:
+        jax.block_until_ready(jit(lambda w: dequantize(*quantize(w, how, 1)))(jnp.ones((SMALLEST_TILE, 1))))
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        reason, others = str(error).splitlines()[0], ", ".join(base for base in ROUNDED if base != how.base)
+        raise UserError(
+            f"{key}: {how.base} cannot be computed on this {jax.devices()[0].device_kind} ({reason}): choose "
+            f"another of {others}"
+        ) from error
+
+
+def bytes_per_weight(params: Mapping[str, jax.Array]) -> float:
+    """Bytes of the quantized weights among these with their scales, by the number of weights."""
+    pairs = [(x, params[name + SCALE]) for name, x in params.items() if name + SCALE in params]
+    return sum(stored_bytes(x) + stored_bytes(scales) for x, scales in pairs) / sum(x.size for x, _ in pairs)
+
+
+def is_scale(name: str) -> bool:
+    """Whether a parameter holds the scales of a quantized one."""
+    return name.endswith(SCALE)
+
+
+def in_compute(name: str, w: jax.Array, dtype: Any) -> jax.Array:
+    """A weight in the compute dtype; rounded values, their scales, DoRA's magnitudes and gains stay as they are."""
+    return (
+        w
+        if is_scale(name) or name.endswith(("_lora_m", "_lora_gain")) or w.dtype not in (jnp.float32, jnp.bfloat16)
+        else w.astype(dtype)
+    )
+
+
+def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on its devices: two 4-bit numbers share one, whatever `nbytes` says."""
+    return -(-x.size // 2) if x.dtype in (jnp.uint4, jnp.int4) else x.size * x.dtype.itemsize

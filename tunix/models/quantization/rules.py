@@ -1,0 +1,155 @@
+"""Which matrices of a model are rounded to what: the rules of a recipe, of `tunix quantize`, and of a rounded folder.
+
+The first rule whose pattern means a module counts, as in qwix. A folder whose weights lie on a grid says so in
+`tunix_quantization.json`; whoever does not read that file loads plain weights. Loads without jax.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from tunix.config import BaseType, Config
+from tunix.errors import UserError
+from tunix.models.quantization.modules import PROJECTIONS, matched
+from tunix.util.atomic_io import refuse_foreign
+
+ActivationType = Literal["int8", "fp8"]
+FITTING: Mapping[ActivationType, tuple[BaseType, ...]] = {"int8": ("int8", "int4"), "fp8": ("fp8",)}
+"""The weights that a product takes beside rounded activations: integers with integers, floats with floats."""
+USUAL_TILE: Mapping[BaseType, int | None] = {"nf4": 128, "int4": 128, "int8": None, "fp8": None}
+TABLES = ("embed_tokens", "lm_head")
+RULES_FILE = "tunix_quantization.json"
+
+
+class Rule(Config):
+    """What becomes of the modules that a pattern means."""
+
+    module: str
+    """As Hugging Face spells it (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or a regular
+    expression such as "self_attn.*"; of several rules that match, the first counts."""
+    weights: BaseType | None = None
+    """nf4, int4, int8 or fp8; null leaves the modules as they are, whatever later rules say."""
+    activations: ActivationType | None = None
+    """Rounds the inputs too, with one scale for each token: int8 beside int8 or int4, fp8 beside fp8."""
+    tile: Annotated[int, Field(ge=8)] | None = None
+    """Inputs that share a scale, at most; null is all inputs of an output. Left out, it is 128 for 4 bits, else
+    null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tiled(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "tile" not in values and values.get("weights") in USUAL_TILE:
+            return {**values, "tile": USUAL_TILE[values["weights"]]}
+        return values
+
+    @field_validator("module")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in TABLES:
+            raise ValueError(f"{value!r} is a table; tables, norms and biases are never rounded")
+        matched(value)
+        return value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "Rule":
+        if self.weights is None and (self.activations or self.tile):
+            key = "activations" if self.activations else "tile"
+            raise ValueError(f"{key} changes nothing where the weights stay as they are; set weights")
+        if self.activations and self.weights not in FITTING[self.activations]:
+            fitting = " or ".join(FITTING[self.activations])
+            raise ValueError(
+                f"activations {self.activations} and weights {self.weights} have no product: beside "
+                f"{self.activations} weights are {fitting}"
+            )
+        return self
+
+
+class Rules(Config):
+    """Rules in their order."""
+
+    rules: tuple[Rule, ...]
+    """The first whose pattern matches a module counts; a module that none matches stays as it is."""
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("rules")
+    @classmethod
+    def _counting(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        if not any(rule.weights for rule in rules):
+            raise ValueError("no rule rounds anything; one is {module: .*, weights: int8}")
+        taken: dict[str, str] = {}
+        for rule in rules:
+            meant = matched(rule.module)
+            if not set(meant) - taken.keys():
+                before = ", ".join(dict.fromkeys(repr(taken[name]) for name in meant))
+                raise ValueError(
+                    f"{rule.module!r} changes nothing: its modules have met {before} before, and the first rule counts"
+                )
+            taken |= {name: rule.module for name in meant if name not in taken}
+        return rules
+
+    @property
+    def modules(self) -> dict[str, Rule]:
+        """Our name of each rounded module -> the rule that counts."""
+        found: dict[str, Rule] = {}
+        for rule in self.rules:
+            found |= {name: rule for name in map(PROJECTIONS.__getitem__, matched(rule.module)) if name not in found}
+        return {name: rule for name, rule in found.items() if rule.weights}
+
+    @property
+    def inputs(self) -> bool:
+        """Whether activations are rounded."""
+        return any(rule.activations for rule in self.modules.values())
+
+    @property
+    def told(self) -> str:
+        """What is rounded, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
+        kinds = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds]
+        return f"{len(self.modules)} of a layer's {len(PROJECTIONS)} matrices compute as {', '.join(kinds)}"
+
+    @property
+    def kinds(self) -> list[tuple[BaseType | None, ActivationType | None]]:
+        """What weights and activations are rounded to, each pair once."""
+        return list(dict.fromkeys((rule.weights, rule.activations) for rule in self.modules.values()))
+
+
+class QuantizationConfig(Rules):
+    """Quantization-aware training (Jacob et al. 2018, https://arxiv.org/abs/1712.05877): the model computes with
+    rounded weights, and the full-precision ones behind them learn."""
+
+    mode: Literal["qat"] = "qat"
+    """`qat` rounds in the forward pass; gradients pass as if it had not. What is sampled, evaluated and exported is the
+    rounded model."""
+
+
+def write_rules(folder: Path, rules: Rules) -> None:
+    """Says in a model's folder how its weights were rounded."""
+    told = {"rules": rules.model_dump(mode="json", include={"rules"})["rules"], "weights": "on their grid"}
+    (folder / RULES_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def read_rules(folder: Path) -> Rules | None:
+    """How the weights of a folder were rounded; None where nothing says that they were.
+
+    Raises:
+        UserError: the file is damaged, or says what this version does not know.
+    """
+    file = folder / RULES_FILE
+    if not file.is_file():
+        return None
+    refuse_foreign(folder, file.name)
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        return Rules(rules=told["rules"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{file} does not say how the weights were rounded ({reason}): write the folder again, or remove the file "
+            "to load them as plain weights"
+        ) from error

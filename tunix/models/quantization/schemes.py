@@ -1,0 +1,122 @@
+"""What config.json says of packed weights: the `quantization_config` of compressed-tensors.
+
+A scheme tells of how many bits a matrix is, how many inputs share a scale, whether inputs are rounded too, and in which
+form the values lie in the file, which `hf/compressed_tensors.py` reads and writes.
+Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tunix.errors import UserError, nearest
+from tunix.models.quantization.modules import MODULES
+from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
+
+SECTION, METHOD = "quantization_config", "compressed-tensors"
+WORDS, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+FORMATS = (WORDS, INTEGERS, FLOATS, MIXED, "naive-quantized")
+"""Those that are read; `naive-quantized` is held like integers and floats."""
+BITS = {"int4": 4, "int8": 8, "fp8": 8}
+
+
+def format_of(rule: Rule) -> str:
+    """How a module that a rule rounds is held."""
+    if rule.weights == "fp8":
+        return FLOATS
+    return INTEGERS if rule.weights == "int8" and rule.activations else WORDS
+
+
+def check_packs(rules: Rules) -> None:
+    """Refuses rules that the format has no words for.
+
+    Raises:
+        UserError: one of them rounds to nf4.
+    """
+    for rule in rules.rules:
+        if rule.weights is not None and rule.weights not in BITS:
+            raise UserError(
+                f"packed: {rule.module!r} rounds to {rule.weights}, for which {METHOD} has no format; it has "
+                f"{', '.join(BITS)}. Not packed, each weight is written as the number on its grid"
+            )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one of a layer's matrices is packed."""
+
+    rule: Rule
+    shape: tuple[int, int]
+    """`(K, C)`."""
+    tile: int
+    """Inputs that share a scale."""
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        """As a group of config.json says it, without its targets."""
+        assert self.rule.weights is not None
+        kinds = {"int4": "int", "int8": "int", "fp8": "float"}
+        bits = {"num_bits": BITS[self.rule.weights], "type": kinds[self.rule.weights], "symmetric": True}
+        whole = self.tile == self.shape[1]
+        shared = {"strategy": "channel"} if whole else {"strategy": "group", "group_size": self.tile}
+        inputs = None
+        if kind := self.rule.activations:
+            inputs = {"num_bits": 8, "type": kinds[kind], "symmetric": True, "strategy": "token", "dynamic": True}
+        weights = {**bits, **shared, "dynamic": False}
+        return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
+
+
+def section(packing: Mapping[str, Packing], head: str) -> dict[str, Any]:
+    """What stands under SECTION in config.json.
+
+    Args:
+        packing: by our name of a layer's matrix: `up`.
+        head: the matrix behind the layers, which stays as it is.
+    """
+    targets: dict[str, list[str]] = {}
+    ignored = [head]
+    schemes: dict[str, dict[str, Any]] = {}
+    for theirs, ours in MODULES.items():
+        target = f"re:.*{re.escape(theirs)}$"
+        if ours not in packing:
+            ignored.append(target)
+            continue
+        name = json.dumps(packing[ours].scheme)
+        schemes[name] = packing[ours].scheme
+        targets.setdefault(name, []).append(target)
+    groups = {f"group_{i}": {"targets": targets[name], **scheme} for i, (name, scheme) in enumerate(schemes.items())}
+    formats = {scheme["format"] for scheme in schemes.values()}
+    return {
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "config_groups": groups,
+        "ignore": ignored,
+    }
+
+
+def check_section(told: Mapping[str, Any], file: Path) -> None:
+    """Refuses a `quantization_config` that this module does not read.
+
+    Raises:
+        UserError: it is another method's or another format's, or rounds what tunix would leave as it is.
+    """
+
+    def refuse(what: str) -> NoReturn:
+        raise UserError(f"{file}: {SECTION} {what}: take the model that it was made of")
+
+    if (method := told.get("quant_method")) != METHOD:
+        refuse(f"is of quant_method {method!r}, and tunix reads {METHOD!r} alone")
+    groups = told.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        refuse("has no config_groups that say what each is")
+    formats = {told.get("format"), *(group.get("format") or told.get("format") for group in groups.values())}
+    for unknown in sorted(str(one) for one in formats - {*FORMATS}):
+        refuse(f"has format {unknown!r}, and tunix reads {', '.join(FORMATS)}{nearest(unknown, FORMATS)}")
+    rounds = any(group.get("input_activations") for group in groups.values())
+    if told.get("kv_cache_scheme") or (rounds and not (file.parent / RULES_FILE).is_file()):
+        what = "the cache" if told.get("kv_cache_scheme") else "what comes into a matrix"
+        refuse(f"rounds {what} too, which tunix knows of its own folders alone ({RULES_FILE})")

@@ -1,0 +1,214 @@
+"""Log-probs of the taken tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
+
+Blocks of tokens and chunks of the vocabulary are those of `vocab_chunks.py`: logits `[B C W]` -> a running maximum and
+the sum of exponentials under it -> log-prob. The backward pass makes each chunk's logits again, and writes each chunk
+of the table's gradient once a block. Under a frozen table (LoRA) it has nothing to make: the forward pass gathers each
+log-prob's own gradient by the state, `[B T D]`, beside the sum.
+
+Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.mesh import constrain
+from tunix.models.vocab_chunks import (
+    NEVER,
+    Bend,
+    Mass,
+    block_length,
+    chunk_logits,
+    chunk_width,
+    in_chunks,
+    pick,
+    taken_in,
+    visit_of,
+)
+
+
+class _Head(NamedTuple):
+    """What is known when a program is compiled."""
+
+    bend: Bend
+    entropy: bool
+
+
+def token_logprobs(
+    hidden: Float[Array, "B T D"],
+    table: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    needed: Bool[Array, "B T"],
+    *,
+    softcap: float | None,
+    entropy: bool,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`log softmax(cap(hidden @ table.T) / temperature)[target]` and that distribution's entropy in nats.
+
+    Both in float32, and 0 where not needed.
+
+    Args:
+        hidden: states that predict `targets` (already shifted).
+        table: the head, in the compute dtype; logits are float32.
+        needed: tokens that count.
+        softcap: `softcap * tanh(logits / softcap)` (Gemma 2), or None.
+        entropy: whether the entropy is computed; zeros otherwise.
+        temperature: the sampler's, above 0.
+    """
+    rows, length, _ = hidden.shape
+    vocab = table.shape[0]
+    chunks = in_chunks(table, chunk_width(rows * block_length(rows, length), vocab))
+    head = _Head(Bend(softcap, temperature, vocab), entropy)
+    return _token_logprobs(head, hidden, chunks, targets, needed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_logprobs(head, hidden, chunks, targets, needed):
+    logprobs, spread, _, _ = _values(head, hidden, chunks, targets, visit_of(needed), needed, pulled=False)
+    return logprobs, spread
+
+
+def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
+    """Log-probs and entropies `[B T]`; in the order of the visit each token's `Mass` `[B P]` and, if asked, its pull
+    `[B P D]`.
+
+    A pull is the gradient of a token's log-prob by its state, `w_target - sum_v p_v w_v` (each times its slope). Like
+    the mass it is gathered chunk by chunk, and shrunk whenever a larger logit turns up. Everything is counted from the
+    largest logit so far: an offset that all logits share takes no digit away.
+    """
+    block = block_length(*needed.shape)
+    number, width, size = chunks.shape
+    size = size if pulled else 0
+
+    def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
+        """Log-prob, entropy, both parts of the mass `[B C]` and pull `[B C D]` of a block."""
+
+        def body(index, running):
+            top, total, weighted, taken, mixed, steep = running
+            logits, slope = chunk_logits(head.bend, h, chunks, index)
+            new_top = jnp.maximum(top, jnp.max(logits, -1))
+            shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
+            p = jnp.exp(below)
+            if head.entropy:
+                # What was counted from the old top stands lower under the new one.
+                weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
+            total = total * shrink + jnp.sum(p, -1)
+            here = taken_in(wanted, width, index)
+            taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
+            if pulled:
+                # The barrier has these made once, not fused (and made again) into the product.
+                weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
+                new = jnp.einsum("BCW,WD->BCD", weights, chunks[index], preferred_element_type=jnp.float32)
+                mixed = mixed * shrink[..., None] + new
+                steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
+            return new_top, total, weighted, taken, mixed, steep
+
+        zero = jnp.zeros(wanted.shape, jnp.float32)
+        start = (zero + NEVER, zero, zero, zero, jnp.zeros((*wanted.shape, size), jnp.float32), zero)
+        top, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
+        log_total = jnp.log(total)
+        pull = mixed
+        if pulled:
+            target = chunks[wanted // width, wanted % width].astype(jnp.float32)
+            pull = steep[..., None] * target - mixed / total[..., None]
+        logprob = Mass(top, log_total).log_p(taken)
+        return logprob, log_total - weighted / total if head.entropy else zero, top, log_total, pull
+
+    def body(i, found):
+        order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
+        values = over_vocabulary(pick(hidden, order), pick(targets, order))
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, new, i * block, 1) for old, new in zip(found, values, strict=True)
+        )
+
+    empty = jnp.zeros(visit.order.shape, jnp.float32)
+    start = (empty, empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
+    logprobs, spread, top, log_total, pull = jax.lax.fori_loop(0, visit.number, body, start)
+    logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
+    return logprobs, spread, Mass(top, log_total), pull
+
+
+def _forward(head, hidden, chunks, targets, needed):
+    trained = chunks.perturbed
+    # The entropy's gradient is another sum over the vocabulary: with it the backward pass makes the logits again.
+    pulled = not trained and not head.entropy
+    hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
+    visit = visit_of(needed)
+    logprobs, spread, mass, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
+    if pulled:
+        return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
+    # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
+    return (logprobs, spread), (hidden, chunks, targets, needed, visit, mass, spread, () if trained else None)
+
+
+def _backward(head, saved, cotangents):
+    d_logprobs, d_spread = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
+    d_table = None
+    if len(saved) == 3:
+        pull, targets, needed = saved
+        d = jnp.zeros(needed.shape) if d_logprobs is None else jnp.where(needed, d_logprobs, 0.0)
+        # where, not a product alone: the pull of a token that does not count was never made.
+        d_hidden = jnp.where(needed[..., None], d[..., None] * pull, 0).astype(pull.dtype)
+    else:
+        targets, needed = saved[2:4]
+        zero = jnp.zeros(needed.shape)
+        pulls = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
+        d_hidden, d_table = _gradients(head, saved, *pulls)
+    nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
+    return d_hidden, d_table, *nothing
+
+
+def _gradients(head, saved, d_logprobs, d_spread):
+    """Gradients by the states and, where it trains, by the table; each chunk's logits are made again."""
+    hidden, chunks, targets, needed, visit, mass, spread, trained = saved
+    length = needed.shape[1]
+    block = block_length(*needed.shape)
+    number, width, size = chunks.shape
+
+    def body(i, gradients):
+        d_hidden, d_chunks = gradients
+        order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
+        h, wanted = pick(hidden, order), pick(targets, order)
+        own = Mass(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in mass)).per_id()
+        # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
+        real = (i * block + jnp.arange(block)) < length
+        pull, pull_spread = (jnp.where(real, pick(d, order), 0.0)[..., None] for d in (d_logprobs, d_spread))
+        own_spread = pick(spread, order)[..., None]
+
+        def one_chunk(index, gradients):
+            d_h, d_chunks = gradients
+            logits, slope = chunk_logits(head.bend, h, chunks, index)
+            log_p = own.log_p(logits)
+            p = jnp.exp(log_p)
+            d_logits = pull * (taken_in(wanted, width, index) - p)
+            if head.entropy:
+                d_logits -= pull_spread * p * (log_p + own_spread)
+            d_logits *= slope
+            # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
+            d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))
+            d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[index], preferred_element_type=jnp.float32)
+            if trained is None:
+                return d_h, d_chunks
+            # As [D W]: the operand that a CPU has to transpose is then the narrow one.
+            new = jnp.einsum("BCD,BCW->DW", h, d_logits, preferred_element_type=jnp.float32)
+            return d_h, d_chunks.at[index].add(new)
+
+        start = (jnp.zeros(h.shape, jnp.float32), d_chunks)
+        d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
+        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h.astype(hidden.dtype), i * block, 1)
+        return d_hidden, d_chunks
+
+    nowhere = jnp.zeros((0 if trained is None else number, size, width), jnp.float32)
+    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
+    d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
+    d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
+    return d_hidden, None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks.dtype)
+
+
+_token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,140 @@
+"""Rules across sections: what contradicts, what changes nothing, what is missing. Loads without jax."""
+
+from collections.abc import Iterator
+from typing import cast
+
+from tunix.config import EvalConfig, Family
+from tunix.errors import UserError
+from tunix.models.families.table import preset, small, with_sizes
+from tunix.recipe.algorithms import ALGORITHMS
+from tunix.recipe.sections import Sections
+from tunix.rollout.config import RolloutConfig
+
+
+def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
+    """What is wrong between the sections, one sentence each, with its key.
+
+    Args:
+        staged: what is set may be meant for another stage than this one.
+    """
+    yield from _disagreements(recipe)
+    yield from _unread(recipe, staged)
+    yield from _untaught(recipe, staged)
+
+
+def _disagreements(recipe: Sections) -> Iterator[str]:
+    """The rules across sections, and those that ask the families."""
+    model = recipe.model
+    if model.init == "random":
+        try:
+            decoder = preset(model.preset) if model.preset else small(cast(Family, model.family))
+            with_sizes(decoder, model.sizes)
+        except UserError as error:
+            yield f"model.{error}"
+        else:
+            if model.family not in (None, decoder.family):
+                yield f"model.family: {model.family!r} is not that of preset {model.preset!r}; leave it out"
+    if recipe.steps and recipe.epochs:
+        yield f"steps and epochs: {recipe.steps} and {recipe.epochs}; give one, or clear one with `epochs=null`"
+    if recipe.micro_batch_size and recipe.micro_batch_size > (largest := recipe.sequences_per_update):
+        named = "batch_size, which is" if largest == recipe.batch_size else "the sequences of an update, which are"
+        yield f"micro_batch_size: {recipe.micro_batch_size} is above {named} {largest}"
+    warmup = recipe.optimizer.warmup
+    if recipe.steps and warmup >= 1 and warmup >= recipe.steps:
+        yield (
+            f"optimizer.warmup: {warmup:g} steps of warm-up do not end before the run's {recipe.steps}; "
+            "below 1 it is a share of them"
+        )
+    if recipe.quantization is not None and recipe.adapter is not None:
+        yield (
+            f"quantization: {recipe.quantization.mode} trains the weights that it rounds, and under an adapter they "
+            "are frozen: leave one of them out. `adapter: {kind: qlora}` rounds a frozen base; `tunix quantize` rounds "
+            "a model whose adapter is merged"
+        )
+    if recipe.data.cuts and recipe.algorithm.reads != "completions":
+        yield (
+            f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
+            f"{recipe.algorithm.reads}, which stay whole; take true or false"
+        )
+    if recipe.adapter is not None and recipe.adapter.source and model.init == "random":
+        yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
+    if recipe.optimizer.lora_plus and recipe.adapter is None:
+        yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
+    if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == "prompts":
+        yield (
+            f"adapter.dropout: {recipe.adapter.dropout:g} would have the trainer compute other log-probs than the "
+            f"sampler drew with, which {recipe.algorithm.name} learns from; set it to 0"
+        )
+    if recipe.eval != EvalConfig() and not (recipe.data.eval or recipe.data.eval_split):
+        usual = EvalConfig()
+        changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(usual, key)]
+        names = ", ".join(f"eval.{key}" for key in sorted(changed))
+        yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+
+
+def _unread(recipe: Sections, staged: bool) -> Iterator[str]:
+    """What is asked of rewards and rollouts where there are none, and what they lack.
+
+    Args:
+        staged: what is set may be meant for another stage than this one.
+    """
+    if not recipe.algorithm.speaks and not staged:
+        yield from _unsaid(recipe)
+        return
+    held_out = bool(recipe.data.eval or recipe.data.eval_split)
+    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
+    writes = recipe.algorithm.reads == "prompts"
+    yield from recipe.algorithm.complaints(recipe.batch_size)
+    if recipe.algorithm.learns_from_rewards:
+        if not rewarded:
+            yield (
+                f"reward: {recipe.algorithm.name} learns from rewards: name some, as in "
+                "`reward: {functions: [exact_match]}`, or a rollout.environment that gives them"
+            )
+        return
+    judged = any(name == "eval/reward" or name.startswith("eval/reward/") for name in recipe.eval.until)
+    if judged and not (rewarded and held_out):
+        yield "eval.until: eval/reward is not measured without a reward section and held-out rows"
+    if staged:
+        return
+    if rewarded and not held_out and not (writes and recipe.reward is None):
+        yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
+    for key in _unread_lengths(recipe):
+        if getattr(recipe.data, key) and not (rewarded or writes):
+            yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
+    if not (rewarded or writes) and recipe.rollout != RolloutConfig():
+        yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
+
+
+def _unread_lengths(recipe: Sections) -> tuple[str, ...]:
+    """Limits of completions that nobody has where the model writes none; the sides of given pairs have one."""
+    return ("prompt_length",) if recipe.algorithm.reads == "pairs" else ("prompt_length", "completion_length")
+
+
+def _unsaid(recipe: Sections) -> Iterator[str]:
+    """What is asked of completions where the model writes none."""
+    why = f"{recipe.algorithm.name} trains a model that gives scores and writes nothing"
+    for key in ("reward", "rollout"):
+        if getattr(recipe, key) != Sections.model_fields[key].get_default():
+            yield f"{key}: changes nothing, since {why}; leave the section out"
+    for key in _unread_lengths(recipe):
+        if getattr(recipe.data, key):
+            yield f"data.{key}: changes nothing, since {why}; max_length is the limit"
+    if recipe.adapter is not None and "lm_head" in recipe.adapter.also:
+        yield f"adapter.also: lm_head trains nothing, since {why}; leave it out"
+    if recipe.eval.samples:
+        yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
+
+
+def _untaught(recipe: Sections, staged: bool) -> Iterator[str]:
+    """A student without a teacher, and a teacher without a student.
+
+    Args:
+        staged: the teacher may be meant for another stage than this one.
+    """
+    name = recipe.algorithm.name
+    if recipe.algorithm.learns_from_teacher:
+        if recipe.teacher is None:
+            yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
+    elif recipe.teacher is not None and name in ALGORITHMS and not staged:
+        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"

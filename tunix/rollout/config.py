@@ -1,0 +1,37 @@
+"""The recipe's section `rollout`. Loads without jax."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from tunix.config import Config, Positive
+from tunix.rollout.environments.config import EnvironmentConfig
+
+
+class RolloutConfig(Config):
+    """How a policy writes completions. Only settings that the loss mirrors: it sees the distribution drawn from."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in the sampler and in the loss."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the model's stop tokens."""
+    slots: Positive | None = None
+    """Completions that are decoded at a time; null: as many as fill this kind of device. Never changes a result."""
+    mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
+    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone makes some."""
+    environment: EnvironmentConfig | None = None
+    """What answers the model; null for single answers."""
+    samples: Annotated[int, Field(ge=0)] = 1
+    """Groups of each step that are written to samples.jsonl."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mirrored(cls, value: Any) -> Any:
+        for key in ("top_k", "top_p", "min_p"):
+            if isinstance(value, dict) and key in value:
+                raise ValueError(
+                    f"{key} cuts the distribution off, which the loss cannot mirror: the ratio of trainer and sampler "
+                    "would not be 1. Set temperature instead; tunix generate and tunix chat know it"
+                )
+        return value

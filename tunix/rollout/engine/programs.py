@@ -1,0 +1,219 @@
+"""The compiled programs of the engine: pure functions over slots, few in number, with shapes from a closed set.
+
+`prefill` computes prompts in rows of their own, `put` copies rows into slots (one prompt's row into all slots of its
+group), `decode` draws tokens until slots have ended, `take` copies slots out so that `prefill` can append to them, and
+`resize` changes the number of slots and the length of their caches.
+
+A slot's last hidden state waits in `State.hidden`: a step draws from it, then runs the drawn token, so that prompts,
+observations and drawn tokens all leave a slot in the same condition.
+
+Axes: S slots, R rows of a prefill, C tokens of a chunk, D model, K steps of a dispatch, M stop ids, A reported ids.
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from tunix.config import DType
+from tunix.mesh import constrain
+from tunix.models.kv_cache import Cache, Weights, empty, extend, placed
+from tunix.models.model import Model, Params
+from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
+from tunix.util.exact import jit
+
+Host = jax.Array | np.ndarray
+Found = TypeVar("Found")
+
+IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""XLA's usual order on a CPU begins with all that waits for nothing, and would hold the matrices of all layers
+dequantized; in this one each comes when it is needed."""
+
+
+def compiled(**how: Any) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """`jax.jit` with these arguments, for a function that multiplies with the weights of a model."""
+
+    def decorate(function: Callable[..., Found]) -> Callable[..., Found]:
+        usual, in_turn = jit(function, **how), jit(function, **how, options=IN_TURN)
+
+        @wraps(function)
+        def call(model: Model, *rest: Any) -> Found:
+            rounded = model.quantized and jax.default_backend() == "cpu"
+            return (in_turn if rounded else usual)(model, *rest)
+
+        return call
+
+    return decorate
+
+
+class State(NamedTuple):
+    """What the device holds of the slots."""
+
+    caches: tuple[Cache, ...]
+    """Of each layer."""
+    hidden: Float[Array, "S D"]
+    """The state that the next token of each slot is drawn from."""
+
+
+class Flow(NamedTuple):
+    """What the host says about the slots at each dispatch."""
+
+    held: Host
+    """`[S]` int32: tokens in the cache."""
+    left: Host
+    """`[S]` int32: tokens that may still be drawn; 0 for slots that rest."""
+    drawn: Host
+    """`[S]` int32: index of the next token among those drawn for the request."""
+    seeds: Host
+    """`[S 2]` uint32: high and low word of the seed."""
+    request: Host
+    """`[S]` int32: index of the request."""
+    adapter: Host
+    """`[S]` int32: number of its adapter, from 1; 0 for none."""
+    stops: Host
+    """`[S M]` int32, padded with -1."""
+    transform: Transform
+
+
+class Steps(NamedTuple):
+    """What a dispatch found, step by step; of slot s the first `counts[s]` are real."""
+
+    draws: Draw
+    """With K in front."""
+    counts: Int[Array, "S"]
+
+
+@partial(jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
+def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> State:
+    """Slots, or rows, that hold nothing."""
+    hidden = constrain(jnp.zeros((rows, model.config.d_model), model.dtype), "rows", None)
+    return State(empty(model.config, rows, length, piece, dtype), hidden)
+
+
+@compiled(static_argnames="model", donate_argnames="rows")
+def prefill(
+    model: Model,
+    weights: Weights,
+    rows: State,
+    tokens: Int[Host, "R C"],
+    start: Int[Host, "R"],
+    count: Int[Host, "R"],
+    adapters: Int[Host, "R"],
+) -> tuple[State, Float[Array, "R C D"]]:
+    """Appends a chunk of `count` tokens to each row that holds `start`; also the states of all of the chunk."""
+    new = (jnp.asarray(x) for x in (tokens, start, count, adapters))
+    hidden, caches = extend(model, weights, rows.caches, *new)
+    last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)[:, 0]
+    return State(caches, last), hidden
+
+
+@partial(jit, static_argnames="model")
+def score(
+    model: Model, top: Params, hidden: Float[Array, "R C D"], targets: Int[Host, "R C"], transform: Transform
+) -> Float[Array, "R C"]:
+    """Log-probs of the tokens behind the states of a chunk, under each row's transform."""
+
+    def column(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        state, target = inputs
+        return logprobs(model.logits(top, state[:, None])[:, 0], target, transform)
+
+    # One column at a time: logits of a whole chunk would be [R C V].
+    return jax.lax.map(column, (hidden.swapaxes(0, 1), targets.T)).T
+
+
+@partial(jit, donate_argnames="state")
+def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
+    """Slot s takes row `source[s]`, or stays as it is where that is -1. Rows may be shorter than slots."""
+    chosen, taken = jnp.maximum(source, 0), source >= 0
+
+    def one(slots: jax.Array, rows: jax.Array) -> jax.Array:
+        corner = slots[tuple(slice(size) for size in (slots.shape[0], *rows.shape[1:]))]
+        new = jnp.where(taken[:, None, None, None], rows[chosen], corner)
+        return placed(jax.lax.dynamic_update_slice(slots, new, (0, 0, 0, 0)))
+
+    hidden = jnp.where(taken[:, None], rows.hidden[chosen], state.hidden)
+    return State(jax.tree.map(one, state.caches, rows.caches), constrain(hidden, "rows", None))
+
+
+@jit
+def take(state: State, slots: Int[Host, "R"]) -> State:
+    """Copies of some slots as rows."""
+    return State(jax.tree.map(lambda x: placed(x[slots]), state.caches), state.hidden[slots])
+
+
+@partial(jit, static_argnames=("model", "length", "piece"))
+def resize(model: Model, state: State, source: Int[Host, "S"], length: int, piece: int) -> State:
+    """Slots for sequences of `length`; slot s is the old slot `source[s]`."""
+
+    dtype: DType = "bfloat16" if state.caches[0][0].dtype == jnp.bfloat16 else "float32"
+    shapes = jax.eval_shape(lambda: empty(model.config, source.shape[0], length, piece, dtype))
+
+    def one(x: jax.Array, goal: jax.ShapeDtypeStruct) -> jax.Array:
+        moved = x[source]
+        return placed(jnp.pad(moved, [(0, new - old) for old, new in zip(moved.shape, goal.shape, strict=True)]))
+
+    return State(jax.tree.map(one, state.caches, shapes), constrain(state.hidden[source], "rows", None))
+
+
+@compiled(static_argnames=("model", "steps"), donate_argnames="state")
+def decode(
+    model: Model,
+    steps: int,
+    weights: Weights,
+    state: State,
+    flow: Flow,
+    most: Int[Host, ""],
+    enough: Int[Host, ""],
+) -> tuple[State, Steps]:
+    """Draws up to `most` <= `steps` (K) tokens in each slot that has some left.
+
+    Args:
+        enough: returns as soon as no more slots than these are running.
+    """
+    flow = jax.tree.map(jnp.asarray, flow)
+    keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
+    adapters = jnp.asarray(flow.adapter)
+    blank_draw = jax.eval_shape(lambda: _draw(model, weights, state, flow, keys, drawn, left > 0))
+    draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
+    start = (jnp.int32(0), state, left > 0, jnp.zeros_like(left), draws)
+
+    def running(carry: tuple) -> jax.Array:
+        step, _, live, _, _ = carry
+        return (step < most) & (jnp.sum(live) > enough)
+
+    def one(carry: tuple) -> tuple:
+        step, state, live, count, draws = carry
+        new = _draw(model, weights, state, flow, keys, drawn + count, live)
+        draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
+        hidden, caches = extend(
+            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32), adapters
+        )
+        count += live
+        live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
+        return step + 1, State(caches, constrain(hidden[:, 0], "rows", None)), live, count, draws
+
+    _, state, _, count, draws = jax.lax.while_loop(running, one, start)
+    return state, Steps(draws, count)
+
+
+def _request_keys(flow: Flow) -> Key[Array, "S"]:
+    """`[S]` keys of the requests: of their seed and index alone."""
+    keys = jax.random.wrap_key_data(jnp.asarray(flow.seeds), impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in)(keys, flow.request)
+
+
+def _draw(
+    model: Model,
+    weights: Weights,
+    state: State,
+    flow: Flow,
+    keys: Key[Array, "S"],
+    number: Int[Array, "S"],
+    live: jax.Array,
+) -> Draw:
+    logits = model.logits(weights.top, state.hidden[:, None])[:, 0]
+    return draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)

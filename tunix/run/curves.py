@@ -1,0 +1,181 @@
+"""The curves of a run as a picture: `curves.svg`, drawn from the rows of `metrics.jsonl` with nothing but text.
+
+Rows -> `Curve`s (stages one behind the other) -> panels of related ones -> SVG. Grey letters on no background and two
+mid-tone colours, so that it reads on light pages and on dark ones.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tunix.util.atomic_io import write_text_atomic
+
+Stage = tuple[str, List[Mapping[str, Any]]]
+"""A stage's name and the rows of its metrics.jsonl."""
+Point = tuple[float, float]
+
+PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward/mean", "eval/reward")),
+    ("accuracy of the rewards", ("rewards/accuracy", "eval/rewards/accuracy")),
+    ("margin of the rewards", ("rewards/margin", "eval/rewards/margin")),
+    ("loss", ("train/loss", "eval/loss")),
+    ("entropy of the policy, nats per token", ("policy/entropy",)),
+    ("tokens of an answer", ("rollout/length",)),
+)
+"""What is drawn: title, and the metrics that share its axes; training first, held-out rows second."""
+COLOURS, GREY = ("#4a90d9", "#e0862f"), "#808080"
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 190, 62, 16, 30, 26
+"""Of a panel and its margins, in pixels."""
+LETTER = 7
+"""Pixels that a letter takes at most, on average, in any of the fonts that may be there."""
+MOST = 400
+"""Points of a curve at most: a longer one is drawn through the means of neighbours."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over the steps of a run."""
+
+    name: str
+    """E.g. `eval/reward`."""
+    parts: tuple[tuple[Point, ...], ...]
+    """(step, value) of each stage that measured it, steps counted through all of them. What a loss means differs from
+    stage to stage, so no line leads from one to the next."""
+
+    @property
+    def points(self) -> list[Point]:
+        """Those of all parts."""
+        return [point for part in self.parts for point in part]
+
+
+def write_curves(folder: Path, stages: List[Stage]) -> Path | None:
+    """Draws the stages' metrics into `curves.svg` of a folder; its path, or None where nothing was measured."""
+    picture = svg(folder.name, stages)
+    if picture is None:
+        return None
+    path = folder / "curves.svg"
+    write_text_atomic(path, picture)
+    return path
+
+
+def svg(title: str, stages: List[Stage]) -> str | None:
+    """The picture as text, or None where nothing was measured twice."""
+    starts = _starts(stages)
+    panels = [
+        (name, [curve for metric in metrics if (curve := curve_of(metric, stages)).points]) for name, metrics in PANELS
+    ]
+    drawn = [(name, curves) for name, curves in panels if any(len(curve.points) > 1 for curve in curves)]
+    if not drawn:
+        return None
+    last = max(curve.points[-1][0] for _, curves in drawn for curve in curves)
+    boundaries = [(start, name) for start, (name, _) in zip(starts, stages, strict=True)] if len(stages) > 1 else []
+    body = [line for i, (name, curves) in enumerate(drawn) for line in _panel(i, name, curves, last, boundaries)]
+    height = HEIGHT * len(drawn) + 8
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+            f' font-family="system-ui, sans-serif" font-size="12" fill="{GREY}">',
+            f"<title>{escape(title)}</title>",
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def curve_of(name: str, stages: List[Stage]) -> Curve:
+    """A metric's points over all stages; a step without a finite value has none."""
+    parts: list[tuple[Point, ...]] = []
+    for start, (_, rows) in zip(_starts(stages), stages, strict=True):
+        values = [(start + row["step"], row.get(name)) for row in rows]
+        found = [(float(step), float(x)) for step, x in values if x is not None and math.isfinite(x)]
+        parts += [tuple(thinned(found))] if found else []
+    return Curve(name, tuple(parts))
+
+
+def thinned(points: List[Point]) -> list[Point]:
+    """At most `MOST` points; each the mean of as many neighbours as it takes."""
+    size = math.ceil(len(points) / MOST)
+    if size <= 1:
+        return list(points)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(_mean(x for x, _ in group), _mean(y for _, y in group)) for group in groups]
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers between two, 1, 2 or 5 times a power of ten apart; roughly `about` of them."""
+    rough = (high - low) / about
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * float(step), 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _starts(stages: List[Stage]) -> list[float]:
+    """Steps that were done before each stage."""
+    starts = [0.0]
+    for _, rows in stages:
+        starts.append(starts[-1] + max((row["step"] for row in rows), default=0))
+    return starts[:-1]
+
+
+def _range(curves: Iterable[Curve]) -> tuple[float, float]:
+    """The lowest and the highest value, with a little air; a flat curve lies in the middle."""
+    values = [value for curve in curves for _, value in curve.points]
+    low, high = min(values), max(values)
+    air = (high - low) * 0.06 or max(abs(high), 1.0) * 0.1
+    return low - air, high + air
+
+
+def _panel(
+    index: int, title: str, curves: List[Curve], last: float, boundaries: Iterable[tuple[float, str]]
+) -> Iterator[str]:
+    """The lines of one panel, `index` panels below the top."""
+    low, high = _range(curves)
+    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+    def x(step: float) -> float:
+        return LEFT + (right - LEFT) * step / max(last, 1)
+
+    def y(value: float) -> float:
+        return floor - (floor - TOP) * (value - low) / (high - low)
+
+    yield f'<g transform="translate(0 {index * HEIGHT})">'
+    yield f'<text x="{LEFT}" y="18" font-weight="600">{escape(title)}</text>'
+    for value in ticks(low, high):
+        yield f'<path d="M{LEFT} {y(value):.1f}H{right}" stroke="{GREY}" stroke-opacity="0.25"/>'
+        yield f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+    for step in (tick for tick in ticks(0.0, max(last, 1.0), 8) if tick == int(tick)):
+        yield f'<text x="{x(step):.1f}" y="{floor + 17}" text-anchor="middle">{step:g}</text>'
+    for start, name in boundaries:
+        yield f'<path d="M{x(start):.1f} {TOP}V{floor}" stroke="{GREY}" stroke-dasharray="3 3" stroke-opacity="0.7"/>'
+        if index == 0:
+            yield f'<text x="{x(start) + 4:.1f}" y="{TOP + 10}" font-size="11">{escape(name)}</text>'
+    legend = right
+    for curve in reversed(curves):
+        parts = [[(x(step), y(value)) for step, value in part] for part in curve.parts]
+        label = f"{curve.name} {curve.points[-1][1]:.3g}"
+        yield from _line(curve, parts, label, legend)
+        legend -= LETTER * (len(label) + 2)
+    yield "</g>"
+
+
+def _line(curve: Curve, parts: List[List[Point]], label: str, legend: int) -> Iterator[str]:
+    """A curve, and its label that ends at `legend`. What is measured now and then is dotted."""
+    held_out = curve.name.startswith("eval/")
+    colour = COLOURS[held_out]
+    for part in parts:
+        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in part)
+        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
+        if held_out or len(part) == 1:
+            for x, y in part if len(part) <= 60 else part[-1:]:
+                yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>'
+    yield f'<text x="{legend}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'

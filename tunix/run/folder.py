@@ -1,0 +1,116 @@
+"""The run folder: claimed for one recipe and one process, cleared of what a kill left, opened for more steps."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from tunix.errors import UserError
+from tunix.hf.source import TOKENIZER
+from tunix.recipe.recipe import Recipe
+from tunix.trainer.metrics import forget_after
+from tunix.trainer.progress import Display
+from tunix.util.atomic_io import write_text_atomic
+
+
+@contextmanager
+def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
+    """The run folder, made or recognised as this recipe's own, and kept from other processes meanwhile.
+
+    Raises:
+        UserError: it holds something else, another process works in it, or it cannot be written.
+    """
+    folder = Path(recipe.output).expanduser()
+    kept = folder / "recipe.yaml"
+    if not kept.is_file() and _foreign(folder):
+        raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
+    if fresh and kept.is_file():
+        with locked(folder):
+            moved_aside(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+    with locked(folder):
+        # Without a checkpoint there is nothing to lose: a recipe that was mended may take the folder over.
+        if kept.is_file() and _trained(folder) and (differing := recipe.difference(Recipe.load(kept))):
+            raise UserError(
+                f"{folder} holds the run of another recipe: {', '.join(differing)} differ. Give this one another "
+                "output=..., or start again with --fresh (the old run is moved aside)."
+            )
+        write_text_atomic(kept, recipe.to_yaml())
+        yield folder
+
+
+def prepare(folder: Path, start: int | None) -> None:
+    """Leaves of earlier starts what belongs to the checkpoint that the run goes on from."""
+    for path in folder.glob("*.tmp-*"):  # what a kill left half written; nobody else writes here
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    forget_after(folder / "samples.jsonl", start)
+    if start is None and (folder / TOKENIZER).is_dir():
+        shutil.rmtree(folder / TOKENIZER)  # made from rows that may have been mended since
+
+
+def reopen(folder: Path, after: Path | None, display: Display, step: int) -> None:
+    """Before training goes on, lays the export of fewer steps aside.
+
+    Raises:
+        UserError: another stage has started from it.
+    """
+    if step:
+        display.say(f"going on from step {step}")
+    if not (folder / "export").exists():
+        return
+    if after is not None and _trained(after):
+        raise UserError(
+            f"{folder} was asked for more steps, but {after} has started from its weights already: start again with "
+            "--fresh or another output"
+        )
+    moved_aside(folder / "export")
+
+
+def moved_aside(folder: Path) -> Path:
+    """Renames a folder to the first free `folder.old-N`, so that nothing is lost."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    return folder.rename(aside)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a second process off the folder; the lock ends with this process, however it ends.
+
+    Raises:
+        UserError: another process works in it, or the folder cannot be written.
+    """
+    with _lock_file(folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder}: another tunix process is running there; wait for it, or set another output"
+            ) from error
+        yield
+
+
+def _lock_file(folder: Path) -> IO[str]:
+    try:
+        return (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+
+
+def _foreign(folder: Path) -> bool:
+    """Whether a folder holds what no start of a run has left there."""
+    ours = (".lock", "recipe.yaml")
+    return folder.is_dir() and not all(file.name.startswith(ours) for file in folder.iterdir())
+
+
+def _trained(folder: Path) -> bool:
+    """Whether a run, or one of its stages, has a checkpoint or an export."""
+    places = [folder, *(path.parent for path in folder.glob("*/recipe.yaml"))]
+    steps = [step for place in places for step in place.glob("checkpoints/*") if step.name.isdigit()]
+    return bool(steps) or any((place / "export").exists() for place in places)

@@ -1,0 +1,97 @@
+"""Held-out prompts answered greedily before and after training, on the screen and in `samples.jsonl`.
+
+Axes: B rows, T time, S sequences.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix.data.tokenizer import Tokenizer
+from tunix.protocols import Client
+from tunix.trainer.metrics import append_rows
+from tunix.trainer.progress import Display
+from tunix.types import Batch, Sampling, Sequence
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The prompts of a run and where their answers go."""
+
+    prompts: List[np.ndarray]
+    """Token ids up to the first trained token."""
+    expected: List[Any]
+    """What the data says: text, or ids where there is no tokenizer."""
+    client: Client
+    tokenizer: Tokenizer | None
+    sampling: Sampling
+    path: Path
+    """`samples.jsonl` of the run folder."""
+    display: Display
+
+    def take(self, step: int) -> None:
+        """Answers all prompts with the weights as they are."""
+        if not self.prompts:
+            return
+        self.client.publish()
+        answers = self.client.sample(self.prompts, 1, self.sampling, seed=0)
+        rows = [
+            {
+                "step": step,
+                "prompt": self._text(prompt),
+                "completion": self._text(answer.tokens),
+                "expected": expected,
+                "finish": answer.finish,
+            }
+            for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True)
+        ]
+        append_rows(self.path, rows)
+        for row in rows:
+            self._show(row)
+
+    def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rollouts of a step, onto the file only."""
+        if listed := [{"step": step, **row} for row in rows]:
+            append_rows(self.path, listed)
+
+    def _text(self, tokens: np.ndarray) -> Any:
+        return readable_tokens(tokens, self.tokenizer)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        self.display.say(f"  step {row['step']}  {str(row['prompt']).strip()}")
+        self.display.say(f"      answers: {str(row['completion']).strip()!r}")
+        self.display.say(f"     expected: {str(row['expected']).strip()!r}")
+
+
+def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:
+    """Text without special tokens, or the ids where there is no tokenizer."""
+    return tokenizer.decode(tokens, skip_special=True) if tokenizer else tokens.tolist()
+
+
+def prompts_of(sequences: Iterable[Sequence], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The first sequences that answer a prompt as the data wants it, each split before its first trained token.
+
+    Args:
+        sequences: of pairs the chosen ones.
+        number: how many at most.
+
+    Returns:
+        Prompts and what follows them; sequences trained from their first token on have no prompt and are left out, and
+        so are those with a label that says no.
+    """
+    wanted = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
+    starts = ((sequence.tokens, int(np.argmax(sequence.loss_mask))) for sequence in wanted)
+    found = list(itertools.islice(((tokens, start) for tokens, start in starts if start > 1), number))
+    return [tokens[:start] for tokens, start in found], [tokens[start:] for tokens, start in found]
+
+
+def unigram_entropy(batches: List[Batch]) -> float:
+    """Entropy in nats of the trained tokens' frequencies: the loss of knowing nothing but how common each one is."""
+    trained = np.concatenate([np.asarray(batch.tokens)[np.asarray(batch.loss_mask)] for batch in batches])
+    shares = np.unique(trained, return_counts=True)[1] / trained.size
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,123 @@
+"""A recipe becomes a run: started, resumed by itself, finished, exported.
+
+The run folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` and at the end
+`curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter where an adapter was trained on a published base. A
+recipe with stages has one such folder per stage, each starting from the export of the one before.
+"""
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from tunix.errors import UserError
+from tunix.recipe.recipe import Recipe
+from tunix.run.build import assemble
+from tunix.run.curves import write_curves
+from tunix.run.export import report_merging
+from tunix.run.folder import claimed, prepare, reopen
+from tunix.run.loop import Loop
+from tunix.run.recorder import Recorder
+from tunix.run.result import RunResult, result_of, summary
+from tunix.run.samples import unigram_entropy
+from tunix.trainer.checkpoint import Checkpoints
+from tunix.trainer.metrics import open_sinks
+from tunix.trainer.progress import Display, readable
+from tunix.util.atomic_io import write_text_atomic
+from tunix.util.compile_cache import keep_compilations
+
+
+def train(
+    recipe: Recipe | str | Path, overrides: Iterable[str] = (), *, tiny: bool = False, fresh: bool = False
+) -> RunResult:
+    """Trains a recipe, or goes on with it where its folder holds the same one.
+
+    Args:
+        recipe: a recipe, a YAML file, or the name of a shipped one such as `sft_qwen`.
+        overrides: words as on the command line, such as `optimizer.learning_rate=1e-4`; of a file or name only.
+        tiny: the same with a model of a few thousand weights and a few steps.
+        fresh: start again; what the folder holds is moved aside.
+
+    Raises:
+        UserError: something that the user can mend; nothing of theirs was touched.
+        Interrupted: after SIGINT or SIGTERM, with a checkpoint.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.load(recipe, overrides, tiny)
+    elif tuple(overrides):
+        raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
+    elif tiny:
+        recipe = recipe.tiny()
+    keep_compilations()
+    with terminable(), claimed(recipe, fresh) as folder:
+        if not recipe.stages:
+            return _run(recipe, folder)
+        return _run_stages(recipe.stages)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends like Ctrl-C, with everything put in order, also where no update is going on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_stages(stages: tuple[Recipe, ...]) -> RunResult:
+    """All stages in their order; those that are finished only say so."""
+    folders = [Path(stage.output).expanduser() for stage in stages]
+    results: list[RunResult] = []
+    for stage, folder, after in zip(stages, folders, [*folders[1:], None], strict=True):
+        folder.mkdir(exist_ok=True)
+        write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
+        results.append(_run(stage, folder, after))
+    # One picture of all of them, beside the stages' own.
+    write_curves(folders[0].parent, [(one.folder.name, one.metrics) for one in results])
+    return results[-1]
+
+
+def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
+    """One stage, from wherever it was to its end.
+
+    Args:
+        after: the folder of the stage that starts from this one's export, if there is one.
+    """
+    with ExitStack() as stack:
+        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", recipe.checkpoint)))
+        start = checkpoints.latest()
+        display = stack.enter_context(closing(Display(folder.name, recipe.steps or 0, start or 0)))
+        if start is None and (folder / "export").exists():
+            display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
+            return result_of(folder, None)
+        prepare(folder, start)
+        job = assemble(recipe, folder, display)
+        stack.callback(job.close)
+        display.total(job.total)
+        sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
+        decoder = job.trainer.machinery.model.config
+        recorder = Recorder(sinks, display, recipe.logging, decoder, job.trainer.machinery.adapter)
+        stack.enter_context(closing(recorder))
+        loop = Loop(job, checkpoints, recorder, start)
+        if loop.finished:
+            display.say(f"finished already, at step {loop.step}; a higher steps=... goes on from there")
+        else:
+            reopen(folder, after, display, loop.step)
+            loop.run()
+            display.say(f"done in {readable(recorder.seconds)} s: {folder}")
+        if not (folder / "export").exists():
+            job.trainer.export(folder / "export", adapter=job.exports_adapter)
+            report_merging(job.trainer, display)
+    algorithm = job.algorithm
+    # Else the loss is no likelihood of what was said.
+    speaks = algorithm.train_on in ("completion", "all") and algorithm.held_out_objective.divergence is None
+    held_out = job.evaluation.batches if speaks else []
+    result = result_of(folder, unigram_entropy(held_out) if held_out else None)
+    picture = write_curves(folder, [(folder.name, result.metrics)])
+    display.say(summary(result, recipe, picture))
+    return result
