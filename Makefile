@@ -19,13 +19,15 @@ SUITABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-slow lint format peers
+.PHONY: help quickstart test test-slow lint format docs notebooks peers
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
+	@echo "make docs         the pages as a site in build/site; a warning is an error"
+	@echo "make notebooks    executes the notebooks and stores what they show (half an hour); ARGS=\"01 03\" for some of them"
 	@echo "make peers        the libraries that benchmarks/peers measures beside ours, in environments of their own"
 
 quickstart: $(VENV)/installed
@@ -47,6 +49,14 @@ lint: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Read from the sources: nothing of tunix is imported, and nothing is fetched. The variable silences an advertisement.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+notebooks: $(VENV)/installed-test
+	$(BIN)/python -m notebooks.execute $(ARGS)
 
 # Beside ours in `python -m benchmarks.peers`; several GB. vLLM's builds of torchvision and the like do not fit a torch
 # for CPUs, and text needs none of them.
@@ -80,3 +90,8 @@ $(VENV)/installed-dev: pyproject.toml | $(BIN)/pip
 	@echo "Installing tunix and the developers' tools into $(VENV) ..."
 	@$(PIP) --editable ".[test,dev]"
 	@touch $@ $(VENV)/installed $(VENV)/installed-test
+
+$(VENV)/installed-docs: pyproject.toml | $(BIN)/pip
+	@echo "Installing tunix and what builds its site into $(VENV) ..."
+	@$(PIP) --editable ".[docs]"
+	@touch $@ $(VENV)/installed

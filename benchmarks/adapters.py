@@ -1,9 +1,9 @@
-"""`python -m benchmarks.adapters`: full training, LoRA, and QLoRA on nf4 and int8: memory, step, tokens drawn.
+"""`python -m benchmarks.adapters`: full training, LoRA, and QLoRA on nf4 and int8: memory, step, sampling speed.
 
-Memory is measured in a process of its own for each kind, beside what follows from the shapes alone: of the weights with
-what trains of them (gradients aside, AdamW's two moments), and of a frozen base's matrices. Steps take turns within one
-run, since the machine may be shared. `--large` measures Llama 3.2 1B's shape in bfloat16, all trained weights too, one
-kind after the other, by one step and one draw; `--kinds` leaves some out.
+Memory is measured in a process of its own for each kind, next to what follows from the shapes alone: of the weights
+with what trains of them (gradients aside, AdamW's two moments), and of a frozen base's matrices. Steps take turns
+within one run, since the machine may be shared. `--large` measures Llama 3.2 1B's shape in bfloat16, all trained
+weights too, one kind after the other, by one step and one call of the sampler; `--kinds` leaves some out.
 """
 
 import argparse
@@ -43,7 +43,7 @@ LARGE = Shape("llama3.2-1b", preset("llama3.2-1b"), rows=1, length=256, dtype="b
 BYTES = {"nf4": 0.5, "int4": 0.5, "int8": 1.0, "fp8": 1.0, "float32": 4.0, "bfloat16": 2.0}
 SLOTS, PROMPT, NEW = 16, 16, 64
 COPIED = 1 << 30
-"""Bytes that are copied to see what they take: enough for what else a process does meanwhile not to matter."""
+"""Bytes that are copied to measure their memory: so many that other allocations of the process do not matter."""
 
 
 def matrices(shape: Shape) -> dict[tuple[int, int], int]:
@@ -56,7 +56,7 @@ def matrices(shape: Shape) -> dict[tuple[int, int], int]:
 
 
 def base_bytes(shape: Shape, kind: str) -> float:
-    """What the layers' matrices take, by arithmetic."""
+    """Bytes of the layers' matrices, by arithmetic."""
     adapter = KINDS[kind]
     total = 0.0
     for (inputs, outputs), number in matrices(shape).items():
@@ -69,8 +69,10 @@ def base_bytes(shape: Shape, kind: str) -> float:
 
 
 def state_bytes(shape: Shape, kind: str) -> float:
-    """What all weights and the moments take, by arithmetic: for each that trains two moments, float32 or, where
-    all weights train in bfloat16, of that type too."""
+    """Bytes of all weights and the moments, by arithmetic.
+
+    Each weight that trains has two moments, in float32 or, where all weights train in bfloat16, in that type.
+    """
     c, adapter = shape.config, KINDS[kind]
     rest = c.vocab_size * c.d_model * (1 if c.tied else 2) + (2 * c.num_layers + 1) * c.d_model
     if adapter is None:
@@ -80,7 +82,7 @@ def state_bytes(shape: Shape, kind: str) -> float:
 
 
 def in_use() -> int:
-    """Bytes in use: of the first device where it tells, else of this process."""
+    """Bytes in use: of the first device where it reports them, else of this process."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_in_use" in stats:
         return int(stats["bytes_in_use"])
@@ -88,13 +90,13 @@ def in_use() -> int:
 
 
 def trimmed() -> None:
-    """Gives memory that was freed back to the system, where its library keeps it: copies would be made in it unseen."""
+    """Returns freed memory to the system, where the C library keeps it: copies made in it would not be measured."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def held(arrays: Any) -> float:
-    """Bytes that arrays take, by what memory grows when they are copied: jax itself counts a 4-bit number as a byte."""
+    """Bytes that arrays take, by how memory grows when they are copied: jax itself counts a 4-bit number as a byte."""
     number = max(COPIED // sum(x.nbytes for x in jax.tree.leaves(arrays)), 1)
     copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
     first = jax.block_until_ready(copy(arrays))
@@ -110,24 +112,26 @@ def step(trainer: Trainer, shape: Shape) -> None:
 
 
 def measure(shape: Shape, kind: str) -> None:
-    """The process behind `measured`: prints its findings as JSON."""
+    """What the process that `measured` starts runs: prints its measurements as JSON."""
     trainer = shape.trainer(KINDS[kind])
     seconds = interleaved({"step": lambda: step(trainer, shape)}, 1 if shape is LARGE else 3)["step"]
-    inner = {name: x for name, x in trainer.params.items() if name.startswith("layers/") and not is_adapter(name)}
+    inner = {
+        name: x for name, x in trainer.learner.params.items() if name.startswith("layers/") and not is_adapter(name)
+    }
     matrices = [x for x in inner.values() if x.ndim > 2]  # with their scales; norms are [L D]
     found = {"peak": peak_memory(), "step": float(np.median(seconds))}
-    print(json.dumps(found | {"base": held(matrices), "state": held((trainer.params, trainer.state.moments))}))
+    print(json.dumps(found | {"base": held(matrices), "state": held((trainer.learner.params, trainer.state.moments))}))
 
 
 def measured(shape: Shape, kind: str) -> dict[str, float]:
-    """Memory of one kind, and its step, in a process of its own."""
+    """Memory of one kind, and seconds of its step, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.adapters", "--one", shape.name, kind]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def drawn_per_second(shape: Shape, kind: str) -> float:
-    """Tokens that the engine draws in a second, from unmerged adapters, compiled before."""
+    """Tokens that the engine samples in a second, with unmerged adapters, after compiling."""
     trainer = shape.trainer(KINDS[kind], length=PROMPT + NEW)
     prompts = [row[:PROMPT] for row in np.resize(shape.tokens(), (SLOTS, PROMPT))]
     trainer.publish()
@@ -137,7 +141,7 @@ def drawn_per_second(shape: Shape, kind: str) -> float:
         trainer.sample(prompts, 1, Sampling(max_tokens=NEW), seed=0)
         return SLOTS * NEW / (time.perf_counter() - start)
 
-    if shape is not LARGE:  # there a draw takes far longer than compiling
+    if shape is not LARGE:  # there sampling takes far longer than compiling
         draw()
     return max(draw() for _ in range(1 if shape is LARGE else 3))
 
@@ -146,7 +150,7 @@ COLUMNS = ("", "base, MB", "by arithmetic", "state, MB", "by arithmetic", "peak,
 
 
 def table(shape: Shape, found: dict[str, dict[str, float]], seconds: dict[str, list[float]]) -> Table:
-    """One shape's figures."""
+    """The table of one shape's measurements."""
     batch = f"{shape.rows} x {shape.length} tokens, {shape.dtype}, vocabulary {shape.config.vocab_size}"
     rows = Table(*COLUMNS, title=f"{shape.name}: {batch}; {jax.devices()[0].device_kind}")
     for kind, own in found.items():

@@ -1,8 +1,8 @@
 """`python -m benchmarks.finetune`: what full training, LoRA and QLoRA reach in the same steps from the same weights.
 
 A small model learns docstring lines from nothing, in half of the steps that `recipes/sft_pydoc.yaml` takes. Every kind
-goes on from there, on the same batches. Adapters want other learning rates than full training: two are tried of either.
-A call that was interrupted goes on when it is given again.
+goes on from there, on the same batches. Adapters need other learning rates than full training: two are tried for each.
+An interrupted call continues when it is repeated.
 """
 
 import argparse
@@ -23,7 +23,7 @@ KINDS = {
     "nf4": ("{kind: qlora, base: nf4, rank: 16}", (3e-3,)),
     "nf4, tile 32": ("{kind: qlora, base: nf4, tile: 32, rank: 16}", (3e-3,)),
 }
-"""The adapter, and learning rates."""
+"""Kind of training -> the adapter, and the learning rates that are tried."""
 LAST = 20
 """Steps over which the training loss is averaged."""
 

@@ -2,7 +2,7 @@
 
 Each operation is compiled, timed in turns with the others (medians), and its optimized program read: what is
 multiplied, and whether a rounded weight is converted on the way into the product or written to memory first. For a TPU
-the compiler's own estimate in cycles stands beside it.
+the compiler's own estimate in cycles is shown too.
 `--compile v5e:2x2` (or v6e:2x2, v5p:2x2x1; needs libtpu) and `--compile h100` (needs jax-cuda12-plugin with its CUDA
 libraries) compile for a device that need not be there. docs/kernels.md has the findings.
 
@@ -30,7 +30,9 @@ from rich.table import Table
 from benchmarks.programs import cycles, elements, products
 from benchmarks.train import interleaved
 from tunix.config import BaseType, DType
-from tunix.models.layers import Projection, Segments, attention
+from tunix.models.attention import attend
+from tunix.models.attention_inputs import Segments
+from tunix.models.layers import Projection
 from tunix.models.quantization.formats import ROUNDED, Quantization
 
 TILE = 128
@@ -40,12 +42,12 @@ ROWS = {"training": 2048, "decoding": 16}
 PAIRS: tuple[tuple[BaseType, BaseType], ...] = (("int8", "int8"), ("int8", "int4"), ("int4", "int4"), ("fp8", "fp8"))
 HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 64, 256
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-"""libtpu looks for no device."""
+"""Environment in which libtpu looks for no device."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something to compile: a function, and what it is given."""
+    """Something to compile: a function and its arguments."""
 
     function: Callable[..., jax.Array]
     arguments: Any
@@ -53,7 +55,7 @@ class Operation:
 
 
 def projection(rounded: BaseType | None, dtype: DType, rows: int, size: tuple[int, int]) -> Operation:
-    """A layer's product, as the models compute it."""
+    """The product of a layer's projection, as the models compute it."""
 
     def build() -> Projection:
         one = Projection("BTD,DF->BTF", size, ("embed", "ffn"), nnx.Rngs(0), contracted=1)
@@ -82,18 +84,18 @@ def low_bits(inputs: BaseType, rounded: BaseType, rows: int, size: tuple[int, in
 
 
 def shape_of(rows: int, inputs: int) -> tuple[int, int, int]:
-    """`[B T D]`: whole sequences where there are enough rows, else a token of each."""
+    """`[B T D]`: whole sequences where there are enough rows, else one token in each."""
     return (rows // LENGTH, LENGTH, inputs) if rows >= LENGTH else (rows, 1, inputs)
 
 
 def attended(plain: bool, dtype: DType, rows: int) -> Operation:
-    """Causal attention: tunix's einsums, or what `jax.nn.dot_product_attention` has for the device."""
+    """Causal attention: tunix's einsums, or `jax.nn.dot_product_attention`, as it is implemented for the device."""
     q, kv = ((rows, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS))
     ids = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
 
     def einsums(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
-        return attention(q, k, v, Segments(ids, positions), window=None, scale=DIM**-0.5, softcap=None)
+        return attend(q, k, v, Segments(ids, positions), scale=DIM**-0.5)
 
     def shipped(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         seen = (ids[:, None, :, None] == ids[:, None, None]) & jnp.tri(LENGTH, dtype=bool)
@@ -125,14 +127,14 @@ def operations(rows: int, size: tuple[int, int]) -> dict[str, Operation]:
 
 
 def compiled(one: Operation, device: Any) -> jax.stages.Compiled:
-    """The program of a device, which need not be attached."""
+    """The compiled program for a device, which need not be attached."""
     place = SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), one.arguments)
     return jax.jit(one.function).lower(*arguments).compile()
 
 
 def drawn(one: Operation) -> Any:
-    """Random arguments."""
+    """Random arguments of an operation."""
     rng = np.random.default_rng(0)
 
     def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -144,7 +146,7 @@ def drawn(one: Operation) -> Any:
 
 
 def run(program: jax.stages.Compiled, given: Any) -> None:
-    """Once, to its end."""
+    """Runs a program once and waits for its end."""
     jax.block_until_ready(program(*given))
 
 
@@ -163,7 +165,7 @@ def told(program: str, smallest: int) -> tuple[str, ...]:
     """Cells of a row: what is multiplied by what, what its kernel reads of the arguments, what was written for it.
 
     Args:
-        smallest: elements of an array that is worth telling.
+        smallest: elements of the smallest array that is shown.
     """
     found = list(dict.fromkeys(products(program)))
     multiplied = "; ".join(dict.fromkeys(f"{one.by} {' x '.join(one.types[:-1])} -> {one.types[-1]}" for one in found))

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.mismatch`: the trainer's log-probs beside the sampler's in bfloat16, and what equal ones cost.
+"""`python -m benchmarks.mismatch`: the trainer's log-probs against the sampler's in bfloat16, and what equal ones cost.
 
-Small random models of every family draw completions; the training step and `Client.logprobs` look at them again. Once
-with the rounding that tunix asks of XLA (`tunix.util.exact`), once with the liberty that XLA takes by itself, each in a
-process of its own; for the times (the small Llama shape: one step of 8 x 256 tokens, 16 x 64 tokens drawn) both take
-turns.
+Small random models of every family sample completions, whose log-probs the training step and `Client.logprobs` compute
+again: once with the rounding that tunix asks of XLA (`tunix.util.exact`), once with XLA's default, each in a process of
+its own. For the times (the small Llama shape: one step of 8 x 256 tokens, 16 x 64 sampled tokens) both take turns.
 """
 
 import argparse
@@ -17,18 +16,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tunix.models.families.table import FAMILIES
+
 if TYPE_CHECKING:
     from benchmarks.shapes import Shape
-    from tunix.config import Family
 
 PROMPTS, GROUP, PROMPT, NEW = 2, 8, 16, 48
 SIZES = {"d_model": 128, "ffn": 384, "num_layers": 4}
 WINDOW = 16
-FAMILIES: "tuple[Family, ...]" = ("llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3")
 MODES = ("exact", "free")
 
 
-def shape_of(family: "Family") -> "Shape":
+def shape_of(family: str) -> "Shape":
     """A small random model of a family; local layers see less than a sequence."""
     from benchmarks.shapes import Shape
     from tunix.models.families.table import small, with_sizes
@@ -38,9 +37,11 @@ def shape_of(family: "Family") -> "Shape":
     return Shape(family, config, rows=PROMPTS * GROUP, length=PROMPT + NEW, dtype="bfloat16")
 
 
-def distances(family: "Family") -> dict[str, float]:
-    """Absolute differences of log-probs: the step's and the scorer's from the sampler's, the step's from its own
-    reference's, all before the first update."""
+def distances(family: str) -> dict[str, float]:
+    """Absolute differences of log-probs, all before the first update.
+
+    Those of the step and of the scorer from the sampler's, and those of the step from its own reference's.
+    """
     import jax.numpy as jnp
 
     from tunix.data.packing import pack
@@ -56,9 +57,9 @@ def distances(family: "Family") -> dict[str, float]:
     client = shape.trainer(reference=True)
     prompts = list(rng.integers(3, shape.config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32))
     client.publish()
-    drawn = client.sample(prompts, GROUP, Sampling(max_tokens=NEW), seed=0)
+    completions = client.sample(prompts, GROUP, Sampling(max_tokens=NEW), seed=0)
     sequences = []
-    for prompt, group in zip(prompts, drawn, strict=True):
+    for prompt, group in zip(prompts, completions, strict=True):
         for one in group:
             mask = np.concatenate([np.zeros(PROMPT, bool), one.drawn])
             sampled = np.concatenate([np.zeros(PROMPT, np.float32), one.logprobs])
@@ -70,8 +71,8 @@ def distances(family: "Family") -> dict[str, float]:
     return found | {"scorer": float(np.max(np.concatenate(apart)))}
 
 
-def child(mode: str, families: "list[Family]") -> None:
-    """Prints what `distances` finds, line by line; then the seconds of one step and of one draw for each line read."""
+def child(mode: str, families: list[str]) -> None:
+    """Prints the results of `distances`, line by line; then the seconds of a step or a sampling for each line read."""
     from tunix.util import exact
 
     if mode == "free":

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.mixture`: what it costs to answer under several adapters of one base in one batch.
+"""`python -m benchmarks.mixture`: the cost of sampling with several adapters of one base in one batch.
 
-The same 16 prompts are answered by the base alone, under one adapter, under four in turns, and under eight; the four
-once more one after the other, a quarter of the prompts each, which is what an engine of one adapter at a time would do.
+The same 16 prompts are answered by the base alone, with one adapter, with four in turns, and with eight; with the four
+also one after the other, a quarter of the prompts each, as an engine that has one adapter at a time would do it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import interleaved
 from tunix.config import DType, MeshConfig
 from tunix.lora.adapt import adapt
-from tunix.lora.multi_lora import Laid
+from tunix.lora.multi_lora import LoadedAdapter
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, is_adapter
 from tunix.rollout.engine.engine import Engine
@@ -27,28 +27,28 @@ from tunix.types import Sampling
 
 
 def engine_of(shape: Shape, number: int) -> Engine:
-    """An engine with a random base and `number` random adapters beside it."""
+    """An engine with a random base and `number` random adapters."""
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     model = Model(shape.config, dtype=shape.dtype)
     base = model.init(jax.random.key(0), dict.fromkeys(model.shapes, shape.dtype), mesh)
     own = Model(shape.config, dtype=shape.dtype, adapt=adapt(LORA, shape.config))
     dtypes: dict[str, DType] = {name: shape.dtype for name in own.shapes if is_adapter(name)}
-    beside = {str(i): Laid(LORA, own.init(jax.random.key(i + 1), dtypes, mesh)) for i in range(number)}
+    beside = {str(i): LoadedAdapter(LORA, own.init(jax.random.key(i + 1), dtypes, mesh)) for i in range(number)}
     engine = Engine(model, mesh, slots=SLOTS, length=PROMPT + NEW)
-    engine.load(base, 1, beside=beside)
+    engine.publish(base, 1, adapters=beside)
     return engine
 
 
 def requests(shape: Shape, adapters: int) -> list[Request]:
-    """The prompts, the adapters in turns."""
+    """A request for each prompt, the adapters in turns."""
     prompts = [row[:PROMPT] for row in np.resize(shape.tokens(), (SLOTS, PROMPT))]
-    drawn = Sampling(max_tokens=NEW)
+    sampling = Sampling(max_tokens=NEW)
     names = [str(i % adapters) if adapters else None for i in range(SLOTS)]
-    return [Request(prompts[i], drawn, 0, i, adapter=names[i]) for i in range(SLOTS)]
+    return [Request(prompts[i], sampling, 0, i, adapter=names[i]) for i in range(SLOTS)]
 
 
 def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
-    """What takes turns."""
+    """The pieces of work that take turns."""
     engines = {number: engine_of(shape, number) for number in (0, 1, 4, 8)}
     quarters = [[one for one in requests(shape, 4) if one.adapter == str(i)] for i in range(4)]
     kinds = {0: "base alone", 1: "one adapter", 4: "four, mixed", 8: "eight, mixed"}

@@ -1,7 +1,7 @@
 """The fastest step that we know how to write in plain JAX: a list of layers, all logits at once, one `jax.jit`.
 
-The yardstick for ours: same shapes, same optimizer (AdamW, clipped), no packing, no chunked head, no stacked layers. It
-has what pays without a framework: states as one matrix, so that no product has two batch axes; q, k and v as one
+The yardstick for tunix: same shapes, same optimizer (AdamW, clipped), no packing, no chunked head, no stacked layers.
+It has what is fast without a framework: states as one matrix, so that no product has two batch axes; q, k and v as one
 product, and gate and up; heads first, so that attention is two plain batched products; a log-sum-exp and a gather
 instead of `log_softmax`; the library of products that is faster on a CPU. docs/log.md has the slower variants.
 """
@@ -60,7 +60,7 @@ def plain_step(shape: Shape) -> tuple[Callable, Any]:
 
 
 def plain_work(shape: Shape) -> Callable[[], None]:
-    """One finished step of it on the shape's own batch, at each call."""
+    """A function that runs one plain step on the shape's batch to its end."""
     tokens = jnp.asarray(shape.tokens())
     step, state = plain_step(shape)
     held = {"state": state}

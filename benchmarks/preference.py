@@ -1,4 +1,4 @@
-"""`python -m benchmarks.preference`: a DPO step on 4 pairs x 256 tokens, full and LoRA, beside SFT on as many tokens.
+"""`python -m benchmarks.preference`: a DPO step on 4 pairs x 256 tokens, full and LoRA, against SFT on as many tokens.
 
 All contenders take turns within one run, because the machine may be shared: medians and their ratios say more than any
 one time. Peak memory is measured in processes of its own.
@@ -36,12 +36,14 @@ from tunix.types import Batch, Loss, Sequence
 SHAPE = SHAPES["small"]
 PAIRS, LENGTH = 4, 256
 ROW = 2 * LENGTH
-SHORT = Layout(members=2).length(DataConfig(train="given", max_length=LENGTH, completion_length=LENGTH // 2))
-"""Tokens of a row where completions have a limit of their own."""
+SHORT = Layout(sequences_per_example=2).length(
+    DataConfig(train="given", max_length=LENGTH, completion_length=LENGTH // 2)
+)
+"""Tokens of a row where completions have their own limit."""
 
 
 def pair(rng: np.random.Generator, prompt: int, chosen: int, rejected: int) -> list[Sequence]:
-    """Random ids; the completions are trained, and a made reference stands beside them."""
+    """A pair of random ids; the completions are trained, and come with made-up reference log-probs."""
 
     def side(start: np.ndarray, length: int) -> Sequence:
         tokens = np.concatenate([start, rng.integers(0, SHAPE.config.vocab_size, length)]).astype(np.int32)
@@ -70,18 +72,18 @@ def ragged(number: int = 16) -> list[Sequence]:
 
 @dataclass(frozen=True)
 class Contender:
-    """One kind of step."""
+    """One kind of training step, with its batch."""
 
     name: str
     loss: Loss
     batch: Batch
     lora: bool = False
     reference: bool = False
-    """Whether a frozen copy of the weights is kept."""
+    """Whether a frozen copy of the weights is kept as the reference."""
 
     @property
     def flops(self) -> float:
-        """Of the tokens that are computed: a step's, and 2 N T for the reference."""
+        """FLOPs of the tokens that are computed: those of a step, and 2 N T for the reference."""
         step = training_flops(SHAPE.config, self.batch, LORA if self.lora else None)
         if not self.loss.reference:
             return step
@@ -91,11 +93,11 @@ class Contender:
 
     @property
     def tokens(self) -> int:
-        """That are computed, padding aside."""
+        """Number of tokens that are computed, without padding."""
         return int(np.count_nonzero(self.batch.segment_ids))
 
     def trainer(self) -> Trainer:
-        """A trainer whose passes hold the whole batch."""
+        """A trainer whose micro-batches hold the whole batch."""
         rows, length = self.batch.tokens.shape
         return SHAPE.trainer(LORA if self.lora else None, rows=rows, length=length, reference=self.reference)
 
@@ -105,14 +107,14 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    """What takes turns."""
+    """The kinds of steps that take turns."""
     dpo = DPO(DPOConfig()).objective
     known, simpo = replace(dpo, reference=False), DPO(DPOConfig(loss="simpo")).objective
-    half, longer = (pack(even(LENGTH // 2), 2 * PAIRS, row, members=2) for row in (SHORT, ROW))
-    apart = pack(even(LENGTH // 2), 2 * PAIRS, ROW, packing=False, members=2)
+    half, longer = (pack(even(LENGTH // 2), 2 * PAIRS, row, sequences_per_example=2) for row in (SHORT, ROW))
+    apart = pack(even(LENGTH // 2), 2 * PAIRS, ROW, packing=False, sequences_per_example=2)
     sides, size = ragged(), 2 * 16
-    packed = pack(sides, size, ROW, members=2)
-    padded = pack(sides, size, ROW, packing=False, members=2)
+    packed = pack(sides, size, ROW, sequences_per_example=2)
+    padded = pack(sides, size, ROW, packing=False, sequences_per_example=2)
     return [
         Contender("sft, 8 x 256", LOSS, SHAPE.batch()),
         Contender("full", dpo, half, reference=True),
@@ -128,13 +130,13 @@ def contenders() -> list[Contender]:
 
 
 def memory_of(name: str) -> dict[str, float]:
-    """Peak memory of three steps, and what the weights and moments alone take, in a process of its own."""
+    """Peak memory of three steps, and that of the weights and moments alone, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.preference", "--memory", name]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def measure_memory(name: str) -> None:
-    """The process behind `memory_of`: prints its findings as JSON."""
+    """What the process that `memory_of` starts runs: prints its measurements as JSON."""
     contender = next(one for one in contenders() if one.name == name)
     trainer = contender.trainer()
     for _ in range(3):
@@ -158,7 +160,7 @@ COLUMNS = (
 
 
 def table(listed: list[Contender], seconds: dict[str, list[float]], memory: dict[str, dict[str, float]]) -> Table:
-    """The figures."""
+    """The table of measurements."""
     peak = 2 * SIDE**3 / min(seconds["product"] + seconds["turned"])
     title = f"{PAIRS} pairs x {LENGTH}, prompts of {LENGTH // 2}, small Llama, float32; peak {peak / 1e9:.0f} GFLOP/s"
     found = Table(*COLUMNS, title=title)
@@ -177,7 +179,7 @@ def table(listed: list[Contender], seconds: dict[str, list[float]], memory: dict
 
 
 def work(listed: list[Contender]) -> dict[str, Callable[[], Any]]:
-    """What takes turns: steps, the plain step of SFT, and the products that stand for the machine's peak."""
+    """The work that takes turns: steps, the plain step of SFT, and the products that give the machine's peak."""
     square = jnp.ones((SIDE, SIDE))
     product, turned = jax.jit(lambda a, b: a @ b), jax.jit(lambda a, b: a @ b.T)
     return {one.name: partial(one.step, one.trainer()) for one in listed} | {

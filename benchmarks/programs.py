@@ -1,7 +1,7 @@
-"""What a compiler made of a product, read from its optimized program: the types that are multiplied, and what is read.
+"""How a compiler computes a product, read from its optimized program: the types multiplied, and what is read.
 
 XLA prints a program as computations of instructions. A product is an instruction, the inside of a fusion (TPU, CPU), or
-a call of a library or a Triton kernel (NVIDIA). A weight that it reads as the program was given it, maybe copied, is
+a call of a library or a Triton kernel (NVIDIA). A weight that it reads as the program's argument, maybe copied, is
 converted on the way into the product; else the converted matrix was written to memory before.
 """
 
@@ -16,7 +16,7 @@ PASSING = (
     *("copy", "bitcast", "copy-start", "copy-done", "reshape", "transpose", "tuple", "get-tuple-element"),
     *("opt-barrier", "async-start", "async-done", "slice", "slice-start", "slice-done"),
 )
-"""What hands an array on, in the type that it has."""
+"""Operations that pass an array on without changing its type."""
 
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -28,7 +28,7 @@ class Instruction:
 
     name: str
     kind: str
-    """`bf16[16,8192]`."""
+    """Type and shape of the result, e.g. `bf16[16,8192]`."""
     opcode: str
     operands: tuple[str, ...]
     calls: tuple[str, ...]
@@ -46,7 +46,7 @@ class Product:
     by: str
     """`dot`, `convolution`, or the library's name."""
     types: tuple[str, ...]
-    """What is multiplied, and what comes of it: `("s8", "s8", "s32")`."""
+    """Types of both operands and of the result, e.g. `("s8", "s8", "s32")`."""
     reads: tuple[str, ...]
     """Types of the program's own arguments that its kernel reads."""
     made: tuple[str, ...]
@@ -66,13 +66,13 @@ def cycles(program: str) -> int | None:
 
 
 def elements(kind: str) -> int:
-    """6 of `f32[2,3]`."""
+    """Number of elements of a type and shape: 6 for `f32[2,3]`."""
     sizes = re.search(r"\[([\d,]*)\]", kind)
     return math.prod(int(size) for size in sizes[1].split(",") if size) if sizes else 0
 
 
 def dtype(kind: str) -> str:
-    """`bf16` of `bf16[16,8192]{1,0}`; of a tuple, that of its first member."""
+    """The type alone: `bf16` for `bf16[16,8192]{1,0}`; for a tuple, that of its first member."""
     return kind.lstrip("(").split("[")[0]
 
 
@@ -91,7 +91,7 @@ def _parsed(program: str) -> tuple[dict[str, Computation], str]:
 
 
 def _instruction(found: re.Match) -> Instruction:
-    """The operands end where their parenthesis closes; what follows are attributes."""
+    """An instruction from a matched line: operands up to the closing parenthesis, then attributes."""
     depth, rest = 1, found[5]
     end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
     names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",")]
@@ -112,7 +112,7 @@ def _of(one: Instruction, computations: dict[str, Computation], entry: Computati
 def _inside(
     one: Instruction, home: Computation, computations: dict[str, Computation]
 ) -> Iterator[tuple[Instruction, Computation]]:
-    """The product that an instruction is, or those that it runs, with where they stand."""
+    """The product that an instruction is, or those that it runs, each with its computation."""
     if one.opcode in PRODUCTS or (one.opcode == "custom-call" and any(name in one.text for name in LIBRARIES)):
         yield one, home
         return
@@ -122,7 +122,7 @@ def _inside(
 
 
 def _source(name: str, home: Computation) -> Instruction:
-    """What made an array, seen through whatever only hands it on."""
+    """The instruction that made an array, past all that only pass it on."""
     one = home[name]
     while (one.opcode in PASSING or "ConcatBitcast" in one.text) and one.operands and one.operands[0] in home:
         one = home[one.operands[0]]

@@ -29,12 +29,12 @@ PARTS = ("rollout", "reward", "update")
 
 
 def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
-    """The share of even tokens: something to differ by."""
+    """A reward by which completions differ: the share of even tokens."""
     return [float(np.mean(np.array(ids) % 2 == 0)) for ids in completion_ids]
 
 
 def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length: int) -> RolloutStream:
-    """Random prompts without end; `length` is that of a row in which so many answers to a prompt lie together."""
+    """Endless rollouts of random prompts, in rows of `length` tokens that `together` answers to a prompt share."""
     rng = np.random.default_rng(0)
     rows = [{"prompt_ids": rng.integers(0, vocab, LENGTH).tolist()} for _ in range(64)]
     config = DataConfig(train="given", max_length=LENGTH + NEW, completion_length=NEW)
@@ -54,7 +54,7 @@ def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length
 
 
 def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
-    """Seconds of the parts of each step, after two that compile."""
+    """Seconds of each step and of its parts, after two steps that compile."""
     shape = SHAPES["small"]
     sampling = Sampling(max_tokens=NEW)
     together, length = shape.together(GROUP, PROMPTS, LENGTH + NEW, NEW)
@@ -76,7 +76,7 @@ def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
 
 
 def plain_seconds(steps: int) -> float:
-    """Of the plain step of SFT on as many tokens: what an update is compared with."""
+    """Seconds of the plain step of SFT on as many tokens, with which an update is compared."""
     work = interleaved({"plain": plain_work(SHAPES["small"])}, steps)
     return float(np.median(work["plain"]))
 

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.rollout`: the engine on the small Llama shape, even and ragged, beside a static batch.
+"""`python -m benchmarks.rollout`: the engine on the small Llama shape, even and ragged, against a static batch.
 
 Contenders take turns within one run, as in `benchmarks.train`. Useful tokens are those that were asked for: a static
-batch draws until its longest request has ended. The roofline of a step is what binds: all weights and the filled part
+batch samples until its longest request has ended. The roofline of a step is what binds: all weights and the filled part
 of the cache over the measured memory bandwidth, or the products over the measured peak; a prompt's is its products.
 """
 
@@ -37,13 +37,13 @@ READ = 1 << 26
 
 
 def engines(slots: tuple[int, ...]) -> dict[int, Engine]:
-    """Engines of one random model."""
+    """Engines of one random model, by their number of slots."""
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     model = Model(CONFIG)
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
     made = {number: Engine(model, mesh, slots=number, length=PROMPT + LONGEST) for number in slots}
     for engine in made.values():
-        engine.load(params, 0)
+        engine.publish(params, 0)
     return made
 
 
@@ -58,7 +58,7 @@ def requests(lengths: np.ndarray, temperature: float = 1.0, prompt: int = PROMPT
 
 
 def ragged_lengths() -> dict[str, np.ndarray]:
-    """New tokens of each request: as even on the line as on its logarithm, in which most are short."""
+    """New tokens of each request, of two kinds: uniform, and uniform in the logarithm, where most are short."""
     rng = np.random.default_rng(0)
     evenly = rng.uniform(SHORTEST, LONGEST, RAGGED)
     return {
@@ -68,7 +68,7 @@ def ragged_lengths() -> dict[str, np.ndarray]:
 
 
 def static(engine: Engine, asked: list[Request]) -> list[Completion]:
-    """Batches of as many as there are slots; all of a batch draw until its longest has ended."""
+    """Static batches, one request per slot: all of a batch sample until its longest request has ended."""
     found = []
     for start in range(0, len(asked), engine.slots):
         batch = asked[start : start + engine.slots]
@@ -95,7 +95,7 @@ def roofline(config: DecoderConfig, prompt: int, new: int, slots: int, peak: flo
 
 
 def contenders(made: dict[int, Engine]) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
-    """What takes turns, and the useful tokens of each."""
+    """The pieces of work that take turns, and the useful tokens of each."""
     even = np.full(SLOTS, NEW)
     work: dict[str, Callable[[], Any]] = {}
     tokens: dict[str, int] = {}
@@ -124,14 +124,14 @@ def shared_prompts(engine: Engine) -> dict[str, Callable[[], Any]]:
 
 
 def machine() -> dict[str, Callable[[], Any]]:
-    """What the roofline is made of."""
+    """The work that measures the machine's peak and bandwidth, for the roofline."""
     square, long = jnp.ones((SIDE, SIDE)), jnp.ones(READ)
     product, total = jax.jit(lambda a: a @ a), jax.jit(jnp.sum)
     return {"product": lambda: product(square).block_until_ready(), "read": lambda: total(long).block_until_ready()}
 
 
 def table(seconds: dict[str, list[float]], tokens: dict[str, int]) -> Table:
-    """The figures."""
+    """The table of measurements."""
     peak, bandwidth = 2 * SIDE**3 / min(seconds["product"]), 4 * READ / min(seconds["read"])
     least = roofline(CONFIG, PROMPT, NEW, SLOTS, peak, bandwidth)
     title = f"small Llama, float32; peak {peak / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.0f} GB/s"
@@ -145,7 +145,7 @@ def table(seconds: dict[str, list[float]], tokens: dict[str, int]) -> Table:
 
 
 def per_slot(seconds: dict[str, list[float]], tokens: dict[str, int], slots: tuple[int, ...]) -> str:
-    """The ragged cases' rate per occupied slot beside the even one's."""
+    """The ragged cases' rate per occupied slot, compared with the even case's."""
     rate = {name: tokens[name] / float(np.median(own)) for name, own in seconds.items() if name in tokens}
     even = rate["even, sampled"] / SLOTS
     lines = []

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.rounding`: what few bits cost: rounded after training, and with the rounding in the training.
+"""`python -m benchmarks.rounding`: the loss of few bits: rounded after training, and with the rounding in training.
 
 A small model learns docstring lines from nothing, in half of the steps that `recipes/sft_pydoc.yaml` takes. From there
-it goes on for as many steps without rounding, and is rounded (PTQ); and once more with the rounding in each step (QAT),
-on the same batches. A call that was interrupted goes on when it is given again.
+training goes on for as many steps without rounding, and the result is rounded (PTQ); and once more with the rounding in
+each step (QAT), on the same batches. An interrupted call continues when it is repeated.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from rich.table import Table
 
 from benchmarks.finetune import trained
 from tunix.commands.evaluate import Wanted
-from tunix.commands.inference import Asked
 from tunix.commands.quantize import quantize, read_words
+from tunix.inference.model import InferenceOptions
 from tunix.run.result import RunResult
 
 RATE = 1e-3
@@ -26,7 +26,7 @@ RULES = (".*=int8", ".*=int8/int8", ".*=int4:32", ".*=int4:128", ".*=nf4:128")
 
 
 def held_out(result: RunResult) -> float:
-    """Loss after the last step."""
+    """Held-out loss after the last step."""
     return next(one["eval/loss"] for one in reversed(result.metrics) if "eval/loss" in one)
 
 
@@ -38,8 +38,8 @@ def step_time(result: RunResult) -> float:
 
 def after_training(run: RunResult, rules: str, out: Path) -> float:
     """Held-out loss of a run's weights, rounded."""
-    shutil.rmtree(out, ignore_errors=True)  # ours, and made anew
-    return quantize(Asked(str(run.folder)), out, rules, Wanted())["loss/after"]
+    shutil.rmtree(out, ignore_errors=True)  # written by this benchmark, and written again
+    return quantize(InferenceOptions(str(run.folder)), out, rules, Wanted())["loss/after"]
 
 
 def main() -> None:

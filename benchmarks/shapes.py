@@ -1,4 +1,4 @@
-"""The Llama shapes that training is measured on, and what a step of them costs on paper.
+"""The Llama shapes that training is measured on, and the FLOPs of a step of them.
 
 Axes: B rows, T time, N query heads, H head dim, L layers.
 """
@@ -14,16 +14,18 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_adapter
+from tunix.trainer.build import engine_of, local_client
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.microbatches import Cut, answers_per_row
+from tunix.trainer.microbatches import Microbatcher, answers_per_row
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import training_flops
-from tunix.trainer.trainer import Machinery, Trainer
+from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Sequence
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="constant")
 HALF = OptimizerConfig(learning_rate=1e-4, schedule="constant", b2=0.99, moments_dtype="bfloat16")
-"""Where all weights train in bfloat16: moments of their type."""
+"""For shapes whose weights all train in bfloat16: moments of their type."""
 LORA = AdapterConfig(rank=16)
 
 
@@ -36,9 +38,9 @@ class Shape:
     rows: int
     length: int
     dtype: DType = "float32"
-    """Of the computation and of a frozen base."""
+    """Dtype of the computation and of a frozen base."""
     whole: DType = "float32"
-    """Of the weights where all of them train; adapters are float32."""
+    """Dtype of the weights where all of them train; adapters are float32."""
 
     def tokens(self) -> np.ndarray:
         """`[B T]` random ids."""
@@ -78,14 +80,15 @@ class Shape:
         longest: int | None = None,
         reference: bool = False,
     ) -> Trainer:
-        """A trainer with random weights on one device, the whole batch in one pass.
+        """A trainer with random weights on one device, the whole batch in one micro-batch.
 
         Args:
             adapter: on a frozen base; None trains all weights.
-            length: of a row, where it is not the shape's own; `rows` likewise.
-            unit: sequences that share a row, and what they begin with there.
-            longest: of those, tokens of one at most.
-            reference: whether the first weights are kept.
+            length: tokens of a row; None for the shape's.
+            rows: rows of a batch; None for the shape's.
+            unit: sequences that share a row, and their common beginning there.
+            longest: tokens of one sequence at most, where several share a row.
+            reference: whether the initial weights are kept as the reference.
         """
         import jax
 
@@ -98,19 +101,19 @@ class Shape:
         params = model.init(jax.random.key(0), dtypes, mesh)
         trained = {name: params[name] for name in mine}
         optimizer = HALF if trains == "bfloat16" else OPTIMIZER
-        machinery = Machinery(
+        spec = TrainerSpec(
             model=model,
             mesh=mesh,
             optimizer=build_optimizer(optimizer, 1000, {name: model.axes[name] for name in trained}),
             schedule=build_schedule(optimizer, 1000),
-            cut=Cut(rows or self.rows, mesh, unit),
+            microbatcher=Microbatcher(rows or self.rows, mesh, unit),
             length=length or self.length,
-            longest=longest,
             seed=0,
             adapter=adapter,
-            reference=reference,
         )
-        return Trainer(machinery, trained, {name: x for name, x in params.items() if name not in trained})
+        frozen = {name: x for name, x in params.items() if name not in trained}
+        engine = engine_of(spec, trained, length=longest)
+        return local_client(spec, trained, frozen, keep_reference=reference, sampler=engine)
 
 
 def llama(vocab_size: int, d_model: int, heads: int, kv_heads: int, ffn: int) -> DecoderConfig:

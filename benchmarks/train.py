@@ -1,4 +1,4 @@
-"""`python -m benchmarks.train`: the training step of both shapes, full and LoRA, beside a plain step and the peak.
+"""`python -m benchmarks.train`: the training step of both shapes, full and LoRA, against a plain step and the peak.
 
 All contenders of a shape take turns within one run, because the machine may be shared: medians and their ratios say
 more than any one time. What a start costs (compiling, memory) is measured in processes of its own.
@@ -33,11 +33,11 @@ from tunix.types import Sequence
 
 LOSS = SFT(SFTConfig()).objective
 SIDE = 2048
-"""Of the square float32 products whose best time, as `A B` or `A B.T`, stands for the machine's peak."""
+"""Side of the square float32 products whose best time, as `A B` or `A B.T`, gives the machine's peak."""
 
 
 def contenders(shape: Shape) -> dict[str, Callable[[], Any]]:
-    """What takes turns; each call is one finished piece of work, compiled before."""
+    """The pieces of work that take turns; each call finishes one, compiled before."""
     batch = shape.batch()
     full, lora = shape.trainer(), shape.trainer(LORA)
     square = jnp.ones((SIDE, SIDE))
@@ -75,7 +75,7 @@ def start_of(shape: Shape, kind: str, cache: str) -> dict[str, float]:
 
 
 def measure_start(shape: Shape, kind: str, cache: str) -> None:
-    """The process behind `start_of`: prints its findings as JSON."""
+    """What the process that `start_of` starts runs: prints its measurements as JSON."""
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     trainer, batch = shape.trainer(LORA if kind == "lora" else None), shape.batch()
@@ -91,7 +91,7 @@ COLUMNS = ("", "step, ms", "min, ms", "tokens/s", "share of peak", "of plain", "
 
 
 def table(shape: Shape, seconds: dict[str, list[float]], starts: dict[str, tuple[dict, dict]]) -> Table:
-    """One shape's figures."""
+    """The table of one shape's measurements."""
     peak = 2 * SIDE**3 / min(seconds["product"] + seconds["turned"])
     tokens, vocab = shape.rows * shape.length, shape.config.vocab_size
     batch = f"{shape.rows} x {shape.length} tokens, vocabulary {vocab}"
@@ -111,7 +111,7 @@ def table(shape: Shape, seconds: dict[str, list[float]], starts: dict[str, tuple
 
 
 def head_memory(vocab: int = 262_144, width: int = 64, rows: int = 4, length: int = 512) -> str:
-    """What the head keeps at a time for Gemma 3's vocabulary, from the compiled program's own account."""
+    """The memory that the head takes for Gemma 3's vocabulary, from the compiled program's memory analysis."""
 
     def loss(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> jax.Array:
         return token_logprobs(hidden, weights, targets, targets >= 0, softcap=None, entropy=False)[0].sum()

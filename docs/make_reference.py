@@ -24,10 +24,11 @@ from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import Config, EvalConfig, MeshConfig, ModelConfig
+from tunix.config import Config, EvalConfig, Family, MeshConfig, ModelConfig
 from tunix.data.config import DataConfig
 from tunix.lora.config import AdapterConfig
-from tunix.models.families.table import PRESETS, SIZE_NAMES
+from tunix.models.families.table import FAMILIES, SIZE_NAMES
+from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutConfig
@@ -89,7 +90,7 @@ def presets() -> str:
         "| preset | family | vocab_size | d_model | num_layers | num_heads | num_kv_heads | head_dim | ffn |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, c in PRESETS.items():
+    for name, c in published().items():
         sizes = (c.vocab_size, c.d_model, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.ffn)
         lines.append(f"| `{name}` | {c.family} | {' | '.join(f'{size:,}' for size in sizes)} |")
     return "\n".join(lines) + "\n"
@@ -210,6 +211,8 @@ def default_of(field: FieldInfo) -> str:
 
 def in_words(kind: Any, metadata: list[Any]) -> str:
     """An annotation with its bounds, in words: `number > 0 or null`."""
+    if kind == Family:
+        return ", ".join(f"`{name}`" for name in FAMILIES)
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         return in_words(kind, [*metadata, *(bound for item in more for bound in getattr(item, "metadata", [item]))])

@@ -40,10 +40,10 @@ class Side:
         return Sequence(tokens, mask, self.weight, per_token, self.named)
 
 
-def batch_of(sides: List[Side], members: int = 2, packing: bool = True, fill: float = 0.0) -> Batch:
+def batch_of(sides: List[Side], sequences_per_example: int = 2, packing: bool = True, fill: float = 0.0) -> Batch:
     """The completions in rows of 24, a pair's two one after the other with ids that differ from the first."""
     sequences = [side.sequence(10 + 20 * (i % 2), fill) for i, side in enumerate(sides)]
-    return pack(sequences, len(sides), LENGTH, packing, members)
+    return pack(sequences, len(sides), LENGTH, packing, sequences_per_example)
 
 
 def inputs_of(batch: Batch, asked_before: bool = False) -> LossInputs:

@@ -43,7 +43,9 @@ FLOORS = (
     "algorithms.grpo",
     "algorithms.ppo",
     "algorithms.distill",
+    "losses",
     "trainer",
+    "inference",
     "recipe",
     "run",
     "commands",
@@ -53,6 +55,8 @@ FLOORS = (
 FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 MOST_LOOSE = 8
 """Files directly below tunix/."""
+HEAVY = {"jax", "flax", "transformers", "datasets", "grain", "wandb", "torch", "orbax", "optax"}
+"""Third-party packages that take seconds to import or wake a device."""
 
 
 def modules() -> dict[str, Path]:
@@ -151,17 +155,24 @@ def test_a_circle_would_be_found():
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-def test_recipes_read_configs_only_and_they_need_words_only():
-    edges = graph()
-    words = {"errors", "types", "config", "util"}
+@cache
+def light(module: str) -> bool:
+    """Whether a module loads without the heavy packages: its own file imports none, nor do those that it leads to."""
+    if {dotted.split(".")[0] for dotted in imported(ast.parse(modules()[module].read_text()))} & HEAVY:
+        return False
+    return all(map(light, graph()[module]))
 
-    def light(module: str) -> bool:
-        """Words, or files alongside that need no more: what GRPO and PPO share, presets, rules."""
-        return room(module) in words or (all(map(light, edges[module])))
 
-    for module in (name for name in edges if name.endswith(".config") and name != "models.config"):
-        assert all(map(light, edges[module])), module
-    read = {target for name in edges if room(name) == "recipe" for target in edges[name]}
+def test_configs_are_light():
+    """So a recipe is read and checked without jax; what runs it is not light, or this would hold of anything."""
+    configs = [name for name in modules() if name.endswith(".config") and name != "models.config"]
+    assert {name for name in configs if not light(name)} == set()
+    assert len(configs) > len(("data", "lora", "rollout", "trainer"))
+    assert not any(map(light, ("models.model", "algorithms.base", "trainer.step")))
+
+
+def test_recipes_read_configs_only():
+    read = {target for name, targets in graph().items() if room(name) == "recipe" for target in targets}
     assert all(name.endswith(".config") for name in read if name.startswith(("algorithms.", "trainer.", "rollout.")))
 
 
@@ -193,7 +204,6 @@ def loaded(code: str, *argv: str) -> set[str]:
     return set(result.stdout.rsplit("LOADED", 1)[1].split())
 
 
-HEAVY = {"jax", "flax", "transformers", "datasets", "grain", "wandb", "torch", "orbax", "optax"}
 CALL = "from tunix.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: print()"
 
 

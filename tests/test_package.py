@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tunix.errors import UserError
-from tunix.recipe.recipe import Recipe, brought
+from tunix.recipe.recipe import Recipe, included_recipes
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,7 +53,7 @@ def test_the_wheel_runs_a_recipe_by_its_name(wheel: Path, tmp_path: Path):
 
 
 def test_a_bare_name_is_a_recipe_that_tunix_brings():
-    assert sorted(brought()) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    assert sorted(included_recipes()) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     assert Recipe.load("quickstart") == Recipe.load(ROOT / "recipes" / "quickstart.yaml")
 
 

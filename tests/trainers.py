@@ -1,5 +1,7 @@
 """Small real decoders, ragged sequences and trainers for the tests. RICH has every switch of the decoder on."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 
@@ -11,10 +13,15 @@ from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.rules import Rules
+from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.microbatches import Cut
+from tunix.trainer.export import Exporter
+from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.trainer import Machinery, Trainer
+from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.state_files import load_state
+from tunix.trainer.step import TrainState
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence
 
 PLAIN = DecoderConfig(
@@ -86,15 +93,20 @@ def trainer(
     dtype: DType = "float32",
     param_dtype: DType = "float32",
     remat: bool = False,
-    critic: bool = False,
-    speaks: bool = True,
+    has_scalar_head: bool = False,
+    has_lm_head: bool = True,
     reference: bool = False,
     seed: int = 0,
 ) -> Trainer:
     """A trainer with random weights on the first `devices` virtual devices."""
     placed = build_mesh(mesh or MeshConfig(), jax.devices()[:devices])
     adapted = adapt(adapter, config) if adapter else None
-    switches = {"remat": remat, "critic": critic, "speaks": speaks, "quantization": quantization(adapter)}
+    switches = {
+        "remat": remat,
+        "has_scalar_head": has_scalar_head,
+        "has_lm_head": has_lm_head,
+        "quantization": quantization(adapter),
+    }
     model = Model(config, dtype=dtype, adapt=adapted, simulated=simulated(rules), **switches)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)
     trained = {name: x for name, x in params.items() if adapter is None or is_own(name)}
@@ -102,16 +114,28 @@ def trainer(
     if adapter is not None:
         trained = started(adapter, model, trained, frozen, param_dtype, placed)
     optimizer = optimizer or OptimizerConfig(learning_rate=1e-2, schedule="constant")
-    machinery = Machinery(
+    spec = TrainerSpec(
         model=model,
         mesh=placed,
         optimizer=build_optimizer(optimizer, 100, {name: model.axes[name] for name in trained}),
         schedule=build_schedule(optimizer, 100),
-        cut=Cut(-(-rows // row_shards(placed)) * row_shards(placed), placed),
+        microbatcher=Microbatcher(-(-rows // row_shards(placed)) * row_shards(placed), placed),
         length=length,
         seed=seed,
         adapter=adapter,
-        rules=rules,
-        reference=reference,
     )
-    return Trainer(machinery, trained, frozen)
+    return local_client(spec, trained, frozen, keep_reference=reference, exporter=Exporter(rules=rules))
+
+
+class StateClient(Trainer):
+    """A client that has a train state and nothing else, for tests of checkpoints."""
+
+    def __init__(self, state: TrainState):
+        self._held = state
+
+    @property
+    def state(self) -> TrainState:
+        return self._held
+
+    def load(self, path: Path) -> None:
+        self._held = load_state(path, self._held)

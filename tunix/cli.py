@@ -31,7 +31,7 @@ from tunix.errors import Interrupted, UserError, nearest
 
 if TYPE_CHECKING:
     from tunix.commands.generate import Judged
-    from tunix.commands.inference import Asked
+    from tunix.inference.model import InferenceOptions
     from tunix.types import Sampling
 
 Parsed = argparse.Namespace
@@ -222,10 +222,10 @@ def _eval(parsed: Parsed) -> None:
 
 def _quantize(parsed: Parsed) -> None:
     from tunix.commands.evaluate import Wanted
-    from tunix.commands.inference import Asked
     from tunix.commands.quantize import quantize
+    from tunix.inference.model import InferenceOptions
 
-    asked = Asked(parsed.model, parsed.adapter, parsed.dtype)
+    asked = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype)
     quantize(asked, parsed.out, parsed.rules, Wanted(data=parsed.data, rows=parsed.rows), packed=parsed.packed)
 
 
@@ -235,10 +235,10 @@ def _chat(parsed: Parsed) -> None:
     chat(_asked(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
 
 
-def _asked(parsed: Parsed, slots: int | None) -> "Asked":
-    from tunix.commands.inference import Asked
+def _asked(parsed: Parsed, slots: int | None) -> "InferenceOptions":
+    from tunix.inference.model import InferenceOptions
 
-    return Asked(parsed.model, parsed.adapter, parsed.dtype, slots, parsed.system, parsed.raw)
+    return InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, slots, parsed.system, parsed.raw)
 
 
 def _sampling(parsed: Parsed) -> "Sampling":

@@ -1,37 +1,42 @@
-"""The sections of a recipe that no single room owns, and what all sections are: typed, frozen, unknown keys refused.
+"""The sections of a recipe that belong to no single folder, and their base class: typed, frozen, no unknown keys.
 
-The names are a contract with users. Each room's own section is in its `config.py` (`data/`, `rollout/`, `trainer/`,
+The names are a contract with users. A folder's own section is in its `config.py` (`data/`, `rollout/`, `trainer/`,
 `lora/`, `algorithms/*/`); how they make a recipe is in `recipe/recipe.py`. Rules that concern one section are checked
-here, before any device wakes. Loads without jax.
+here, before any device is initialised. Loads without jax.
 """
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-Family = Literal["llama", "gemma", "gemma2", "gemma3", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 DType = Literal["float32", "bfloat16"]
+TINY_BATCH, TINY_GROUP, TINY_COMPLETION = 8, 4, 32
+"""Largest sizes of a `--tiny` run: rows of a batch, completions of a prompt, tokens of a completion."""
 BaseType = Literal["nf4", "int8", "int4", "fp8"]
 """What a frozen base is rounded to: 4-bit NormalFloat, integers, or 8-bit floats (e4m3)."""
+CriticKind = Literal["own", "shared", "alone"]
+"""Where values come from: a separate model, a head on the policy's trunk, or a model without a language head."""
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
-_NAMES: tuple[tuple[str, Family], ...] = (
-    (r"gemma-?3", "gemma3"),
-    (r"gemma-?2-", "gemma2"),
-    (r"gemma", "gemma"),
-    (r"qwen-?3", "qwen3"),
-    (r"qwen", "qwen2"),
-    (r"llama", "llama"),
-)
+
+def families(info: Any) -> tuple[str, ...]:
+    """The names that a recipe's `family` may have, from the validation context, since the table of families is in a
+    higher layer. Empty without a context; `models.families.table` then refuses an unknown family at its look-up."""
+    return (info.context or {}).get("families", ())
 
 
-def family_of_name(name: str) -> Family | None:
-    """The family that a hub id such as `google/gemma-3-1b-it` names, or None."""
-    return next((family for pattern, family in _NAMES if re.search(pattern, name.lower())), None)
+def _known(name: str, info: Any) -> str:
+    if (known := families(info)) and name not in known:
+        raise PydanticCustomError("literal_error", "a family", {"expected": ", ".join(map(repr, known))})
+    return name
+
+
+Family = Annotated[str, AfterValidator(_known)]
+"""A family by its name in the table of `models/families/table.py`."""
 
 
 class Config(BaseModel):
@@ -50,32 +55,67 @@ class Config(BaseModel):
         return value
 
 
-Reads = Literal["completions", "prompts", "pairs", "labels"]
-"""What an algorithm wants of a row: a completion, a prompt alone, two completions that are compared, or one with a
-verdict."""
+class RowKind(StrEnum):
+    """Which columns of a row are read, and which of its tokens are targets."""
+
+    COMPLETION = "completion"
+    """A given text, of which the completion's tokens are targets."""
+    ALL = "all"
+    """A given text, of which every token after the first is a target."""
+    PROMPT = "prompt"
+    """A prompt alone: the policy samples the completions."""
+    ROW = "row"
+    """The columns as they are: an environment builds its prompts from them."""
+    PAIRS = "pairs"
+    """Two completions of a prompt, which are compared."""
+    LABELS = "labels"
+    """A completion with a label, desirable or not."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a row is a given text on its own: nothing is compared with it and nothing continues it, so that it
+        can be cut into pieces."""
+        return self in (RowKind.COMPLETION, RowKind.ALL)
+
+    @property
+    def words(self) -> str:
+        """The plural that messages use."""
+        return _WORDS[self]
+
+
+_WORDS: dict[RowKind, str] = {
+    RowKind.COMPLETION: "completions",
+    RowKind.ALL: "texts",
+    RowKind.PROMPT: "prompts",
+    RowKind.ROW: "prompts",
+    RowKind.PAIRS: "pairs",
+    RowKind.LABELS: "labelled completions",
+}
 
 
 class AlgorithmConfig(Config):
-    """What the section of every algorithm has; each adds its own keys in `algorithms/*/config.py`."""
+    """The keys that the section of every algorithm has; each adds its own in `algorithms/*/config.py`."""
 
     name: str
-    """One of ours, or `file.py:Class` for an algorithm of one's own."""
-    speaks: ClassVar[bool] = True
-    """Whether the model that it trains says something, which can be sampled; a reward model does not."""
+    """A built-in algorithm, or `file.py:Class` for a custom one."""
+    tiny_caps: ClassVar[Mapping[str, int]] = {}
+    """Keys -> the largest values that they have in a `--tiny` run, unless the run's overrides set them."""
+    has_lm_head: ClassVar[bool] = True
+    """Whether the trained model has a language-model head, so that it can be sampled; a reward model has none."""
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of one step of the run."""
+        """Optimizer updates in one step of the run."""
         return 1
 
     @property
-    def reads(self) -> Reads:
-        """What rows have to bring."""
-        return "completions"
+    def reads(self) -> RowKind:
+        """The kind of rows that it trains on."""
+        return RowKind.COMPLETION
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether completions that the model writes are trained on by what they are worth."""
+        """Whether it trains on the model's own completions by their rewards."""
         return False
 
     @property
@@ -85,15 +125,30 @@ class AlgorithmConfig(Config):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions of each prompt, where the policy writes them."""
+        """Completions of each prompt, where the policy samples them."""
         return 1
+
+    @property
+    def learning_rate_of_critic(self) -> float | None:
+        """Learning rate of a critic that is a separate model; None for the optimizer's."""
+        return None
+
+    def tiny(self, batch_size: int) -> dict[str, Any]:
+        """The section's plain values for a `--tiny` run: fewer rollouts, and nothing that needs a download.
+
+        Args:
+            batch_size: rows of a batch in that run.
+        """
+        values = self.model_dump(mode="json")
+        caps = {key: cap for key, cap in self.tiny_caps.items() if values[key] is not None}
+        return values | {key: min(values[key], cap) for key, cap in caps.items()}
 
     def sequences_per_update(self, batch_size: int) -> int:
         """Sequences that one update sees, where a step takes `batch_size` rows."""
         return batch_size
 
     def complaints(self, batch_size: int) -> Iterator[str]:
-        """What is wrong with this section beside a batch of so many rows, one sentence each, with the key."""
+        """What is wrong with this section for batches of `batch_size` rows: one sentence each, with the key."""
         yield from ()
 
 
@@ -105,7 +160,7 @@ class ModelConfig(Config):
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from scratch: give `family`, and `preset` or `sizes`."""
     family: Family | None = None
-    """For `init: random` without a preset, and for `--tiny` where the path does not tell it."""
+    """Model family, for `init: random` without a preset, and for `--tiny` where the path does not show it."""
     preset: str | None = None
     """A published size, such as `llama3.2-1b`."""
     sizes: dict[str, int] = {}
@@ -113,14 +168,14 @@ class ModelConfig(Config):
     tokenizer: str | None = None
     """For `init: random`: a folder, `bytes`, or `bpe` (trained on the training rows to fill sizes.vocab_size)."""
     dtype: DType = "bfloat16"
-    """Of the computation; log-probs, norms and softmax are always float32."""
+    """Precision of the computation; log-probs, norms and softmax are always float32."""
     param_dtype: DType | None = None
-    """Of the stored weights; float32 where they train, else the compute dtype."""
+    """Precision of the stored weights; null: float32 where they train, else `dtype`."""
     remat: Literal["none", "block"] = "none"
     """`block` recomputes each layer in the backward pass: a third more work for far fewer activations."""
 
     @model_validator(mode="after")
-    def _source(self) -> "ModelConfig":
+    def _source(self, info: Any) -> "ModelConfig":
         if self.init == "pretrained":
             if self.path is None:
                 raise ValueError("path is missing: a hub id, a folder, or `init: random` to train from scratch")
@@ -130,7 +185,8 @@ class ModelConfig(Config):
         elif self.path is not None:
             raise ValueError(f"path is {self.path!r}, but `init: random` reads no weights: leave one of them out")
         elif self.family is None and self.preset is None:
-            raise ValueError(f"`init: random` wants a family ({', '.join(FAMILIES)}) or a preset")
+            known = f" ({', '.join(families(info))})" if families(info) else ""
+            raise ValueError(f"`init: random` wants a family{known} or a preset")
         return self
 
 
@@ -163,7 +219,7 @@ class EvalConfig(Config):
     rows: Positive = 256
     """Rows of `data.eval` that are read, from its start."""
     samples: Annotated[int, Field(ge=0)] = 0
-    """Greedy completions of held-out prompts, shown and written before and after training."""
+    """Number of greedy completions of held-out prompts that are shown and saved before and after training."""
     sample_tokens: Positive = 48
     """Tokens of such a completion at most."""
     until: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """The errors that a user meets: what was wrong, where, and what to do about it.
 
-Everything that a person can cause (a recipe, a file, a mesh) raises `UserError`; the command line prints its text
-without a traceback and exits with 2. Everything else is a defect of ours and rises with its traceback.
+Everything that a user can cause (a recipe, a file, a mesh) raises `UserError`; the command line prints its text
+without a traceback and exits with 2. Everything else is a bug in tunix and rises with its traceback.
 """
 
 import difflib
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend. The message names the key or file, the value and the remedy."""
+    """A user error: something that the user can fix. The message names the key or file, the value and the remedy."""
 
 
 class Doubtful(UserError):
-    """An update was made that cannot be trusted: its weights are not to be saved."""
+    """An update whose result cannot be trusted: the weights after it must not be saved."""
 
 
 class Interrupted(Exception):
@@ -24,8 +24,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ` Did you mean 'steps'?`, or nothing when no known name is near.
 
     Args:
-        name: what the user wrote.
-        known: what could have been meant.
+        name: what the user wrote, e.g. `step`.
+        known: the names that exist, e.g. `["steps", "seed"]`.
     """
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""

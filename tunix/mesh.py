@@ -1,4 +1,4 @@
-"""Devices as a mesh, and where each logical axis lives on it.
+"""The mesh of devices, and how each logical axis is split over it.
 
 Weights and activations name their axes in words (`embed`, `heads`, ...). One table says which mesh axis each word is
 split over; a dimension that the mesh does not divide stays whole. Rows of a batch are split over data x fsdp.
@@ -16,11 +16,11 @@ from tunix.errors import UserError
 Axes = tuple[str | None, ...]
 AXES = ("data", "fsdp", "tensor")
 PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}}
-"""What XLA is given, by platform and dtype of the computation, where its own choice of a library is the slower one: on
-a CPU YNNPACK keeps the reductions, and products go to Eigen."""
+"""Options of XLA, by platform and dtype of the computation, where its default library is the slower one: on a CPU,
+YNNPACK keeps the reductions, and products go to Eigen."""
 
 
-# The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
+# The ignored rule: jax defines `Device` as a variable, which pyright does not accept as a type.
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
     """The mesh that a recipe asks for, over all devices or those given.
 
@@ -41,25 +41,27 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Where an array with these logical axes lives; a dimension that its mesh axes do not divide stays whole."""
-    return PartitionSpec(*(_home(axis, size, mesh) for axis, size in zip(axes, shape, strict=True)))
+    """How an array with these logical axes is split; a dimension that its mesh axes do not divide stays whole."""
+    return PartitionSpec(*(_mesh_axes(axis, size, mesh) for axis, size in zip(axes, shape, strict=True)))
 
 
-def _home(axis: str | None, size: int, mesh: Mesh | AbstractMesh) -> str | tuple[str, ...] | None:
-    """The mesh axes of one dimension."""
-    home = RULES[axis] if axis else None
-    width = math.prod(mesh.shape[name] for name in ((home,) if isinstance(home, str) else home or ()))
-    return home if width > 1 and size % width == 0 else None
+def _mesh_axes(axis: str | None, size: int, mesh: Mesh | AbstractMesh) -> str | tuple[str, ...] | None:
+    """The mesh axes that one dimension is split over; None where it stays whole."""
+    axes = RULES[axis] if axis else None
+    width = math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes or ()))
+    return axes if width > 1 and size % width == 0 else None
 
 
 def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """`partition` on its mesh."""
+    """The sharding of an array with these logical axes on a mesh (`partition`)."""
     return NamedSharding(mesh, partition(axes, shape, mesh))
 
 
 def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
-    """`compiler_options` for programs of many tokens that multiply in this dtype. Not for bfloat16, where a trainer's
-    rounding has to be its sampler's."""
+    """`compiler_options` for programs of many tokens that multiply in this dtype.
+
+    There are none for bfloat16, where trainer and sampler have to round alike.
+    """
     return PRODUCTS.get((mesh.devices.flat[0].platform, dtype), {})
 
 
@@ -69,9 +71,9 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Holds an activation to its axes' places inside a compiled function, under `jax.set_mesh`.
+    """Constrains an activation to the sharding of its logical axes, in a compiled function under `jax.set_mesh`.
 
-    On one device there is nothing to do.
+    Does nothing on one device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -90,4 +92,4 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
     "rank": None,
 }
-"""Logical axis -> mesh axes."""
+"""Logical axis -> the mesh axes that it is split over."""

@@ -1,60 +1,96 @@
-"""The light client between algorithms and machinery: a handful of verbs, as protocols only.
+"""The client interface between algorithms and whatever trains and samples: a few methods, as protocols only.
 
-`trainer/` implements them in this process. An algorithm that speaks these verbs runs unchanged on whatever
-implements them next. The cut (`forward_backward`, `optim_step`, `sample`, `save`) follows the Tinker API's
+`trainer/` implements them in this process. An algorithm that calls only these methods runs unchanged on every other
+implementation. The division (`forward_backward`, `optim_step`, `sample`, `save`) follows the Tinker API
 (https://tinker-docs.thinkingmachines.ai); losses are plain sums, divided once by counts of the whole batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
+from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
 
 
 @runtime_checkable
-class Sampler(Protocol):
-    """What draws completions: the client, or an engine that holds weights and trains nothing."""
+class Saving(Protocol):
+    """A write to the disk that is still in progress."""
+
+    def result(self) -> None:
+        """Waits until everything is on the disk; raises the error of a write that failed."""
+        ...
+
+
+@runtime_checkable
+class SamplingClient(Protocol):
+    """Anything that completes prompts: a client, or a sampler alone."""
 
     def sample(
         self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
     ) -> list[list[Completion]]:
-        """`n` completions for each prompt of token ids, from the weights that were published or loaded last.
+        """Samples `n` completions of each prompt from the weights that were published last.
 
         Args:
-            prompts: token ids, at least one each.
-            n: request i is sample i % n of prompt i // n.
-            seed: a draw depends on (seed, request, token index) alone.
-            reply: answers to finished turns, where an environment does; called between the sampler's steps.
+            prompts: `[T]` int32 token ids each, at least one.
+            n: completions of a prompt; request i is sample i % n of prompt i // n.
+            sampling: how tokens are sampled.
+            seed: a sampled token depends on (seed, request, token index) alone.
+            reply: the environment's answer to a finished turn, or None; called between the sampler's steps.
+
+        Returns:
+            For each prompt its `n` completions.
         """
         ...
 
 
 @runtime_checkable
-class Client(Sampler, Protocol):
-    """What an algorithm may ask of the machinery. Nothing here names a mesh, a model or an optimizer."""
+class Sampler(SamplingClient, Protocol):
+    """An inference engine that holds weights and trains nothing: in this process, another one, or on other devices."""
+
+    def publish(self, params: Mapping[str, Any], version: int) -> None:
+        """Sets the weights that completions are sampled from, starting with the next call.
+
+        Args:
+            params: all weights by name; training may overwrite the arrays as soon as this returns.
+            version: recorded with each sampled token, e.g. 3.
+        """
+        ...
+
+    def warm(self, work: Workload) -> None:
+        """Prepares for a workload, e.g. compiles what it needs; weights have been published before."""
+        ...
+
+
+@runtime_checkable
+class Client(SamplingClient, Protocol):
+    """Everything that an algorithm and a run may call. No method mentions a mesh, a model or an optimizer."""
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
         """One update: gradients of the loss and their application, compiled together with donated buffers.
 
         Args:
-            of: what is updated; a critic is a model of its own.
+            batch: packed rows.
+            loss: what is minimised.
+            of: which model is updated; a critic is a separate model.
+
+        Returns:
+            The loss and its metrics by name, on their way from the device.
         """
         ...
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
-        """Adds the gradients of the batch's loss to those not yet applied."""
+        """Accumulates the gradients of the batch's loss, to be applied by `optim_step`."""
         ...
 
     def optim_step(self) -> Metrics:
-        """Applies the gradients gathered so far and clears them."""
+        """Applies the accumulated gradients and clears them."""
         ...
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
-        """The loss and its metrics over all the batches, forward only, each divided by its count over all of them."""
+        """Loss and metrics over all batches, forward pass only; each is divided by its count over all of them."""
         ...
 
     def logprobs(
@@ -63,30 +99,44 @@ class Client(Sampler, Protocol):
         of: Literal["policy", "reference", "teacher"] = "policy",
         temperature: float = 1.0,
     ) -> list[np.ndarray]:
-        """For each sequence the `[T]` log-probs of its tokens, 0 for the first; forward only."""
+        """Log-probs in nats of each sequence's tokens, `[T]` each with 0 for the first; forward pass only."""
         ...
 
     def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
-        """For each sequence the `[T]` entropies in nats of what its tokens were drawn from under the policy, 0 for the
-        first; forward only."""
+        """Entropies in nats of the policy's distribution at each sequence's tokens, `[T]` each with 0 for the first;
+        forward pass only."""
         ...
 
     def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
-        """For each sequence the critic's `[T]` values: at t of the state before token t is drawn; 0 for the first."""
+        """The critic's values of each sequence, `[T]` each: at t of the state before token t; 0 for the first."""
         ...
 
     def publish(self) -> int:
-        """From now on `sample` uses the current weights. Returns their version."""
+        """Makes `sample` use the current weights from the next call on. Returns their version."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Writes the whole train state as one folder, atomically."""
+    def warm(self, work: Workload) -> None:
+        """Publishes the weights and has the sampler prepare for a workload."""
+        ...
+
+    def save(self, path: Path) -> Saving:
+        """Starts to write the whole train state to the new folder `path`, which appears when it is complete; returns
+        as soon as training may continue."""
         ...
 
     def load(self, path: Path) -> None:
         """Restores what `save` wrote, bit for bit, onto this client's mesh."""
         ...
 
-    def export(self, path: Path, adapter: bool = False) -> None:
-        """Writes a Hugging Face folder, or the trained adapter alone as a PEFT folder."""
+    def export(self, path: Path, adapter: bool = False) -> float | None:
+        """Writes a Hugging Face folder, or the trained adapter alone as a PEFT folder.
+
+        Returns:
+            The relative change of a quantized base's matrices by merging an adapter, e.g. 0.01; None where nothing was
+            merged.
+        """
+        ...
+
+    def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
+        """A digest of every bit of the weights: equal weights have equal digests, however they are sharded."""
         ...

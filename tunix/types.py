@@ -1,10 +1,40 @@
-"""The records that cross the floors of the house, in the order in which data meets them.
+"""The records that pass between the layers of the architecture, in the order in which data meets them.
 
-`Sequence` (one example as token ids) -> `Batch` (sequences packed in rows) -> `LossInputs` (what a loss reads)
--> `LossOutputs` (what a loss returns). `Completion` is what a sampler gives back.
+`Sequence` (one example as token ids) -> `Batch` (sequences packed into rows) -> `LossInputs` (what a loss reads)
+-> `LossOutputs` (what a loss returns). `Completion` is what a sampler returns. A row holds several sequences as
+segments that never see each other; sequences that are compared with each other may share the segment of their prompt.
 
-Axes: B rows, T time, S sequences of a batch. A row holds several sequences as segments that never see each other;
-sequences that are compared with each other may share the segment of their prompt.
+Each axis letter has one meaning in all of tunix: in the `Axes:` lines at the head of files, in annotations such as
+`Float[Array, "B T"]`, and in suffixes such as `rewards_PG`. Two letters stand where the initial is taken; an axis that
+a single place needs has a small-letter name.
+
+    A   alternatives: the most likely ids that are reported with a sampled token
+    B   rows: of a batch, or of requests that are computed together
+    C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
+    D   model width
+    E   experts
+    F   ffn width
+    G   group: the completions of one prompt
+    H   head dim
+    I   inputs: all contracted axes of a projection, flattened
+    J   query heads of a kv head: N / K of them
+    K   kv heads
+    L   layers
+    M   micro-batches
+    N   query heads
+    O   outputs: the other axes of a projection, flattened
+    P   prompts
+    Pa  pairs: sequences 2 i (chosen) and 2 i + 1 (rejected) of a batch
+    Q   queries of a block
+    R   rows of a micro-batch
+    S   sequences: those of a batch
+    Sl  slots: the requests that the engine decodes side by side
+    St  decode steps: those of one dispatch of the engine
+    T   time: the tokens of a row or of a sequence, or the columns of a cache
+    Te  teacher's width
+    V   vocabulary
+    W   ids of a chunk: a part of the vocabulary
+    r   rank: the inner axis of an adapter
 """
 
 from __future__ import annotations
@@ -18,7 +48,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 LOSS_WEIGHTS = "loss_weights"
-"""The per-token value by which a trained token counts, in the loss and in its denominators, where rows give it."""
+"""Name of the per-token value by which a trained token counts, in the loss and in its denominators, where rows give
+it."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
@@ -29,47 +60,51 @@ class Sequence:
     """One example: its token ids, which of them are trained, and named values for losses that need them."""
 
     tokens: np.ndarray
-    """`[T]` int32: every token, the prompt and the stop token included."""
+    """`[T]` int32: all token ids, the prompt's and the stop token's included, e.g. `[2, 651, 603, 1]`."""
     loss_mask: np.ndarray
-    """`[T]` bool: True where the token is a target of the loss. The first token never is: nothing predicts it."""
+    """`[T]` bool: True where the token is a target of the loss, e.g. `[False, False, True, True]`. The first token is
+    never one: nothing predicts it."""
     weight: float = 1.0
-    """Multiplies the sequence's share of the loss and of its denominators; 0 leaves the sequence out."""
+    """Multiplies the sequence's share of the loss and of its denominators, e.g. 1.0; 0 leaves the sequence out."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Named `[T]` float values, such as `old_logprobs`; `LOSS_WEIGHTS` is read by the framework itself."""
+    """Named `[T]` float values, e.g. `{"old_logprobs": [0.0, 0.0, -0.7, -0.1]}` in nats. The framework itself reads
+    `LOSS_WEIGHTS`."""
     per_sequence: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers, such as `advantage`."""
+    """Named numbers, e.g. `{"advantage": 0.5}`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Sequences packed in rows. Padding has segment 0, mask False and sequence 0."""
+    """Sequences packed into rows. Padding has segment 0, mask False and sequence 0."""
 
     tokens: Int[Array | np.ndarray, "B T"]
-    """Token ids, 0 in the padding."""
+    """Token ids, 0 in the padding; e.g. a row `[2, 651, 1, 2, 603, 1, 0, 0]` of two sequences."""
     positions: Int[Array | np.ndarray, "B T"]
-    """Position within the sequence, from 0."""
+    """Position within the sequence, from 0; e.g. `[0, 1, 2, 0, 1, 2, 0, 0]` for that row."""
     segment_ids: Int[Array | np.ndarray, "B T"]
-    """1, 2, ... along a row; a segment sees itself, and its parent where there are parents."""
+    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent where there are
+    parents."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
-    """Targets of the loss."""
+    """True where the token is a target of the loss, e.g. `[False, True, True, False, True, True, False, False]`."""
     sequence_ids: Int[Array | np.ndarray, "B T"]
-    """Index of the token's sequence in the `[S]` arrays."""
+    """Index of the token's sequence in the `[S]` arrays, e.g. `[0, 0, 0, 5, 5, 5, 0, 0]`."""
     weights: Float[Array | np.ndarray, "S"]
-    """Weight of each sequence; 0 where the last batch of an epoch has fewer than S."""
+    """Weight of each sequence, e.g. `[1.0, 1.0, 0.5]`; 0 where the last batch of an epoch has fewer than S."""
     lengths: Float[Array | np.ndarray, "S"]
-    """Trained tokens of each sequence, each counted by its weight where it has one; 1 for none, so that it can
-    divide."""
+    """Trained tokens of each sequence, e.g. `[2.0, 17.0, 9.0]`, each counted by its weight where it has one; 1 where
+    there are none, so that it can divide."""
     counts: Mapping[str, Float[Array | np.ndarray, ""]]
-    """The denominators of the whole batch, weighted: `tokens`, `sequences`, and `pairs` where sequences 2 i and 2 i + 1
-    are one. Taken before any split."""
+    """The denominators of the whole batch, weighted, taken before any split: `tokens`, `sequences`, and `pairs` where
+    sequences 2 i and 2 i + 1 are a pair; e.g. `{"tokens": 28.0, "sequences": 3.0}`."""
     per_token: Mapping[str, Num[Array | np.ndarray, "B T"]] = field(default_factory=dict)
-    """Named per-token values."""
+    """Named values of `Sequence.per_token` packed into rows, 0 in the padding, e.g. `old_logprobs` in nats."""
     per_sequence: Mapping[str, Num[Array | np.ndarray, "S"]] = field(default_factory=dict)
-    """Named per-sequence values."""
+    """Named values of `Sequence.per_sequence`, e.g. `{"advantage": [0.5, -0.5, 0.0]}`."""
     parents: Int[Array | np.ndarray, "B T"] | None = None
-    """The segment that a token sees besides its own (all of it lies before), or its own again: a prompt is computed
-    once for the completions that are compared. None where no sequence shares anything."""
+    """The segment that a token sees besides its own (all of it comes earlier in the row), or its own again, e.g.
+    `[1, 1, 1, 1, 1, 1, 0, 0]`: a prompt is computed once for the completions that are compared. None where no sequence
+    shares anything."""
 
 
 @jax.tree_util.register_dataclass
@@ -78,11 +113,11 @@ class Compared:
     """Student and teacher at each token, 0 where nothing is trained. Only the divergence has a gradient."""
 
     divergence: Float[Array, "B T"]
-    """Nats; see `Divergence`."""
+    """In nats, e.g. 0.21; see `Divergence`."""
     teacher_logprobs: Float[Array, "B T"]
-    """The teacher's log-prob of the taken token, at the divergence's temperature."""
+    """The teacher's log-prob of the batch's token in nats, at the divergence's temperature, e.g. -1.3."""
     agreement: Float[Array, "B T"]
-    """1 where both find the same token the most likely one."""
+    """Whether the same token is the most likely one for both, e.g. 1.0 for yes and 0.0 for no."""
 
 
 @jax.tree_util.register_dataclass
@@ -91,21 +126,22 @@ class LossInputs:
     """What a loss reads: arrays aligned with the batch's tokens, 0 where nothing is trained or the weight is 0."""
 
     batch: Batch
-    """The rows that the log-probs belong to."""
+    """The rows that the log-probs belong to, e.g. a micro-batch of 4 rows of 2048 tokens."""
     logprobs: Float[Array, "B T"]
-    """`log p(token_t | tokens before t)`; 0 where nothing is trained."""
+    """`log p(token_t | tokens before t)` in nats, e.g. -1.2; 0 where nothing is trained."""
     entropy: Float[Array, "B T"] | None = None
-    """Entropy in nats of the distribution that token t was drawn from, where the loss asks for it."""
+    """Entropy in nats of the policy's distribution of token t, e.g. 0.8; None where the loss does not read it."""
     values: Float[Array, "B T"] | None = None
-    """The critic's value of the state before token t is drawn, where the loss asks for it."""
+    """The critic's value of the state before token t, in units of the reward, e.g. 0.4; None where the loss does not
+    read it."""
     reference_logprobs: Float[Array, "B T"] | None = None
-    """`logprobs` under the weights that the run started from, without gradient, where the loss asks for them."""
-
+    """`logprobs` in nats under the weights that the run started from, without gradient, e.g. -1.4; None where the loss
+    does not read them."""
     compared: Compared | None = None
-    """The teacher beside the policy, where the loss asks for a divergence."""
+    """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
 
     def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
-        """Spreads per-sequence values over the tokens of each sequence."""
+        """Per-sequence values repeated at every token of their sequence."""
         return values_S[self.batch.sequence_ids]
 
 
@@ -115,25 +151,28 @@ class Term:
     """One summand of the loss, not yet reduced. The framework masks, weights and divides it, once."""
 
     values: Float[Array, "B T"] | Float[Array, "S"]
-    """Per-token values, of which those outside of the mask do not matter; or one for each sequence (`sequences`) or
-    pair (`pairs`), of which those do not matter that have no trained token in `LossInputs.batch`."""
+    """Per-token values, e.g. `-inputs.logprobs` in nats, of which those outside of the mask do not matter; or one value
+    for each sequence (`sequences`) or pair (`pairs`), of which those without a trained token do not matter."""
     over: Over | float = field(metadata={"static": True}, default="tokens")
-    """`tokens`: mean over all trained tokens. `sequences`: mean over sequences, of per-token values each one's own
-    mean. `pairs`: mean over pairs. A number: sum over tokens / number, then the mean over sequences (Dr. GRPO's
-    constant length)."""
+    """What the values are averaged over, e.g. `"tokens"`: the mean over all trained tokens. `"sequences"`: the mean
+    over sequences (per-token values are first averaged within each sequence). `"pairs"`: the mean over pairs. A number
+    such as 512.0: the sum over a sequence's tokens divided by it, then the mean over sequences (Dr. GRPO's constant
+    length)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a loss returns: terms that are summed, and what is only reported."""
+    """What a loss returns: terms that are summed, and values that are only reported."""
 
     terms: Mapping[str, Term]
-    """By name; the loss is their sum."""
+    """Terms by name, e.g. `{"policy": Term(...), "kl": Term(...)}`; the loss is their sum."""
     metrics: Mapping[str, Float[Array, "B T"] | Term] = field(default_factory=dict)
-    """By metric name: per-token values, reported as their mean over trained tokens, or a term's mean."""
+    """Reported values by metric name, e.g. `{"kl": ...}`: per-token values are averaged over trained tokens, a term as
+    it says."""
     peaks: Mapping[str, Float[Array, "B T"]] = field(default_factory=dict)
-    """Per-token values by metric name, reported as their largest over trained tokens, and where it is."""
+    """Per-token values by metric name, e.g. `{"mismatch/max": ...}`: the largest over trained tokens is reported, and
+    at which token it was."""
 
     def add(
         self, name: str, values: Float[Array, "B T"] | Float[Array, "S"], over: Over | float = "tokens"
@@ -144,16 +183,19 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which distance between the teacher's and the student's next-token distributions; `models/divergence.py`."""
+    """A distance between the teacher's and the student's next-token distributions, computed by
+    `models/divergence.py`."""
 
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """KL(teacher || student), KL(student || teacher), or generalised Jensen-Shannon between them."""
+    """Which one, e.g. `"forward_kl"`: KL(teacher || student). `"reverse_kl"`: KL(student || teacher). `"jsd"`: the
+    generalised Jensen-Shannon divergence."""
     beta: float = 0.5
-    """Of jsd, between 0 and 1: the teacher's share of the mixture. Near 0 it is like forward_kl."""
+    """The teacher's share of jsd's mixture, between 0 and 1, e.g. 0.5; near 0 jsd behaves like forward_kl."""
     top_k: int = 0
-    """The teacher's most likely ids stand for themselves, all others are one; 0: every id for itself."""
+    """How many of the teacher's most likely ids are compared one by one, e.g. 64, while all others form one bucket; 0
+    compares every id."""
     temperature: float = 1.0
-    """Divides the logits of both."""
+    """Divides the logits of both models, e.g. 1.0."""
 
 
 @dataclass(frozen=True)
@@ -169,67 +211,74 @@ class Loss:
     values: bool = False
     """Whether `inputs.values` is read; the model must have a value head."""
     reference: bool = False
-    """Whether `inputs.reference_logprobs` is read, at the price of a forward pass; a reference must be held."""
+    """Whether `inputs.reference_logprobs` is read, which costs a forward pass; the client must have a reference."""
     divergence: Divergence | None = None
-    """Which `inputs.compared` is read, at the price of a forward pass of the teacher; a teacher must be held."""
+    """Which divergence `inputs.compared` holds, e.g. `Divergence("reverse_kl")`, which costs a forward pass of the
+    teacher; the client must have a teacher. None where `inputs.compared` is not read."""
     temperature: float = 1.0
-    """Divides the logits before log-probs and entropy: that of the sampler, so that both speak of one distribution."""
+    """Divides the logits before log-probs and entropy, e.g. 0.7: the sampler's, so that both use one distribution."""
     embedding_noise: float = 0.0
-    """NEFTune's alpha: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
+    """NEFTune's alpha, e.g. 5.0: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Nothing is read from a folder's generation_config.json.
+    """How tokens are sampled. Nothing is read from a folder's generation_config.json.
 
     The transform, in this order: logits / temperature, then the `top_k` most likely, then the smallest set of most
     likely ids whose mass reaches `top_p`, then the ids of at least `min_p` times the mass of the most likely one.
     """
 
     max_tokens: int = 64
-    """Drawn tokens at most, the stop token included; over all turns where an environment answers."""
+    """Most tokens that are sampled, e.g. 256, the stop token included; over all turns where an environment answers."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits, e.g. 0.7; 0 is greedy."""
     top_k: int = 0
-    """Ids that can be drawn, the most likely ones; 0 for all."""
+    """How many of the most likely ids can be sampled, e.g. 40; 0 for all."""
     top_p: float = 1.0
-    """Mass of the ids that can be drawn, the most likely ones (Holtzman et al. 2019, arXiv 1904.09751)."""
+    """Probability mass of the most likely ids that can be sampled, e.g. 0.95; 1 for all (Holtzman et al. 2019, arXiv
+    1904.09751)."""
     min_p: float = 0.0
-    """Least mass of an id, as a share of the most likely one's (Nguyen et al. 2024, arXiv 2407.01082)."""
+    """Least probability of an id as a share of the most likely one's, e.g. 0.05; 0 for all (Nguyen et al. 2024, arXiv
+    2407.01082)."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end a completion (a turn of it), kept as its last token."""
+    """Ids that end a completion (a turn of it), kept as its last token, e.g. `(1, 107)`."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion; the token that completes one is kept as the last token."""
+    """Texts that end a completion, e.g. `("</answer>",)`; the token that completes one is kept as the last token."""
     top_logprobs: int = 0
-    """Of how many most likely ids the log-probs are reported beside each drawn token's."""
+    """A: for how many of the most likely ids log-probs are reported with each sampled token, e.g. 5."""
     prompt_logprobs: bool = False
     """Whether the log-probs of the prompt's tokens are reported too."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a sampler returns for one request. Where an environment answers, its tokens stand among the drawn ones."""
+    """What a sampler returns for one request. Where an environment answers, its tokens stand among the sampled ones."""
 
     tokens: np.ndarray
-    """`[T]` int32 after the prompt, stop tokens included where there are any."""
+    """`[T]` int32: token ids after the prompt, stop tokens included where there are any, e.g. `[603, 651, 1]`."""
     logprobs: np.ndarray
-    """`[T]` float32: log-probs of the drawn tokens after the sampling transform; 0 where an environment wrote."""
+    """`[T]` float32: log-probs in nats of the sampled tokens after the sampling transform, e.g. `[-0.3, -1.1, -0.01]`;
+    0 where an environment wrote."""
     finish: Literal["stop", "length"]
-    """Why it ended; `stop` also where the environment had no answer to a turn that stopped."""
-    version: int
-    """The version of the weights that drew it."""
+    """Why it ended, e.g. `"length"`; `"stop"` also where the environment had no answer to a turn that stopped."""
+    versions: np.ndarray
+    """`[T]` int32: the version of the weights that each token was sampled from, e.g. `[3, 3, 3]`; where an environment
+    wrote, of those that were published at the time."""
     sampling: Sampling
-    """The settings used."""
+    """The settings that were used, e.g. `Sampling(max_tokens=256, temperature=0.7)`."""
     turns: tuple[tuple[int, int], ...]
-    """(start, end) in `tokens` of what was drawn in each turn, e.g. `((0, 12),)`; the rest was observed."""
+    """(start, end) in `tokens` of what was sampled in each turn, e.g. `((0, 12),)`; an environment wrote the rest."""
     top: tuple[np.ndarray, np.ndarray] | None = None
-    """`[T n]` ids and log-probs of the most likely ones, where asked for."""
+    """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
+    `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
     prompt_logprobs: np.ndarray | None = None
-    """`[T]` of the prompt's own tokens under the same transform, 0 for the first, where asked for."""
+    """`[T]` float32: log-probs in nats of the prompt's own tokens under the same transform, 0 for the first, e.g.
+    `[0.0, -2.1]`; None unless `Sampling.prompt_logprobs` asks for them."""
 
     @property
     def drawn(self) -> np.ndarray:
-        """`[T]` bool: the tokens that the policy chose, and that can be trained."""
+        """`[T]` bool: the tokens that the policy sampled, which are the ones that can be trained."""
         mask = np.zeros(len(self.tokens), bool)
         for start, end in self.turns:
             mask[start:end] = True
@@ -237,5 +286,21 @@ class Completion:
 
 
 Reply = Callable[[int, Completion], np.ndarray | None]
-"""An environment as the sampler sees it: (request, all of its completion so far) -> tokens of the observation that the
-same request goes on with, or None at the end of the episode."""
+"""An environment as the sampler sees it: (request, its whole completion so far) -> `[T]` tokens of the observation with
+which the same request continues, or None at the end of the episode."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest workload that a sampler will meet."""
+
+    requests: int
+    """Requests at a time, e.g. 512."""
+    prompts: int
+    """Different prompts among them, e.g. 64."""
+    prompt_length: int
+    """Tokens of a prompt, e.g. 256."""
+    length: int
+    """Tokens of a prompt and all that follows it, e.g. 1024."""
+    replies: bool = False
+    """Whether an environment answers."""

@@ -1,1 +1,1 @@
-"""Our speed beside that of others: same weights, ids and cores, in turns within one run. `README.md` has the rules."""
+"""Our speed against other libraries: same weights, ids and cores, in turns within one run. Rules: `README.md`."""

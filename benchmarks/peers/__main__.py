@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: the cases through each library in turns; `README.md` beside this file has the rules."""
+"""`python -m benchmarks.peers`: the cases through each library in turns; `README.md` in this folder has the rules."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The cases of the table: what is computed, on which weights and ids, written to files that every worker reads.
 
 A case's folder holds `case.json`: the kind of work, the Hugging Face folder of the weights, token ids and settings. All
-of it follows from a seed. The words of the little tokenizer beside the weights are the ids (`w17` is 17), because some
-libraries take text only.
+of it follows from a seed. The words of the small tokenizer in the folder of the weights are the ids (`w17` is 17),
+because some libraries take text only.
 """
 
 import json
@@ -22,7 +22,7 @@ RAGGED, SHORTEST, LONGEST = 32, 8, 512
 GROUP, GROUPS, STEP = 8, 2, 64
 """Completions of a prompt, prompts, and tokens of both in a GRPO step."""
 PAIRS, SIDE = 4, 128
-"""Of a DPO step; tokens of a prompt and of each completion."""
+"""Pairs of a DPO step, and tokens of a prompt and of each completion."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Case:
     kind: str
     """`sft`, `dpo`, `grpo` or `generate`: what a worker does."""
     fill: Callable[[Shape], dict[str, Any]]
-    """The ids and settings of the work."""
+    """Makes the ids and settings of the work."""
 
     def write(self, folder: Path, weights: Path) -> Path:
-        """The case as a file."""
+        """Writes the case to a file, and returns its path."""
         shape = SHAPES[self.shape]
         common = {"kind": self.kind, "shape": self.shape, "weights": str(weights), "seed": 0}
         rates = {"learning_rate": OPTIMIZER.learning_rate, "clip_norm": OPTIMIZER.clip_norm}
@@ -48,7 +48,7 @@ class Case:
 
 
 def _ids(shape: Shape, rows: int, length: int) -> list[list[int]]:
-    """Random ids, the first ones aside: those of the tokenizer's special words."""
+    """Random ids, without those of the tokenizer's special words."""
     rng = np.random.default_rng(0)
     return rng.integers(SPECIAL, shape.config.vocab_size, (rows, length)).tolist()
 
@@ -80,7 +80,7 @@ def _ragged(shape: Shape) -> dict[str, Any]:
 
 
 SPECIAL = 4
-"""Ids of the tokenizer's special words: padding, begin, end, unknown."""
+"""Number of the tokenizer's special words, which have the first ids: padding, begin, end, unknown."""
 
 CASES = {
     "sft-small": Case("SFT, full, small, 8 x 256", "small", "sft", _sft),

@@ -16,11 +16,11 @@ PAGE = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- table: python -m benchmarks.peers -->", "<!-- end of the table -->"
 
 Figures = Mapping[str, Mapping[str, Figure]]
-"""Case -> peer -> what it took."""
+"""Case -> peer -> its measurements."""
 
 
 def cell(figure: Figure) -> str:
-    """Milliseconds, or tokens a second; the range of the turns behind the median."""
+    """The median of the turns in milliseconds or tokens a second, followed by their range."""
     if not figure.seconds:
         return "failed" if figure.note and figure.note.startswith("ended") else "-"
     values = np.array(figure.seconds)
@@ -47,7 +47,7 @@ def table(figures: Figures) -> str:
 
 
 def described(rounds: int) -> str:
-    """Machine, date, versions."""
+    """A paragraph with date, machine and versions."""
     listed = "; ".join(f"{peer.title}: {versions(peer)}" for peer in PEERS.values())
     return (
         f"{datetime.date.today()}, two cores of {processor()}, {peak():.0f} GFLOP/s in float32, Python "
@@ -56,7 +56,7 @@ def described(rounds: int) -> str:
 
 
 def processor() -> str:
-    """What kind of processor this is."""
+    """Model of this processor, and its widest vector instructions."""
     info = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
     fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in fields.items()}
@@ -90,12 +90,12 @@ def write(figures: Figures, rounds: int, page: Path = PAGE) -> None:
 
 
 def kept(file: Path) -> dict[str, dict[str, Figure]]:
-    """What earlier calls measured, so that the table can be made in parts."""
+    """The measurements of earlier calls, so that the table can be made in parts."""
     found = json.loads(file.read_text("utf-8")) if file.exists() else {}
     return {name: {key: Figure(**one) for key, one in row.items()} for name, row in found.items()}
 
 
 def keep(figures: Figures, file: Path) -> None:
-    """All turns, for whoever wants more than medians."""
+    """Saves the measurements with all turns, not medians alone."""
     plain = {name: {key: vars(one) for key, one in row.items()} for name, row in figures.items()}
     file.write_text(json.dumps(plain, indent=1), "utf-8")

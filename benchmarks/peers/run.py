@@ -1,4 +1,4 @@
-"""A case's workers: started one after the other, warmed up, and then asked in turns."""
+"""Runs a case's workers: started one after the other, warmed up, and then run in turns."""
 
 import json
 import os
@@ -13,7 +13,7 @@ WORKERS = Path(__file__).parent / "workers"
 ENVIRONMENTS = ROOT / ".peers"
 """`make peers` puts them here."""
 TAIL = 300
-"""Characters of a failed worker's last words that are shown."""
+"""Characters of the end of a failed worker's log that are shown."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Peer:
     """Folder of its environment; None for this one."""
     script: str
     packages: tuple[str, ...]
-    """Whose versions are reported."""
+    """Packages whose versions are reported."""
     cannot: tuple[tuple[str, str], ...] = ()
-    """(beginning of a case's name, why it has no figure)."""
+    """Pairs (beginning of a case's name, why there is no measurement)."""
 
     @property
     def python(self) -> str:
@@ -35,7 +35,7 @@ class Peer:
         return str(ENVIRONMENTS / self.environment / "bin/python") if self.environment else sys.executable
 
     def refuses(self, case: str) -> str | None:
-        """Why it has no figure for a case."""
+        """Why there is no measurement for a case; None where there is one."""
         return next((why for start, why in self.cannot if case.startswith(start)), None)
 
 
@@ -62,7 +62,7 @@ class Worker:
 
     @classmethod
     def start(cls, peer: Peer, case: Path, log: Path) -> "Worker":
-        """Starts it where nothing of ours can be imported by chance; it is ready when it has reported once."""
+        """Starts a process in which our packages cannot be imported by accident, and waits for its first report."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if peer.environment is None:
             environment["PYTHONPATH"] = str(ROOT)
@@ -81,7 +81,7 @@ class Worker:
         return worker
 
     def run(self, *, counts: bool) -> None:
-        """One piece of work.
+        """Runs one piece of work.
 
         Args:
             counts: whether its time is kept.
@@ -97,7 +97,7 @@ class Worker:
             self.tokens = found.get("tokens", 0)
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -116,13 +116,13 @@ class Worker:
 
 @dataclass(frozen=True)
 class Figure:
-    """One field of the table."""
+    """One cell of the table."""
 
     seconds: tuple[float, ...] = ()
     tokens: int = 0
     """Useful ones of a turn; 0 where time is what counts."""
     note: str | None = None
-    """Why there is none."""
+    """Why there are no seconds; None where there are."""
 
 
 def measure(name: str, case: Path, peers: list[str], rounds: int, warm: int) -> dict[str, Figure]:
@@ -151,7 +151,7 @@ def measure(name: str, case: Path, peers: list[str], rounds: int, warm: int) -> 
 
 
 def versions(peer: Peer) -> str:
-    """Of its packages, as its environment has them."""
+    """Versions of a peer's packages in its environment."""
     ask = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     if not Path(peer.python).exists():
         return "not installed"

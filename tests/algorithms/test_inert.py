@@ -116,7 +116,9 @@ def test_in_every_form_of_dpo():
 
 
 def test_in_kto():
-    assert_inert({"kto": KTO}, preference_batches.inputs_of(preference_batches.batch_of(labelled(), members=1)))
+    assert_inert(
+        {"kto": KTO}, preference_batches.inputs_of(preference_batches.batch_of(labelled(), sequences_per_example=1))
+    )
 
 
 def test_in_distillation_and_supervised_training():

@@ -97,7 +97,9 @@ def _completion(tokens: list[int], turns: list[tuple[int, int]], finish: Literal
     logprobs = np.zeros(len(tokens), np.float32)
     for start, end in turns:
         logprobs[start:end] = -1.0
-    return Completion(np.array(tokens, np.int32), logprobs, finish, 1, SAMPLING, tuple(turns))
+    return Completion(
+        np.array(tokens, np.int32), logprobs, finish, np.ones(len(tokens), np.int32), SAMPLING, tuple(turns)
+    )
 
 
 def scripted() -> Callable[[str], float]:

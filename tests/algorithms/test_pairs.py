@@ -52,7 +52,9 @@ LOSS = Loss(margins, reference=True)
 
 def test_by_hand():
     # In common: 1 2 3; the branches repeat the 3. 2 + 3 + 4 = 9 tokens, where two rows would take 5 + 6 = 11.
-    batch = pack([sequence([1, 2, 3, 4, 5], 3, 2.0), sequence([1, 2, 3, 6, 7, 8], 3, 2.0)], 4, 10, members=2)
+    batch = pack(
+        [sequence([1, 2, 3, 4, 5], 3, 2.0), sequence([1, 2, 3, 6, 7, 8], 3, 2.0)], 4, 10, sequences_per_example=2
+    )
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 3, 6, 7, 8, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 4, 5, 0]]
     assert batch.segment_ids.tolist() == [[1, 1, 2, 2, 2, 3, 3, 3, 3, 0]]
@@ -67,13 +69,13 @@ def test_by_hand():
 
 def test_what_both_train_is_not_shared():
     # Both sides begin with 3 4: those are trained twice, so the branches begin with the prompt's last token, 2.
-    batch = pack([sequence([1, 2, 3, 4], 2), sequence([1, 2, 3, 4, 5], 2)], 2, 10, members=2)
+    batch = pack([sequence([1, 2, 3, 4], 2), sequence([1, 2, 3, 4, 5], 2)], 2, 10, sequences_per_example=2)
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 2, 3, 4, 5, 0, 0]]
     assert batch.segment_ids.tolist() == [[1, 2, 2, 2, 3, 3, 3, 3, 0, 0]]
 
 
 def test_nothing_in_common():
-    batch = pack([sequence([1, 2], 1), sequence([3, 4], 1)], 2, 5, members=2)
+    batch = pack([sequence([1, 2], 1), sequence([3, 4], 1)], 2, 5, sequences_per_example=2)
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 0]]
     assert batch.parents is not None
     assert batch.segment_ids.tolist() == batch.parents.tolist() == [[1, 1, 2, 2, 0]]
@@ -81,12 +83,12 @@ def test_nothing_in_common():
 
 def test_a_pair_is_not_parted():
     # 4 + 4 tokens, none shared, into rows of 10: the second pair opens the second row whole.
-    rows = pack([sequence([i, i], 1) for i in (1, 2, 3, 4, 5, 6)], 6, 10, members=2)
+    rows = pack([sequence([i, i], 1) for i in (1, 2, 3, 4, 5, 6)], 6, 10, sequences_per_example=2)
     assert rows.tokens.tolist() == [[1, 1, 2, 2, 3, 3, 4, 4, 0, 0], [5, 5, 6, 6, 0, 0, 0, 0, 0, 0]]
     with pytest.raises(ValueError, match="share a row have 11 tokens; 1 to 10 fit"):
-        pack([sequence(range(6), 1), sequence(range(9, 14), 1)], 2, 10, members=2)
+        pack([sequence(range(6), 1), sequence(range(9, 14), 1)], 2, 10, sequences_per_example=2)
     with pytest.raises(ValueError, match="do not make units of 2"):
-        pack([sequence([1, 2], 1)], 2, 10, members=2)
+        pack([sequence([1, 2], 1)], 2, 10, sequences_per_example=2)
 
 
 def test_terms_of_pairs_by_hand():
@@ -105,10 +107,10 @@ def test_terms_of_pairs_by_hand():
 @pytest.mark.parametrize("config", [PLAIN, pytest.param(RICH, marks=pytest.mark.slow)], ids=["plain", "windows"])
 def test_a_shared_prompt_changes_nothing(config):
     client = trainer(config, rows=1, length=48, reference=True)
-    client.step(pack(pairs(4, seed=9), 8, 48, members=2), LOSS)  # away from the reference
+    client.step(pack(pairs(4, seed=9), 8, 48, sequences_per_example=2), LOSS)  # away from the reference
     sides = pairs(6)
-    apart = pack(sides, 12, 48, packing=False, members=2)
-    shared = pack(sides, 12, 48, members=2)
+    apart = pack(sides, 12, 48, packing=False, sequences_per_example=2)
+    shared = pack(sides, 12, 48, sequences_per_example=2)
     assert shared.tokens.shape[0] < apart.tokens.shape[0]
     assert (shared.segment_ids > 0).sum() < (apart.segment_ids > 0).sum()
     loss, right = gradients(client, apart, LOSS)
@@ -118,7 +120,7 @@ def test_a_shared_prompt_changes_nothing(config):
     # All in one pass, where the above took a pass for each row.
     together = trainer(config, rows=6, length=48, reference=True)
     together.state = client.state
-    together._reference = client._reference
+    together.learner.reference = client.learner.reference
     whole, found = gradients(together, shared, LOSS)
     assert whole == pytest.approx(loss, rel=2e-6)
     assert_close(found, right)
@@ -135,7 +137,7 @@ def test_a_shared_prompt_changes_nothing(config):
 
 def test_the_reference_is_the_start_and_stays():
     sides = pairs(4)
-    batch = pack(sides, 8, 48, members=2)
+    batch = pack(sides, 8, 48, sequences_per_example=2)
     for adapter in (None, AdapterConfig(rank=2)):
         client = trainer(rows=2, length=48, adapter=adapter, reference=True)
         before = client.logprobs(sides, "reference")
@@ -149,16 +151,16 @@ def test_the_reference_is_the_start_and_stays():
 
 def test_nothing_compiles_again():
     client = trainer(rows=2, length=48, reference=True)
-    client.step(pack(pairs(4), 8, 48, members=2), LOSS)
+    client.step(pack(pairs(4), 8, 48, sequences_per_example=2), LOSS)
     compilations = Compilations()
     for seed in (1, 2):
-        client.step(pack(pairs(3, seed), 8, 48, members=2), LOSS)
+        client.step(pack(pairs(3, seed), 8, 48, sequences_per_example=2), LOSS)
     assert compilations.since_warmup == 0
 
 
 def test_a_reference_has_to_be_held():
     with pytest.raises(ValueError, match="no reference is held"):
-        trainer(rows=2, length=48).step(pack(pairs(4), 8, 48, members=2), LOSS)
+        trainer(rows=2, length=48).step(pack(pairs(4), 8, 48, sequences_per_example=2), LOSS)
 
 
 def test_absent_sequences_have_numbers():
@@ -213,9 +215,9 @@ def test_a_prompt_that_answers_share_changes_nothing(config, together: int):
     drawn = answers(3, 4)
     for silent in drawn[1::4]:
         silent.per_token["advantages"][:] = np.nan
-    apart, shared = (pack(drawn, 12, client.machinery.length, together=k) for k in (1, together))
+    apart, shared = (pack(drawn, 12, client.learner.spec.length, together=k) for k in (1, together))
     assert (shared.segment_ids > 0).sum() < 0.85 * (apart.segment_ids > 0).sum()
-    client.step(pack(answers(3, 4, seed=1), 12, client.machinery.length, together=together), loss)
+    client.step(pack(answers(3, 4, seed=1), 12, client.learner.spec.length, together=together), loss)
     expected, right = gradients(client, apart, loss)
     found, gradient = gradients(client, shared, loss)
     assert np.isfinite(expected)

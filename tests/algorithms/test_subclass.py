@@ -35,7 +35,7 @@ class MyGRPO(GRPO):
 
     def loss(self, inputs):                      # jax, LossInputs -> LossOutputs
         out = super().loss(inputs)
-        return out.add("entropy", -0.01 * inputs.entropy)
+        return out.add("entropy", -0.001 * inputs.entropy)
 
 
 def patchy(completion):
@@ -70,7 +70,7 @@ def in_process(recipe: Recipe, kind: type[GRPO], reward: Any = None) -> list[Upd
         algorithm = kind(recipe.algorithm, job.algorithm.sampling)
         steps = itertools.islice(job.stream, recipe.steps)  # pyright: ignore
         judged = (replace(data, collector=replace(data.collector, scorer=scorer)) for data in steps)
-        return [algorithm.update(job.trainer, data) for data in judged]
+        return [algorithm.update(job.client, data) for data in judged]
 
 
 def number(update: Update, name: str) -> float:
@@ -83,7 +83,7 @@ def test_three_lines_from_a_recipe_and_in_process(tmp_path: Path):
     of_run = [row for row in metrics("run") if row["step"]]
     for row in of_run:
         # A mean over the trained tokens times -0.01, and the loss is the sum of its terms.
-        assert row["loss/entropy"] == pytest.approx(-0.01 * row["policy/entropy"], rel=1e-5)
+        assert row["loss/entropy"] == pytest.approx(-0.001 * row["policy/entropy"], rel=1e-5)
         assert row["train/loss"] == pytest.approx(row["loss/policy"] + row["loss/entropy"], abs=1e-7)
         assert row["mismatch/max"] < 1e-3
     # A random model of 272 tokens is close to uniform: log(272) = 5.606 nats, and no more.

@@ -22,8 +22,9 @@ import tunix.commands.chat
 import tunix.commands.progress
 from tests.tiny_runs import files, lines, model_folder, write_rows
 from tunix.cli import main
-from tunix.commands.inference import Asked, Speaker, TextStream
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.inference.text_stream import TextStream
 from tunix.types import Sampling
 
 TOKENS = 8
@@ -366,7 +367,7 @@ def test_without_a_template_a_chat_is_one_text_that_goes_on(
 
 
 def speaking(base: Path, write: Callable[[str], None], tokens: int) -> tunix.commands.chat.Talk:
-    speaker = Speaker(Asked(str(base)))
+    speaker = InferenceModel(InferenceOptions(str(base)))
     assert speaker.tokenizer is not None
     sampling = speaker.stopping(Sampling(max_tokens=tokens, temperature=0.0))
     return tunix.commands.chat.Talk(speaker, speaker.tokenizer, sampling, seed=0, write=write)

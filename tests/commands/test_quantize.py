@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.models.quantization.test_qat import INTEGERS, LOSS, MIXED, batch
-from tests.test_readme import README
+from tests.test_pages import blocks
 from tests.tiny_models import Rows, one_device, our_logits
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import EVAL, files, losses, metrics, model_folder, train, write_recipe, write_rows
@@ -64,9 +64,9 @@ def test_an_export_computes_as_it_trained(tmp_path):
     for _ in range(3):
         ours.step(batch(), LOSS)
     ours.export(tmp_path / "out")
-    own = logits(ours.machinery.model, ours.params)
+    own = logits(ours.learner.spec.model, ours.learner.params)
     np.testing.assert_allclose(their_logits(tmp_path / "out"), own, atol=1e-4)
-    behind = logits(replace(ours.machinery.model, simulated=()), ours.params)
+    behind = logits(replace(ours.learner.spec.model, simulated=()), ours.learner.params)
     assert np.abs(behind - own).max() > 1e-2
     model, params = loaded(pretrained(str(tmp_path / "out")), "float32", one_device())
     assert model.simulated == ()
@@ -78,7 +78,7 @@ def test_rounded_inputs_are_read_back(dtype, tmp_path):
     ours = trainer(rules=INTEGERS, dtype=dtype)
     ours.step(batch(), LOSS)
     ours.export(tmp_path / "out")
-    own = logits(ours.machinery.model, ours.params)
+    own = logits(ours.learner.spec.model, ours.learner.params)
     model, params = loaded(pretrained(str(tmp_path / "out")), dtype, one_device())
     assert {name for name, _ in model.simulated} == {"q", "k", "v", "o", "gate", "up", "down"}
     np.testing.assert_array_equal(logits(model, params), own)
@@ -197,7 +197,7 @@ def test_reinforcement_passes_the_gate(rules, most, tmp_path):
         ([{"module": "q_proj", "tile": 64}], "tile changes nothing where the weights stay"),
         (
             [{"module": "q_proj", "weights": "nf4", "activations": "int8"}],
-            "int8 and weights nf4 have no product: beside int8 weights are int8 or int4",
+            "int8 and weights nf4 have no product: with int8 activations, weights are int8 or int4",
         ),
         ([{"module": "q_proj", "weights": "fp8", "activations": "int8"}], "int8 and weights fp8 have no product"),
         ([{"module": "q_proj", "weights": "int3"}], "'nf4', 'int8', 'int4' or 'fp8'"),
@@ -274,9 +274,9 @@ def test_a_type_that_the_device_does_not_know_is_told(monkeypatch):
         simulated.supported(INTEGERS)
 
 
-def test_the_readme_s_section_is_one():
-    (block,) = re.findall(r"^```yaml\n(quantization:\n.*?)^```", README, re.MULTILINE | re.DOTALL)
-    section = parse_yaml(block, "README.md")["quantization"]
+def test_the_page_s_section_reaches_every_matrix():
+    (block,) = blocks("docs/guide/quantization.md", "yaml")
+    section = parse_yaml(block.text, "quantization.md")["quantization"]
     assert set(QuantizationConfig.model_validate(section).modules) == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
@@ -284,7 +284,7 @@ def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):
     """Once for a publish: the program that draws holds no rounding."""
     ours = trainer(rules=MIXED)
     ours.publish()
-    engine = ours._engine
+    engine = ours.sampler
     model, weights = engine.model, engine.weights
 
     def one(weights):
@@ -295,7 +295,7 @@ def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):
     drawn = jax.jit(one).lower(weights).as_text()
     trained = jax.jit(lambda params: model.hidden(params, *ROWS[:3]))
     assert "round_nearest_even" not in drawn
-    assert "round_nearest_even" in trained.lower(ours.params).as_text()
+    assert "round_nearest_even" in trained.lower(ours.learner.params).as_text()
 
 
 def test_the_recipe_reads_back(tmp_path):

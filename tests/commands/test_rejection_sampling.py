@@ -18,12 +18,12 @@ import pytest
 import tunix.commands.generate
 from tests.tiny_runs import files, lines, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.commands.inference import Asked, Speaker
 from tunix.commands.rejection_sampling import Question, choose, ranked
 from tunix.data.pipeline import Batches
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.recipe import Recipe
-from tunix.run.build import inputs
+from tunix.run.inputs import open_inputs
 
 IDS = [[5, 60, 70], [80, 81, 82, 83, 84], [9], [100, 20, 30, 40, 50, 60, 70]]
 TOKENIZER = bytes_tokenizer("llama3")
@@ -118,7 +118,7 @@ def trained(data: Path, model: Path) -> list[tuple[list[int], list[int]]]:
     """(prompt, trained tokens) of the rows of a file, as a run of this model packs them."""
     changes = {"model": {"path": str(model), "dtype": "float32"}, "data.train": str(data), "data.shuffle": False}
     recipe = Recipe.load(write_recipe(Path("r.yaml"), {**changes, "steps": 1, "batch_size": 1}))
-    found = inputs(recipe, Path("run"))
+    found = open_inputs(recipe, Path("run"))
     stream = Batches(found.train, found.tokenizer, recipe.data, 1, seed=0, epochs=1)
     sequences = [packed.sequences[0] for packed in stream]
     stream.close()
@@ -145,7 +145,7 @@ def test_what_is_trained_is_what_was_sampled(named: str, base: Path, bare: Path,
 
 def test_rows_are_text_where_their_text_says_it_all(base: Path):
     """Answers that end in the template's end of a turn are messages; one that was cut off makes all rows ids."""
-    speaker = Speaker(Asked(str(base), system="be brief"))
+    speaker = InferenceModel(InferenceOptions(str(base), system="be brief"))
     row = {"prompt": "hi", "answer": 3}
     question = Question(row, speaker.prompt(row, "the row"))
     end = TOKENIZER.hf.convert_tokens_to_ids("<|eot_id|>")
@@ -174,7 +174,7 @@ def test_rows_are_text_where_their_text_says_it_all(base: Path):
 
 def test_plain_strings_stay_strings(base: Path):
     """BOS is 2, EOS is 1; h is byte 104, after 3 specials and 3 markers."""
-    speaker = Speaker(Asked(str(base), raw=True))
+    speaker = InferenceModel(InferenceOptions(str(base), raw=True))
     question = Question({"prompt": "h"}, speaker.prompt({"prompt": "h"}, "the row"))
     assert question.tokens.tolist() == [2, 110]
     one = {"tokens": [111, 1], "text": "i", "reward": 1.0, "row": 0, "sample": 0}

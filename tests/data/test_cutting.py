@@ -173,7 +173,7 @@ def recipe(folder: Path, **data) -> Path:
         ({"packing": "wraped"}, "sft", "Did you mean 'wrapped'"),
         ({"packing": "split", "on_overflow": "drop"}, "sft", "on_overflow 'drop' changes nothing with packing 'split'"),
         ({"packing": "wrapped"}, "dpo", "data.packing: wrapped cuts a text into pieces, and dpo reads pairs"),
-        ({"packing": "split"}, "kto", "kto reads labels"),
+        ({"packing": "split"}, "kto", "kto reads labelled completions"),
         ({"packing": "split"}, "grpo", "grpo reads prompts"),
         ({"packing": "split"}, "reward", "reward reads pairs"),
     ],

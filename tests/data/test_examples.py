@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
@@ -31,7 +32,7 @@ def test_strings():
         [0, 0, 0, 1, 1],
     )
     assert kept({"text": "abc"}, Rendering("text")) == ([BOS, A, B, C, EOS], [0, 1, 1, 1, 1])
-    every = Rendering("prompt_completion", train_on="all")
+    every = Rendering("prompt_completion", train_on=RowKind.ALL)
     assert kept({"prompt": "ab", "completion": "c"}, every) == ([BOS, A, B, C, EOS], [0, 1, 1, 1, 1])
     # Qwen's tokenizers put no BOS; then the completion's first token is the sequence's first where the prompt is empty.
     chatml = bytes_tokenizer("chatml")
@@ -50,7 +51,7 @@ def test_messages():
     split = {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]}
     assert kept(split, Rendering("prompt_completion"))[0] == tokens.tolist()
     assert kept(split, Rendering("prompt_completion"))[1] == [0] * (half + 1) + mask[half + 1 :].astype(int).tolist()
-    everything = kept({"messages": CHAT}, Rendering("messages", train_on="all"))[1]
+    everything = kept({"messages": CHAT}, Rendering("messages", train_on=RowKind.ALL))[1]
     assert everything == [0] + [1] * (len(everything) - 1)
 
 
@@ -111,7 +112,9 @@ def test_format_is_read_off_the_columns():
         rendering(DataConfig(train="x", columns={"promt": "q"}), {"text": ""}, "row 1")
     config = DataConfig(train="x", format="text", max_length=9, on_overflow="drop", columns={"text": "body"})
     # Of 9 tokens a completion would have half, 4; 5 are left for a prompt.
-    assert rendering(config, {"body": ""}, "row 1", "all") == Rendering("text", {"text": "body"}, 9, "drop", "all", 5)
+    assert rendering(config, {"body": ""}, "row 1", RowKind.ALL) == Rendering(
+        "text", {"text": "body"}, 9, "drop", RowKind.ALL, 5
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tunix.config import RowKind
 from tunix.data.accounting import EMPTY, EQUAL, Accounting
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Batches, Layout, account, eval_batches
@@ -24,7 +25,7 @@ ROWS = [
     }
     for i in range(8)
 ]
-PAIRS = Layout(members=2)
+PAIRS = Layout(sequences_per_example=2)
 GOOD = [0, 1, 2, 4, 6, 7]
 
 
@@ -36,7 +37,7 @@ def spared(sequence: Sequence) -> Sequence:
 
 def stream(rows=ROWS, batch_size=4, layout=PAIRS, **changes):
     config = CONFIG.model_copy(update=changes)
-    return Batches(open_rows(rows), None, config, batch_size, 0, 1, "pairs", layout=layout)
+    return Batches(open_rows(rows), None, config, batch_size, 0, 1, RowKind.PAIRS, layout=layout)
 
 
 def chosen(packed):
@@ -50,7 +51,7 @@ def test_a_batch_has_pairs_and_the_account_has_rows():
     # The dropped row 5 follows the first batch's last row, and is taken with it.
     assert first.accounting == Accounting(6, 4, 0, {EQUAL: 1, EMPTY: 1})
     assert last.accounting == Accounting(8, 6, 0, {EQUAL: 1, EMPTY: 1})
-    assert last.accounting == account(open_rows(ROWS), None, CONFIG, "pairs")
+    assert last.accounting == account(open_rows(ROWS), None, CONFIG, RowKind.PAIRS)
     sides = [one.tokens.tolist() for one in first.sequences[:4]]
     assert sides == [[100, 10, 20], [100, 30], [101, 101, 11, 20], [101, 101, 31]]
     # Rows 0, 1, 2, 4 weigh 1, 2, 1, 1, and rows 6 and 7 weigh 1 and 2; a pair trains three tokens.
@@ -62,7 +63,7 @@ def test_a_batch_has_pairs_and_the_account_has_rows():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_algorithm_has_the_last_word(packing):
+def test_the_algorithm_prepares_what_is_packed(packing):
     first, _ = stream(layout=Layout(2, 1, spared), packing=packing)
     assert [one.tokens.tolist() for one in first.sequences[:2]] == [[100, 10, 20, 9], [100, 30, 9]]
     # 2 (6 + 1) places, so that the longest pair fits; without packing each pair has a row of its own.
@@ -77,12 +78,12 @@ def test_the_algorithm_has_the_last_word(packing):
 
 
 def test_held_out_pairs():
-    first, last = eval_batches(open_rows(ROWS), None, CONFIG, 4, 7, "pairs", layout=PAIRS)
+    first, last = eval_batches(open_rows(ROWS), None, CONFIG, 4, 7, RowKind.PAIRS, layout=PAIRS)
     assert (chosen(first), chosen(last)) == (GOOD[:4], GOOD[4:5])
     assert first.accounting == last.accounting == Accounting(7, 5, 0, {EQUAL: 1, EMPTY: 1})
     assert [float(one.batch.counts["pairs"]) for one in (first, last)] == [5, 1]
     with pytest.raises(UserError, match="none of its first 1 rows can be evaluated: 1 x chosen and rejected are equal"):
-        eval_batches(open_rows(ROWS[3:4]), None, CONFIG, 4, 7, "pairs", layout=PAIRS)
+        eval_batches(open_rows(ROWS[3:4]), None, CONFIG, 4, 7, RowKind.PAIRS, layout=PAIRS)
     with pytest.raises(UserError, match="nothing in it can be trained on: 1 x chosen and rejected are equal"):
         next(stream(ROWS[3:4]))
     with pytest.raises(UserError, match="a whole batch of 2 rows has weight 0"):
@@ -100,12 +101,12 @@ def test_resume_is_exact():
 
 
 def test_samples_show_what_is_wanted():
-    packed = eval_batches(open_rows(ROWS), None, CONFIG, 4, 8, "pairs", layout=PAIRS)
+    packed = eval_batches(open_rows(ROWS), None, CONFIG, 4, 8, RowKind.PAIRS, layout=PAIRS)
     prompts, rest = prompts_of((one for batch in packed for one in batch.sequences[::2]), 3)
     # Row 0's prompt has a single token, which could as well be BOS: that asks nothing.
     assert [prompt.tolist() for prompt in prompts] == [[101, 101], [102] * 3, [104, 104]]
     assert [answer.tolist() for answer in rest] == [[11, 20], [12, 20], [14, 20]]
     labelled = [{"prompt_ids": [7, 8], "completion_ids": [i], "label": bool(i % 2)} for i in range(1, 6)]
-    (batch,) = eval_batches(open_rows(labelled), None, CONFIG, 8, 8, "labels")
+    (batch,) = eval_batches(open_rows(labelled), None, CONFIG, 8, 8, RowKind.LABELS)
     assert batch.batch.per_sequence["label"].tolist() == [1, 0, 1, 0, 1, 0, 0, 0]
     assert [answer.tolist() for answer in prompts_of(batch.sequences, 8)[1]] == [[1], [3], [5]]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_chat import QWEN3, SPACE, chatml, made, marks
+from tunix.config import RowKind
 from tunix.data import tiny
 from tunix.data.accounting import (
     COMPLETION_TOO_LONG,
@@ -46,7 +47,7 @@ def said(text):
 
 def how(row, train_on="pairs", **settings):
     """The rendering that this first row decides."""
-    return rendering(DataConfig(train="given", **settings), row, "row 1", train_on)
+    return rendering(DataConfig(train="given", **settings), row, "row 1", RowKind(train_on))
 
 
 def example(row, tokenizer=TOKENIZER, train_on="pairs", **settings):
@@ -259,9 +260,9 @@ def test_completions_have_a_limit_of_their_own_and_rows_are_that_much_shorter():
     # Both sides full: 8 tokens, of which 4 are the prompt's. One row holds 3 + 5 + 5 = 8 + 4 + 1 of them.
     full = example({"prompt": "aba", "chosen": "ccc", "rejected": "bbb"}, max_length=8, completion_length=4)
     assert isinstance(full, Kept)
-    layout, config = Layout(members=2), DataConfig(train="given", max_length=8, completion_length=4)
+    layout, config = Layout(sequences_per_example=2), DataConfig(train="given", max_length=8, completion_length=4)
     assert layout.length(config) == 13
-    assert (pack(full.sequences, 2, 13, members=2).segment_ids > 0).all()
+    assert (pack(full.sequences, 2, 13, sequences_per_example=2).segment_ids > 0).all()
     # Without the limit, and where nothing is shared, two whole sides have room.
     assert layout.length(DataConfig(train="given", max_length=8)) == 16
     assert layout.length(DataConfig(train="given", max_length=8, completion_length=4, packing=False)) == 16
@@ -297,7 +298,7 @@ def test_bad_rows_are_named(row, message):
 def test_ids_and_tokenizers():
     row = {"prompt_ids": [1], "chosen_ids": [2, 600], "rejected_ids": [3]}
     with pytest.raises(UserError, match="row 7: token id 600 is beyond the model's vocabulary of 500"):
-        to_example(row, None, Rendering("tokens", train_on="pairs", vocab_size=500), "row 7")
+        to_example(row, None, Rendering("tokens", train_on=RowKind.PAIRS, vocab_size=500), "row 7")
     with pytest.raises(UserError, match="row 7: rejected_ids holds -1, which is no token id"):
         example({**row, "rejected_ids": [-1]}, None)
     with pytest.raises(UserError, match="no tokenizer: add one, or give prompt_ids, chosen_ids and rejected_ids"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Batches, account, eval_batches, total_steps
@@ -202,6 +203,6 @@ def test_eval_batches_are_the_first_rows_in_file_order():
 def test_text_rows_train_on_all():
     rows = [{"prompt": "ab", "completion": "c"}]
     tokenizer = bytes_tokenizer()
-    for train_on, count in (("completion", 2), ("all", 4)):
+    for train_on, count in ((RowKind.COMPLETION, 2), (RowKind.ALL, 4)):
         batch = next(Batches(open_rows(rows), tokenizer, CONFIG, 1, 0, 1, train_on)).batch
         assert float(batch.counts["tokens"]) == count

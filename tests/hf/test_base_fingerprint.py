@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_runs import lines, model_folder, train, write_recipe
 from tunix.cli import main
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import FILE, distance, foreign_base, mark
+from tunix.hf.base_fingerprint import FILE, distance, fingerprint, foreign_base
 from tunix.models.families.table import read_config
 
 
@@ -44,7 +44,7 @@ def adapter(tmp_path: Path) -> Path:
     settings = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained("base"), settings).save_pretrained("adapter")
     base = tmp_path / "base"
-    (tmp_path / "adapter" / FILE).write_text(mark(str(base), base, read_config(base), None))
+    (tmp_path / "adapter" / FILE).write_text(fingerprint(str(base), base, read_config(base), None))
     return tmp_path / "adapter"
 
 
@@ -95,7 +95,7 @@ def test_another_base_is_refused_with_the_remedy(adapter: Path, tmp_path: Path, 
     assert f"note: adapter was trained on base and is put on {other}" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_damaged_mark_is_told(adapter: Path):
+def test_a_damaged_fingerprint_is_reported(adapter: Path):
     for text in ('{"base": "x"}', '{"base": "x", "numbers": "?"}', '{"base": "x", "numbers": "AAAA"}'):
         (adapter / FILE).write_text(text)
         with pytest.raises(UserError, match=rf"{FILE} is damaged .*: copy the adapter again, or remove this file"):

@@ -93,9 +93,9 @@ def test_every_type_is_read_by_transformers(tmp_path):
     for _ in range(3):
         ours.step(batch(), LOSS)
     ours.export(tmp_path / "out", packed=True)
-    own = logits(ours.machinery.model, ours.params)
+    own = logits(ours.learner.spec.model, ours.learner.params)
     np.testing.assert_allclose(their_logits(tmp_path / "out"), own, atol=1e-4)
-    behind = logits(replace(ours.machinery.model, simulated=()), ours.params)
+    behind = logits(replace(ours.learner.spec.model, simulated=()), ours.learner.params)
     assert np.abs(behind - own).max() > 1e-2
     model, params = loaded(pretrained(str(tmp_path / "out")), "float32", one_device())
     np.testing.assert_allclose(logits(model, params), own, atol=1e-5)
@@ -123,9 +123,9 @@ def test_rounded_inputs_are_rounded_by_transformers_too(tmp_path):
     ours = trainer(rules=INTEGERS)
     for name, packed in (("plain", False), ("packed", True)):
         ours.export(tmp_path / name, packed=packed)
-    own = logits(ours.machinery.model, ours.params)
+    own = logits(ours.learner.spec.model, ours.learner.params)
     plain, packed = (their_logits(tmp_path / name) for name in ("plain", "packed"))
-    behind = logits(replace(ours.machinery.model, simulated=simulated(INTEGERS, weights=False)), ours.params)
+    behind = logits(replace(ours.learner.spec.model, simulated=simulated(INTEGERS, weights=False)), ours.learner.params)
     assert 0.5 < np.abs(packed - plain).mean() / np.abs(own - behind).mean() < 2
     assert np.abs(packed - own).mean() < 0.03
     group = json.loads((tmp_path / "packed/config.json").read_text())[SECTION]["config_groups"]["group_0"]

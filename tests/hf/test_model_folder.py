@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -16,13 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 
 from tests.marks import slow
 from tests.tiny_models import CASES, LLAMA3, SIZES, load, one_device, reference_folder
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params, resolve_folder, save_folder
 from tunix.mesh import build_mesh
 from tunix.models.config import Rope
-from tunix.models.families.table import FAMILIES, PRESETS, from_hf, preset, read_config, small, to_hf, with_sizes
+from tunix.models.families.table import FAMILIES, from_hf, preset, presets, read_config, small, to_hf, with_sizes
 from tunix.models.model import Model
+from tunix.trainer.perf import Compilations
 from tunix.util.atomic_io import atomic_folder, write_text_atomic
 
 
@@ -190,7 +192,7 @@ def test_missing_and_broken_configs_are_named(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_presets_survive_config_json_and_transformers_agrees(name, tmp_path):
     config = preset(name)
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
@@ -252,6 +254,23 @@ def test_only_the_names_asked_for_are_read_in_their_dtypes(folder):
     model = Model(read_config(folder))
     params = load_params(model, folder, {"layers/q/w": "bfloat16", "norm/w": "float32"}, one_device())
     assert {name: str(array.dtype) for name, array in params.items()} == {"layers/q/w": "bfloat16", "norm/w": "float32"}
+
+
+def test_a_folder_is_loaded_again_without_compiling(tmp_path):
+    """And at first one program is compiled for each kind of stack: same shape, dtype and places."""
+    reference_folder(replace(CASES["llama-grouped-tied"], fields={"num_hidden_layers": 5}), tmp_path)
+    model = Model(read_config(tmp_path))
+    dtypes: dict[str, DType] = dict.fromkeys(model.shapes, "bfloat16")
+    mesh, compilations = one_device(), Compilations()
+    load_params(model, tmp_path, dtypes, mesh)
+    # Of nine parameters of the layers six kinds are apart (k and v are alike, gate and up, the norms). Each is made and
+    # written into; the table and the norm outside of the layers are cast, and a layer's number is placed.
+    kinds = {(model.shapes[name], model.axes[name]) for name in dtypes if name.startswith("layers/")}
+    assert len(kinds) == 6
+    assert compilations.since_warmup <= 2 * len(kinds) + 3
+    compilations.settled()
+    load_params(model, tmp_path, dtypes, mesh)
+    assert compilations.since_warmup == 0
 
 
 def test_half_precision_is_cast_and_eight_bits_are_refused(folder):
@@ -379,13 +398,15 @@ def test_a_multimodal_gemma3_gives_its_text_part(prefix, tmp_path):
 
 MEMORY = '''
 import sys
+from dataclasses import replace
 from pathlib import Path
 import jax
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.families.table import read_config
 from tunix.hf.model_folder import load_params
 from tunix.models.model import Model
+from tunix.trainer.perf import Compilations
 
 def peak():
     """The most memory that this process has held. (ru_maxrss would count what its parent held before exec.)"""

@@ -80,7 +80,7 @@ def test_five_steps_are_those_of_peft(tmp_path):
     plain = OptimizerConfig(learning_rate=RATE, schedule="constant", clip_norm=None)
     client = trainer(model.config, adapter=adapter, optimizer=plain, rows=3, length=40)
     state = client.state
-    client.frozen = base
+    client.learner.frozen = base
     client.state = type(state)(
         {name: jax.numpy.asarray(start[name]) for name in state.params}, state.moments, state.step
     )

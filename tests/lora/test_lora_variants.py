@@ -71,7 +71,7 @@ def test_pissa_by_hand():
 def test_pissa_starts_at_the_largest_singular_vectors():
     settings = AdapterConfig(rank=3, alpha=6.0, start="pissa", targets=("k_proj",))
     client = trainer(adapter=settings)
-    w, p = np.asarray(client.frozen["layers/k/w"]), jax.device_get(client.state.params)
+    w, p = np.asarray(client.learner.frozen["layers/k/w"]), jax.device_get(client.state.params)
     for layer in range(PLAIN.num_layers):
         u, s, v = np.linalg.svd(w[layer].reshape(PLAIN.d_model, -1))
         a, b = p["layers/k/w_lora_a"][layer], p["layers/k/w_lora_b"][layer].reshape(3, -1)
@@ -158,7 +158,7 @@ def test_all_at_once_trains_samples_and_merges(config):
     trained = client.logprobs([Sequence(x, np.ones(len(x), bool)) for x in asked])
     for logprobs, (one,) in zip(trained, drawn, strict=True):
         np.testing.assert_allclose(logprobs[4:], one.logprobs, atol=1e-5)
-    merged = merge(client.params, EVERYTHING)
+    merged = merge(client.learner.params, EVERYTHING)
     plain = trainer(config)
     plain.state = type(plain.state)(merged, plain.state.moments, plain.state.step)
     for found, expected in zip(plain.logprobs(rows), client.logprobs(rows), strict=True):

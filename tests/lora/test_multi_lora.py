@@ -16,16 +16,15 @@ from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.lora.adapt import adapt, started
 from tunix.lora.config import AdapterConfig
-from tunix.lora.multi_lora import Laid
+from tunix.lora.multi_lora import LoadedAdapter
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, is_adapter
 from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.request import Request
-from tunix.rollout.engine.warmup import Workload
+from tunix.trainer.build import local_client
 from tunix.trainer.perf import Compilations
-from tunix.trainer.trainer import Trainer
-from tunix.types import Completion, Sampling, Sequence
+from tunix.types import Completion, Sampling, Sequence, Workload
 
 SETTINGS = {
     "wide": AdapterConfig(rank=4, alpha=6.0, ranks={"mlp.*": 3}),
@@ -37,14 +36,16 @@ LOSS = SFT(SFTConfig()).objective
 GREEDY = Sampling(max_tokens=14, temperature=0.0, prompt_logprobs=True)
 
 
-def moved(settings: AdapterConfig, model: Model, base, seed: int) -> Laid:
+def moved(settings: AdapterConfig, model: Model, base, seed: int) -> LoadedAdapter:
     """An adapter that has been trained: every part of it has moved from where it started."""
     own = replace(model, adapt=adapt(settings, model.config))
     fresh = own.init(jax.random.key(seed), {name: "float32" for name in own.shapes if is_adapter(name)}, one_device())
     fresh = started(settings, own, fresh, base, "float32", one_device())
     rng = np.random.default_rng(seed)
     trained = {name: x for name, x in fresh.items() if not name.endswith("0")}
-    return Laid(settings, fresh | {n: x + 0.2 * rng.standard_normal(x.shape, np.float32) for n, x in trained.items()})
+    return LoadedAdapter(
+        settings, fresh | {n: x + 0.2 * rng.standard_normal(x.shape, np.float32) for n, x in trained.items()}
+    )
 
 
 def setting(config, quantization=None, names=tuple(SETTINGS)):
@@ -56,7 +57,7 @@ def setting(config, quantization=None, names=tuple(SETTINGS)):
 
 def mixed_engine(model, base, beside, **options):
     engine = small_engine(model, base, **options)
-    engine.load(base, 1, beside=beside)
+    engine.publish(base, 1, adapters=beside)
     return engine
 
 
@@ -130,7 +131,9 @@ def test_draws_replies_and_a_mesh_change_nothing():
         homes = own.shardings(mesh)
         return {name: jax.device_put(x, homes[name]) for name, x in params.items()}
 
-    there = {name: Laid(s, placed(replace(model, adapt=adapt(s, PLAIN)), own)) for name, (s, own) in beside.items()}
+    there = {
+        name: LoadedAdapter(s, placed(replace(model, adapt=adapt(s, PLAIN)), own)) for name, (s, own) in beside.items()
+    }
     assert_same(mixed_engine(model, placed(model, base), there, slots=4, mesh=mesh).run(requests, reply), together)
 
 
@@ -158,16 +161,18 @@ def test_another_mixture_and_moved_adapters_compile_nothing():
     before = engine.run(requests)
     assert engine.weights is not None
     copied = engine.weights.layers[0]["q/w"]
-    other = {name: Laid(x.settings, {key: 0.5 * y for key, y in x.params.items()}) for name, x in beside.items()}
+    other = {
+        name: LoadedAdapter(x.settings, {key: 0.5 * y for key, y in x.params.items()}) for name, x in beside.items()
+    }
     compilations = Compilations()
     for names in ([None] * 9, ["turned"] * 9, ["wide", "turned", "wide"] * 3):
         engine.run([replace(request, adapter=name) for request, name in zip(requests, names, strict=True)])
-    engine.load(base, 2, beside=other)
+    engine.publish(base, 2, adapters=other)
     after = engine.run(requests)
     assert compilations.since_warmup == 0
     assert engine.weights.layers[0]["q/w"] is copied
     for request, a, b in zip(requests, before, after, strict=True):
-        assert (a.version, b.version) == (1, 2)
+        assert (set(a.versions), set(b.versions)) == ({1}, {2})
         assert np.array_equal(a.logprobs, b.logprobs) == (request.adapter is None)
 
 
@@ -176,9 +181,9 @@ def test_two_trainers_and_an_engine_on_one_frozen_base():
     """They share the base's arrays, and learn what each learns alone; its log-probs are the reference of both."""
     kinds = {"one": AdapterConfig(rank=4), "two": AdapterConfig(rank=2, targets=("q_proj", "up_proj"))}
     alone = {name: trainer(adapter=kind) for name, kind in kinds.items()}
-    frozen = trainer(adapter=kinds["one"]).frozen
+    frozen = trainer(adapter=kinds["one"]).learner.frozen
     ours = {
-        name: Trainer(one.machinery, {key: x.copy() for key, x in one.state.params.items()}, frozen)
+        name: local_client(one.learner.spec, {key: x.copy() for key, x in one.state.params.items()}, frozen)
         for name, one in alone.items()
     }
     for seed in range(3):
@@ -186,11 +191,13 @@ def test_two_trainers_and_an_engine_on_one_frozen_base():
         for name in kinds:
             found, expected = (float(each[name].step(batch, LOSS)["train/loss"]) for each in (ours, alone))
             assert found == pytest.approx(expected, abs=1e-6)
-    assert all(one.frozen[name] is x for one in ours.values() for name, x in frozen.items())
+    assert all(one.learner.frozen[name] is x for one in ours.values() for name, x in frozen.items())
 
-    model = replace(alone["one"].machinery.model, adapt=None)
+    model = replace(alone["one"].learner.spec.model, adapt=None)
     engine = engine_file.Engine(model, one_device(), slots=3, length=24)
-    engine.load(frozen, 1, beside={name: Laid(kinds[name], one.state.params) for name, one in ours.items()})
+    engine.publish(
+        frozen, 1, adapters={name: LoadedAdapter(kinds[name], one.state.params) for name, one in ours.items()}
+    )
     assert engine.weights is not None
     assert engine.weights.top["embed/w"] is frozen["embed/w"]
     (prompt,) = prompts(96, (6,))
@@ -211,9 +218,9 @@ def test_what_cannot_be_mixed():
         engine.run([Request(prompt, GREEDY, 0), Request(prompt, GREEDY, 0, adapter="wild")])
     with pytest.raises(UserError, match="request 0 asks for the adapter 'wide': none was loaded"):
         small_engine(model, base).run([Request(prompt, GREEDY, 0, adapter="wide")])
-    tabled = Laid(SETTINGS["wide"], {**beside["wide"].params, "head/w": base["head/w"]})
+    tabled = LoadedAdapter(SETTINGS["wide"], {**beside["wide"].params, "head/w": base["head/w"]})
     with pytest.raises(ValueError, match=r"\['head/w'\] cannot differ between the rows"):
-        engine.load(base, 2, beside={"tabled": tabled})
+        engine.publish(base, 2, adapters={"tabled": tabled})
     laid = replace(model, adapt=adapt(SETTINGS["wide"], PLAIN))
     with pytest.raises(ValueError, match="has an adapter already"):
-        small_engine(laid, {**base, **beside["wide"].params}).load(base, 2, beside=beside)
+        small_engine(laid, {**base, **beside["wide"].params}).publish(base, 2, adapters=beside)

@@ -23,8 +23,10 @@ from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES
-from tunix.models.model import is_adapter, is_own
+from tunix.models.model import Params, is_adapter, is_own
 from tunix.models.quantization.formats import is_scale, plain
+from tunix.trainer.reference import Reference
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Sequence
 
 QLORA = AdapterConfig(kind="qlora", rank=4, tile=16)
@@ -38,7 +40,7 @@ ALGORITHMS = {
     "grpo": GRPO(GRPOConfig(kl=0.1)),
     "ppo": PPO(PPOConfig(critic="shared")),
 }
-HEADS = {"reward": {"critic": True, "speaks": False}, "ppo": {"critic": True}}
+HEADS = {"reward": {"has_scalar_head": True, "has_lm_head": False}, "ppo": {"has_scalar_head": True}}
 
 
 def batch(seed=0):
@@ -49,7 +51,7 @@ def batch(seed=0):
 def test_adapters_learn_and_the_base_stays(name):
     ours = trainer(SHAPES[name], adapter=QLORA)
     assert all(is_adapter(key) for key in ours.state.params)
-    before = jax.tree.map(np.asarray, ours.frozen)
+    before = jax.tree.map(np.asarray, ours.learner.frozen)
     losses = []
     for _ in range(8):
         metrics = ours.step(batch(), LOSS)
@@ -58,30 +60,30 @@ def test_adapters_learn_and_the_base_stays(name):
     assert losses[-1] < losses[0] - 0.05
     assert float(metrics["train/grad_norm"]) > 0
     for key, value in before.items():
-        np.testing.assert_array_equal(ours.frozen[key], value)
+        np.testing.assert_array_equal(ours.learner.frozen[key], value)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_loss_moves_the_adapter_and_the_head_alone(name):
     algorithm = ALGORITHMS[name]
     ours = trainer(adapter=QLORA, rows=6, **HEADS.get(name, {}))
-    speaks = ours.machinery.model.speaks
+    has_lm_head = ours.learner.spec.model.has_lm_head
     short = sequences(6, longest=11)  # two, and the spare token of a score, fit in a row
-    rows = [algorithm.prepared(row) for row in (rollouts(ours, short) if speaks else short)]
-    packed = pack(rows, 6, 24, members=2 if algorithm.train_on == "pairs" else 1)
-    asked = ours.logprobs(rows, of="reference") if speaks else []
-    base, before = jax.tree.map(np.asarray, (ours.frozen, ours.state.params))
+    rows = [algorithm.prepare_sequence(row) for row in (rollouts(ours, short) if has_lm_head else short)]
+    packed = pack(rows, 6, 24, sequences_per_example=2 if algorithm.train_on == "pairs" else 1)
+    asked = ours.logprobs(rows, of="reference") if has_lm_head else []
+    base, before = jax.tree.map(np.asarray, (ours.learner.frozen, ours.state.params))
     assert all(map(is_own, before))
     for _ in range(3):  # B is 0, and so are A's gradients at first; under a head of zeros B's are too
         norm = float(ours.step(packed, algorithm.objective)["train/grad_norm"])
         assert np.isfinite(norm)
         assert norm > 0
     for key, value in base.items():
-        np.testing.assert_array_equal(ours.frozen[key], value)
+        np.testing.assert_array_equal(ours.learner.frozen[key], value)
     for key, value in before.items():
         assert np.any(ours.state.params[key] != value), key
     # The reference is the same base with the adapter off.
-    for old, new in zip(asked, ours.logprobs(rows, of="reference") if speaks else [], strict=True):
+    for old, new in zip(asked, ours.logprobs(rows, of="reference") if has_lm_head else [], strict=True):
         np.testing.assert_array_equal(new, old)
 
 
@@ -94,12 +96,19 @@ def rollouts(ours, rows):
     return [replace(row, per_token={name: x[i] for name, x in columns.items()}) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("base", ["nf4", *slow(["int8", "int4", "fp8"])])
-def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
-    adapter = QLORA.model_copy(update={"base": base})
+def on_base(client: Trainer, frozen: Params) -> None:
+    """Puts another base under a client's adapter, which is its reference too."""
+    client.learner.frozen = frozen
+    client.learner.reference = Reference(client.learner.spec, frozen)
+
+
+@pytest.mark.parametrize("kind", ["nf4", *slow(["int8", "int4", "fp8"])])
+def test_a_step_is_that_of_lora_on_the_dequantized_base(kind):
+    adapter = QLORA.model_copy(update={"base": kind})
     quantized = trainer(RICH, adapter=adapter)
     plainly = trainer(RICH, adapter=AdapterConfig(rank=4))
-    plainly.frozen = {key: plain(quantized.frozen, key) for key in quantized.frozen if not is_scale(key)}
+    base = quantized.learner.frozen
+    on_base(plainly, {key: plain(base, key) for key in base if not is_scale(key)})
     for ours, theirs in zip(quantized.state.params.values(), plainly.state.params.values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)  # both start alike
     for _ in range(3):
@@ -116,10 +125,10 @@ def test_a_step_is_that_of_lora_on_the_dequantized_base(base):
 )
 def test_a_mesh_changes_nothing(mesh):
     one, many = trainer(adapter=QLORA, rows=8), trainer(adapter=QLORA, devices=8, mesh=mesh, rows=8)
-    gate, scales = (many.frozen[name].sharding.spec for name in ("layers/gate/w", "layers/gate/w_scale"))
+    gate, scales = (many.learner.frozen[name].sharding.spec for name in ("layers/gate/w", "layers/gate/w_scale"))
     assert gate[2] == scales[2]  # the outputs of both live together
-    for key, value in one.frozen.items():
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(many.frozen[key]))
+    for key, value in one.learner.frozen.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(many.learner.frozen[key]))
     for seed in range(3):
         rows = pack(sequences(12, seed), 12, 24)
         ours, theirs = (float(each.step(rows, LOSS)["train/loss"]) for each in (one, many))
@@ -138,7 +147,8 @@ def test_what_is_sampled_is_what_is_trained(name):
     assert_same_as_full_forward(ours, prompts, drawn)
 
     dequantized = trainer(SHAPES[name], adapter=AdapterConfig(rank=4), length=24)
-    dequantized.frozen = {key: plain(ours.frozen, key) for key in ours.frozen if not is_scale(key)}
+    base = ours.learner.frozen
+    on_base(dequantized, {key: plain(base, key) for key in base if not is_scale(key)})
     dequantized.state = replace(dequantized.state, params=jax.tree.map(jnp.copy, ours.state.params))
     dequantized.publish()
     plainly = [found[0] for found in dequantized.sample(prompts, 1, Sampling(max_tokens=12, temperature=0.0), seed=0)]
@@ -159,7 +169,7 @@ def assert_same_as_full_forward(ours, prompts, drawn, atol=1e-4):
 def test_a_checkpoint_holds_the_adapter_alone(tmp_path):
     ours = trainer(adapter=QLORA)
     ours.step(batch(), LOSS)
-    ours.save(tmp_path / "state")
+    ours.save(tmp_path / "state").result()
     held = ours.state.params
     other = trainer(adapter=QLORA, seed=1)
     other.load(tmp_path / "state")

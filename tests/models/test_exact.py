@@ -1,7 +1,5 @@
 """bfloat16 that is rounded alike in every program: what is one model gives the same bits."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,6 +9,7 @@ import pytest
 from tests.commands.test_quantize import MIXED
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.data.packing import pack
+from tunix.trainer.build import local_client
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossInputs, LossOutputs, Term
 from tunix.util.exact import jit
@@ -22,9 +21,9 @@ def started(config, rules=None) -> Trainer:
     rng = np.random.default_rng(0)
     params = {
         name: x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype) if "norm" in name else x
-        for name, x in plain.params.items()
+        for name, x in plain.learner.params.items()
     }
-    return Trainer(replace(plain.machinery, reference=True), params, {})
+    return local_client(plain.learner.spec, params, {}, keep_reference=True)
 
 
 def drift(inputs: LossInputs) -> LossOutputs:

@@ -23,9 +23,9 @@ from tests.tiny_models import (
     tokens,
 )
 from tunix.hf.model_folder import save_folder
+from tunix.models.attention import attend
+from tunix.models.attention_inputs import CacheView, Segments
 from tunix.models.families.table import read_config
-from tunix.models.kv_cache import _attend
-from tunix.models.layers import Segments, attention
 from tunix.models.model import Model
 
 parity = pytest.mark.parametrize("name", CASES)
@@ -114,16 +114,17 @@ def test_the_query_scale_is_multiplied_in_float32():
     """Gemma 2 27B: 1/12 in bfloat16 is 171/2048, 0.195 % more. In float32 each product is q / 12, rounded once."""
     q, k = jnp.asarray(4 * np.random.default_rng(0).normal(size=(2, 1, 8, 2, 16)), jnp.bfloat16)
     once = jnp.asarray(np.asarray(q, np.float64) / 12, jnp.bfloat16)
-    segments, bias = Segments(jnp.ones((1, 8), jnp.int32), jnp.arange(8)[None]), jnp.zeros((1, 8, 8))
+    here = jnp.arange(8)[None]
+    segments, view = Segments(jnp.ones((1, 8), jnp.int32), here), CacheView(here, here, here)
 
     def trained(q: jax.Array, scale: float) -> jax.Array:
-        return attention(q, k, k, segments, window=None, scale=scale, softcap=None)
+        return attend(q, k, k, segments, scale=scale)
 
     def sampled(q: jax.Array, scale: float) -> jax.Array:
-        return _attend(q, k.transpose(0, 2, 3, 1), k.transpose(0, 2, 1, 3), bias, scale=scale, softcap=None)
+        return attend(q, k.transpose(0, 2, 3, 1), k.transpose(0, 2, 1, 3), view, scale=scale)
 
-    for attend in (trained, sampled):
-        np.testing.assert_array_equal(attend(q, 1 / 12), attend(once, 1.0))
+    for mixed in (trained, sampled):
+        np.testing.assert_array_equal(mixed(q, 1 / 12), mixed(once, 1.0))
 
 
 def test_remat_changes_nothing(folders):

@@ -7,13 +7,15 @@ import pytest
 import yaml
 
 import tunix
-from tunix.config import FAMILIES
+from tunix.algorithms.ppo.config import PPOConfig
+from tunix.algorithms.sft.config import SFTConfig
 from tunix.data import tiny as rows
 from tunix.data.config import DataConfig
 from tunix.errors import UserError
+from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.recipe.tiny import SIZES
+from tunix.recipe.tiny import SIZES, tiny_overrides
 from tunix.rollout.rewards.answers import number
 from tunix.rollout.rewards.shipped import json_schema
 from tunix.util.yaml_io import overridden, parse_yaml, write_yaml
@@ -378,6 +380,19 @@ def test_what_the_command_line_says_is_not_capped(tmp_path: Path):
     path = written(tmp_path, build())
     recipe = Recipe.load(path, ["steps=50", "epochs=null", "output=runs/here", "data.max_length=256"], tiny=True)
     assert (recipe.steps, recipe.output, recipe.data.max_length) == (50, "runs/here", 256)
+
+
+def test_what_the_command_line_says_of_an_algorithms_capped_keys_is_kept(tmp_path: Path):
+    """The algorithm names them: PPO's warm-up of the critic is one, SFT has none."""
+    section = {"name": "ppo", "group_size": 16, "critic_warmup": 50}
+    path = written(tmp_path, build(algorithm=section, reward={"functions": ["length"]}))
+    recipe = Recipe.load(path, ["algorithm.critic_warmup=3", "algorithm.lam=0.5"], tiny=True)
+    told = recipe.algorithm.model_dump()
+    assert (told["critic_warmup"], told["group_size"], told["lam"]) == (3, 4, 0.5)
+    assert tiny_overrides(["algorithm.critic_warmup=3", "steps=2"], [SFTConfig()]) == ["steps=2"]
+    assert tiny_overrides(["stages.1.algorithm.group_size=3", "algorithm.lam=1"], [SFTConfig(), PPOConfig()]) == [
+        "stages.1.algorithm.group_size=3"
+    ]
 
 
 @pytest.mark.parametrize(

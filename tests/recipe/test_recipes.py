@@ -92,7 +92,7 @@ def test_every_recipe_of_preferences_runs_tiny_and_tells_them_apart(path: Path):
         assert math.isfinite(one["train/grad_norm"])
         if "rewards/margin" in one:  # a batch of KTO's may have one label alone
             assert one["rewards/margin"] == pytest.approx(one["rewards/chosen"] - one["rewards/rejected"], abs=1e-3)
-    if last(path).algorithm.speaks:
+    if last(path).algorithm.has_lm_head:
         assert AutoModelForCausalLM.from_pretrained(folder / "export")
     else:
         assert AutoModelForSequenceClassification.from_pretrained(folder / "export").num_labels == 1

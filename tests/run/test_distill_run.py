@@ -19,7 +19,7 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.source import of_recipe
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
-from tunix.run.build import build_trainer
+from tunix.run.build import client_of
 from tunix.run.teacher import teacher_source
 from tunix.trainer.trainer import Trainer
 
@@ -125,16 +125,16 @@ def built(words: str) -> Trainer:
     recipe = Recipe.load(words)
     source = of_recipe(recipe.model, None, Path("tokenizer"), None)
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    return build_trainer(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
+    return client_of(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
 
 
 @pytest.mark.slow
 def test_an_adapter_of_the_students_base_teaches_without_a_second_base(tmp_path: Path, adapter: Path):
     words = recipe(tmp_path, LAID)
     shared = built(words)
-    assert shared.teacher is not None
-    assert all(shared.teacher.params[name] is x for name, x in shared.frozen.items())
-    own = set(shared.teacher.params) - set(shared.frozen)
+    assert shared.learner.teacher is not None
+    assert all(shared.learner.teacher.params[name] is x for name, x in shared.learner.frozen.items())
+    own = set(shared.learner.teacher.params) - set(shared.learner.frozen)
     assert own == {f"layers/{name}/w_lora_{letter}" for name in ("q", "up") for letter in "ab"}
     train(words, "output=shared")
     # The same teacher from another folder is read on its own, with its adapter merged.
@@ -158,10 +158,12 @@ def test_an_adapter_of_the_students_base_teaches_without_a_second_base(tmp_path:
 )
 def test_a_base_that_differs_is_read_for_the_teacher(tmp_path: Path, adapter: Path, changes: dict[str, Any]):
     apart = built(recipe(tmp_path, {**LAID, **changes}))
-    assert apart.teacher is not None
-    held = {id(x) for x in apart.params.values()}
-    assert not any(id(x) in held for x in apart.teacher.params.values())
-    assert set(apart.teacher.params) == {name for name in apart.teacher.model.shapes if "lora" not in name}
+    assert apart.learner.teacher is not None
+    held = {id(x) for x in apart.learner.params.values()}
+    assert not any(id(x) in held for x in apart.learner.teacher.params.values())
+    assert set(apart.learner.teacher.params) == {
+        name for name in apart.learner.teacher.model.shapes if "lora" not in name
+    }
 
 
 # Mistakes.

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import one_device
 from tests.tiny_runs import EVAL, metrics, model_folder, train, write_recipe
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import FILE, mark
+from tunix.hf.base_fingerprint import FILE, fingerprint
+from tunix.hf.given_adapter import given_weights, settled
 from tunix.hf.source import pretrained
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 from tunix.recipe.recipe import Recipe
 from tunix.run.build import assemble
-from tunix.run.given_adapter import given_weights, settled
 from tunix.trainer.progress import Display
 from tunix.types import Sequence
 
@@ -62,9 +62,9 @@ def test_it_starts_as_peft_has_it_and_leaves_as_peft_reads_it(kind, tmp_path):
     assert Recipe.build(recipe.sections()) == recipe
     with closing(assemble(recipe, tmp_path / "run", Display("run", 0, 0))) as job:
         rows = [Sequence(row, np.ones(20, bool)) for row in ROWS]
-        ours, reference = job.trainer.logprobs(rows), job.trainer.logprobs(rows, of="reference")
-        adapter = job.trainer.machinery.adapter
-        job.trainer.export(tmp_path / "out", adapter=True)
+        ours, reference = job.client.logprobs(rows), job.client.logprobs(rows, of="reference")
+        adapter = job.client.learner.spec.adapter
+        job.client.export(tmp_path / "out", adapter=True)
     assert (adapter.rank, adapter.alpha, adapter.targeted) == (3, 5.0, ("q_proj", "down_proj"))
     for found, other, expected, base in zip(ours, reference, theirs("adapter"), theirs(None), strict=True):
         np.testing.assert_allclose(found[1:], expected, atol=1e-4)
@@ -97,7 +97,8 @@ def resolved(adapter: dict, path: str = "base"):
     recipe = Recipe.build(
         {"model": {"path": path}, "data": {"train": "t"}, "output": "o", "adapter": {"from": "adapter", **adapter}}
     )
-    return settled(recipe, pretrained(path))
+    adapter, source = settled(recipe.adapter, pretrained(path))
+    return recipe.model_copy(update={"adapter": adapter}), source
 
 
 def test_what_says_the_same_may_be_said(tmp_path):
@@ -145,11 +146,11 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     given(tmp_path / "other")
     recipe = Recipe.build({**whole, "model": {"path": "base"}, "adapter": {"from": "adapter"}})
     with pytest.raises(UserError, match=r"ends in the adapter other/adapter, which would be merged below adapter"):
-        settled(recipe, pretrained("base", Path("other/adapter")))
+        settled(recipe.adapter, pretrained("base", Path("other/adapter")))
 
     file = folder / FILE
     rounded = '"rounded": {"base": "nf4", "tile": 16}'
-    file.write_text(mark(str(base), base, read_config(base), None).replace('"rounded": null', rounded))
+    file.write_text(fingerprint(str(base), base, read_config(base), None).replace('"rounded": null', rounded))
     assert resolved({})[0].adapter.tile == 16
     with pytest.raises(UserError, match=r"adapter\.kind: adapter was trained on a base in nf4 \(tile 16\)"):
         resolved({"kind": "lora"})

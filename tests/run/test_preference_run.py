@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import tunix.run.reference_cache
+import tunix.trainer.reference
 from tests.marks import slow
 from tests.tiny_rl import REWARDS
 from tests.tiny_runs import files, lines, metrics, train, write_recipe, write_rows
 from tunix.algorithms.dpo.algorithm import ranked
 from tunix.cli import main
-from tunix.run.reference_cache import digest_of_weights
-from tunix.trainer.trainer import Trainer
+from tunix.trainer.digest import digest_of_weights
 
 LETTERS = "abcdefgh"
 PREFERENCES = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
@@ -76,7 +76,7 @@ def test_dpo_learns_from_its_reference(adapter, tmp_path):
 
 
 def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "_snapshot", lambda *_: pytest.fail("a reference is held"))
+    monkeypatch.setattr(tunix.trainer.reference, "snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "simpo"}, steps=3))
     _, last = held_out()
     assert last["eval/rewards/accuracy"] > 0.5
@@ -204,7 +204,7 @@ PRECOMPUTE = {"algorithm": {"name": "dpo", "reference": "precompute"}, "steps": 
 def test_a_reference_asked_beforehand_is_the_same(adapter, tmp_path, monkeypatch):
     """As one that is asked at every step, up to rounding; and none is held."""
     train(write_preferences(tmp_path, adapter=adapter, steps=3))
-    monkeypatch.setattr(Trainer, "_snapshot", lambda *_: pytest.fail("a reference is held"))
+    monkeypatch.setattr(tunix.trainer.reference, "snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, adapter=adapter, **PRECOMPUTE, output="beforehand"))
     for mine, theirs in zip(metrics("beforehand"), metrics("run"), strict=True):
         for name in {
@@ -245,7 +245,7 @@ def test_shards_of_something_else_are_not_taken(tmp_path, capfd):
     capfd.readouterr()
     train(recipe, "output=other", "seed=1")  # other first weights
     assert (
-        f"{folder.name}: of other rows, another model or precision; the reference is asked anew"
+        f"{folder.name}: of other rows, another model or precision; the reference is recomputed"
         in capfd.readouterr().err
     )
     (other,) = (x for x in tmp_path.glob("train.jsonl.reference-*") if x != folder)

@@ -15,14 +15,17 @@ from tests.tiny_models import CASES, one_device, randomise, reference_folder
 from tests.tiny_runs import model_folder
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
+from tunix.hf import safetensors_io
 from tunix.hf.classifier_folder import Padding, padding
 from tunix.hf.model_folder import has_score, load_params, save_folder
 from tunix.hf.peft_adapter import load_adapter, save_adapter
-from tunix.hf.source import gives_scores, pretrained, weights
+from tunix.hf.source import loaded, must_speak, pretrained, weights
+from tunix.lora.adapt import adapt
+from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 from tunix.trainer.logprobs import Scorer
-from tunix.trainer.microbatches import Cut
+from tunix.trainer.microbatches import Microbatcher
 from tunix.types import Sequence
 
 PAD, LENGTHS = 0, (5, 17, 11, 1, 24)
@@ -52,14 +55,14 @@ def ids(seed: int = 0) -> list[np.ndarray]:
 
 
 def our_model(folder: Path) -> tuple[Model, dict]:
-    model = Model(read_config(folder), critic=True, speaks=False)
+    model = Model(read_config(folder), has_scalar_head=True, has_lm_head=False)
     return model, load_params(model, folder, dict.fromkeys(model.shapes, "float32"), one_device())
 
 
 def our_scores(model: Model, params: dict) -> np.ndarray:
     """Of packed rows: the value at a spare token behind each sequence."""
     longer = [Sequence(np.append(x, np.int32(0)), np.arange(len(x) + 1) == len(x)) for x in ids()]
-    found = Scorer(model, Cut(2, one_device()), max(LENGTHS) + 1).values(params, longer)
+    found = Scorer(model, Microbatcher(2, one_device()), max(LENGTHS) + 1).values(params, longer)
     return np.array([values[-1] for values in found])
 
 
@@ -99,7 +102,7 @@ def test_a_language_model_gives_its_trunk_and_a_reward_model_no_words(tmp_path):
     """The head for words, untied here, is left out; the scalar head is not there and not asked for."""
     folder = tmp_path / "causal"
     reference_folder(CASES["llama-multihead-untied-llama3"], folder)
-    model = Model(read_config(folder), critic=True, speaks=False)
+    model = Model(read_config(folder), has_scalar_head=True, has_lm_head=False)
     assert "head/w" not in model.shapes
     trunk = {name: "float32" for name in model.shapes if name != "value/w"}
     assert load_params(model, folder, trunk, one_device()).keys() == trunk.keys()
@@ -134,7 +137,7 @@ def test_padding_is_a_token_that_ends_nothing(tmp_path):
     stated = read_config(model_folder(tmp_path / "other", eos_token_id=[1, 9], pad_token_id=7))
     assert padding(stated, None) == Padding(7)
 
-    model = Model(config, critic=True, speaks=False)
+    model = Model(config, has_scalar_head=True, has_lm_head=False)
     params = {name: jax.numpy.full(shape, 0.01) for name, shape in model.shapes.items()}
     save_folder(tmp_path / "out", config, params, source=folder, dtype="float32", scores=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -157,9 +160,9 @@ def test_adapters_of_reward_models_are_pefts_own_in_and_out(tmp_path):
     expected = their_scores(theirs)
 
     source = pretrained(str(base), folder)
-    assert gives_scores(source)
-    assert not gives_scores(pretrained(str(base)))
-    model = Model(source.decoder, critic=True, speaks=False)
+    assert source.has_scalar_head
+    assert not pretrained(str(base)).has_scalar_head
+    model = Model(source.decoder, has_scalar_head=True, has_lm_head=False)
     read = {"mesh": one_device(), "seed": 0, "trained": "float32", "frozen": "float32", "full": True}
     params, _ = weights(source, model, **read)
     np.testing.assert_allclose(our_scores(model, params), expected, atol=1e-4)
@@ -173,6 +176,32 @@ def test_adapters_of_reward_models_are_pefts_own_in_and_out(tmp_path):
     assert written.keys() == saved.keys()
     again = PeftModel.from_pretrained(classifier(base, num_labels=1, pad_token_id=PAD), tmp_path / "ours").eval()
     np.testing.assert_allclose(their_scores(again), expected, atol=1e-5)
+
+
+def test_an_adapter_is_read_once(tmp_path, monkeypatch):
+    """Asking whether a source gives scores reads none of its weights, however often; loading reads each tensor once."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    reference_folder(CASES["llama-grouped-tied"], base)
+    decoder = read_config(base)
+    adapter = AdapterConfig(rank=2, targets=("q_proj", "down_proj"))
+    model = Model(decoder, adapt=adapt(adapter, decoder))
+    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
+    save_adapter(folder, params, adapter, decoder, str(base))
+    opened: list[Path] = []
+    monkeypatch.setattr(
+        safetensors_io, "_opened", lambda file, own=safetensors_io._opened: opened.append(file) or own(file)
+    )
+
+    source = pretrained(str(base), folder)
+    must_speak(source, "mine")
+    assert not source.has_scalar_head
+    assert [file.parent for file in opened].count(folder) == 0
+    loaded(source, "float32", one_device())
+    # The list of tensors, then an A and a B of q and down in each of three layers.
+    assert [file.parent for file in opened].count(folder) == 1 + 2 * 2 * 3
+    opened.clear()
+    must_speak(source, "mine")
+    assert opened == []
 
 
 def load_base(folder: Path) -> dict:

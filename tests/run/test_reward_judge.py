@@ -46,7 +46,9 @@ def their_score(folder: Path, tokens: list[int]) -> float:
 
 def drawn(tokens: list[int], finish="stop") -> Completion:
     made = np.asarray(tokens, np.int32)
-    return Completion(made, np.zeros(len(made), np.float32), finish, 1, Sampling(), ((0, len(made)),))
+    return Completion(
+        made, np.zeros(len(made), np.float32), finish, np.ones(len(made), np.int32), Sampling(), ((0, len(made)),)
+    )
 
 
 def prompt(text: str, **row) -> Prompt:

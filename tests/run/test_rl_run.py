@@ -4,7 +4,6 @@ The plain run samples at temperature 0.7, so that whatever equals it has mirrore
 """
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,13 @@ def stopped(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_sampler_with_other_weights_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = Engine.load
+    real = Engine.publish
 
-    def load(self: Engine, params: Params, version: int, moving: Collection[str]) -> None:
+    def publish(self: Engine, params: Params, version: int) -> None:
         name = next(name for name in params if name.endswith("down/w"))
-        real(self, {**params, name: params[name] * 1.05}, version, moving)
+        real(self, {**params, name: params[name] * 1.05}, version)
 
-    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(Engine, "publish", publish)
     write_policy(tmp_path, **PLAIN)
     told = stopped(capsys)
     assert "rollout.mismatch_tolerance: at token" in told

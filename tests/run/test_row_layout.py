@@ -13,8 +13,8 @@ from tunix.config import MeshConfig
 from tunix.data.packing import pack, row_length
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
-from tunix.run.row_layout import answers_together, cut_of, drawn_length
-from tunix.trainer.microbatches import Cut, answers_per_row, rows_per_pass
+from tunix.run.row_layout import answers_together, microbatcher_of, sampled_row_length
+from tunix.trainer.microbatches import Microbatcher, answers_per_row, rows_per_microbatch
 from tunix.types import Sequence
 
 BIG = replace(PLAIN, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, ffn=4096)
@@ -80,17 +80,17 @@ def test_a_recipe():
     mesh, algorithm = one_device(), GRPO(GRPO.Config())
     plain = recipe()
     assert answers_together(plain, mesh, BIG, algorithm) == 8
-    length, cut = cut_of(plain, mesh, BIG, algorithm)
-    assert (length, cut.unit) == (drawn_length(plain, 8), 8) == (583, 8)
+    length, microbatcher = microbatcher_of(plain, mesh, BIG, algorithm)
+    assert (length, microbatcher.unit) == (sampled_row_length(plain, 8), 8) == (583, 8)
     # A row of eight is no more than the sequences of a pass.
     small = recipe(micro_batch_size=4)
     assert answers_together(small, mesh, BIG, algorithm) == 4
-    assert cut_of(small, mesh, BIG, algorithm)[1].rows == 1
+    assert microbatcher_of(small, mesh, BIG, algorithm)[1].rows == 1
     assert answers_together(recipe(data={"packing": False}), mesh, BIG, algorithm) == 1
     # An environment says its own first words, and what it answers belongs to the completion.
     played = recipe(rollout={"environment": {"name": "guess_number"}}, reward=None)
     assert answers_together(played, mesh, BIG, algorithm) == 1
-    assert drawn_length(played, 2) == 256
+    assert sampled_row_length(played, 2) == 256
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_recipe():
     ],
 )
 def test_rows_of_a_pass(batch: int, length: int, packing: bool, rows: int):
-    assert rows_per_pass(one_device(), batch, None, length, packing) == rows
+    assert rows_per_microbatch(one_device(), batch, None, length, packing) == rows
 
 
 def test_a_batch_whose_sequences_share_rows_has_no_more_passes_than_it_needs():
@@ -120,13 +120,13 @@ def test_a_batch_whose_sequences_share_rows_has_no_more_passes_than_it_needs():
     rows = [Sequence(np.array(prompt + one), np.array([0] * 3 + [1] * len(one)).astype(bool)) for one in answers]
     length = row_length(2, 6, 3)
     batch = pack(rows, 4, length, together=2)
-    assert [Cut(1, one_device(), unit).place(batch).rows["tokens"].shape[0] for unit in (1, 2)] == [4, 2]
+    assert [Microbatcher(1, one_device(), unit).place(batch).rows["tokens"].shape[0] for unit in (1, 2)] == [4, 2]
 
 
 def test_pairs_that_are_drawn_fit_where_nothing_is_shared():
     """Two sequences of 128 tokens behind each other, where a shared prompt would leave 193."""
-    assert drawn_length(recipe(), 2) == 193
-    assert drawn_length(recipe(data={"packing": False}), 2) == 256
+    assert sampled_row_length(recipe(), 2) == 193
+    assert sampled_row_length(recipe(data={"packing": False}), 2) == 256
 
 
 def test_pairs_are_no_group():

@@ -32,6 +32,7 @@ from tests.tiny_runs import (
     write_recipe,
     write_rows,
 )
+from tests.trainers import StateClient
 from tunix.cli import main
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.checkpoint import Checkpoints
@@ -460,9 +461,11 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_restart(tmp_path: Path):
     for steps, kept in (([1, 2, 3], [2, 3]), ([4, 5, 6], [2, 5, 6])):
         checkpoints = Checkpoints(tmp_path / "checkpoints", config)
         for step in steps:
-            checkpoints.save(step, state(step), {"n": step}, measured.get(step, {}))
+            checkpoints.save(step, StateClient(state(step)), {"n": step}, measured.get(step, {}))
         checkpoints.wait()
         assert checkpoints.steps() == kept
-        found, record = checkpoints.restore(2, state(0))
+        client = StateClient(state(0))
+        record = checkpoints.restore(2, client)
+        found = client.state
         assert (found.params["w"].tolist(), int(found.step), record) == ([2.0, 2.0], 2, {"n": 2})
         checkpoints.close()

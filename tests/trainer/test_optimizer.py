@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.optimization import Adafactor
 
-from tests.trainers import PLAIN, trainer
+from tests.trainers import PLAIN, StateClient, trainer
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
@@ -181,15 +181,21 @@ def test_a_checkpoint_of_other_moments_is_told(tmp_path, capsys):
 
     half, whole = state("bfloat16"), state("float32")
     with closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
-        checkpoints.save(1, half, {}, {})
-        checkpoints.save(2, whole, {}, {})
+        checkpoints.save(1, StateClient(half), {}, {})
+        checkpoints.save(2, StateClient(whole), {}, {})
         checkpoints.wait()
-        found, _ = checkpoints.restore(1, whole)
+        client = StateClient(whole)
+        checkpoints.restore(1, client)
+        found = client.state
         told = capsys.readouterr().err
-        assert "1 holds moments in bfloat16, and this run keeps them in float32: they are the same numbers" in told
+        assert (
+            "1/state holds moments in bfloat16, and this run keeps them in float32: they are the same numbers" in told
+        )
         for name, x in moments_of(found.moments).items():
             np.testing.assert_array_equal(x, np.asarray(moments_of(half.moments)[name]).astype(x.dtype))
-        checkpoints.restore(2, whole)
+        checkpoints.restore(2, StateClient(whole))
         assert not capsys.readouterr().err
-        with pytest.raises(UserError, match=r"2 holds moments in float32.*in bfloat16: set optimizer\.moments_dtype"):
-            checkpoints.restore(2, half)
+        with pytest.raises(
+            UserError, match=r"2/state holds moments in float32.*in bfloat16: set optimizer\.moments_dtype"
+        ):
+            checkpoints.restore(2, StateClient(half))

@@ -25,7 +25,7 @@ SFT_LOSS = SFT(SFTConfig()).objective
 def gradients(client, batch: Batch, loss=SFT_LOSS) -> tuple[float, dict[str, np.ndarray]]:
     """The batch's loss and its gradients."""
     metrics = client.forward_backward(batch, loss)
-    found, client._gathered = client._gathered, None
+    found, client.learner.gradients = client.learner.gradients, None
     return float(metrics["train/loss"]), jax.device_get(found)
 
 
@@ -113,8 +113,8 @@ def test_packing_and_passes_do_not_change_loss_or_gradients(config, reduction):
     loss = SFT(SFTConfig(reduction=reduction, neftune_alpha=5.0)).objective
     rows = sequences(9)
     whole = gradients(trainer(config, rows=9), pack(rows, 9, 24, packing=False), loss)
-    for rows_of_pass, packing in ((9, True), (2, True), (1, False), (4, False)):
-        value, found = gradients(trainer(config, rows=rows_of_pass), pack(rows, 9, 24, packing), loss)
+    for rows_of_microbatch, packing in ((9, True), (2, True), (1, False), (4, False)):
+        value, found = gradients(trainer(config, rows=rows_of_microbatch), pack(rows, 9, 24, packing), loss)
         assert value == pytest.approx(whole[0], rel=1e-5)
         assert_close(found, whole[1])
 
@@ -186,7 +186,7 @@ def test_gradients_add_up_until_they_are_applied():
     client = trainer()
     for batch in batches:
         client.forward_backward(batch, SFT_LOSS)
-    assert_close(jax.device_get(client._gathered), {name: alone[0][name] + alone[1][name] for name in alone[0]})
+    assert_close(jax.device_get(client.learner.gradients), {name: alone[0][name] + alone[1][name] for name in alone[0]})
 
 
 def test_nothing_compiles_after_the_first_step():
@@ -200,14 +200,14 @@ def test_nothing_compiles_after_the_first_step():
 
 def test_only_the_adapter_trains_and_the_base_stays_where_it_was():
     client = trainer(adapter=AdapterConfig(rank=4, targets=("q_proj", "down_proj")))
-    base = {name: (x.unsafe_buffer_pointer(), np.asarray(x)) for name, x in client.frozen.items()}
+    base = {name: (x.unsafe_buffer_pointer(), np.asarray(x)) for name, x in client.learner.frozen.items()}
     start = jax.device_get(client.state.params)
     assert {name.rsplit("/", 1)[0] for name in start} == {"layers/q", "layers/down"}
     for seed in range(3):
         client.step(pack(sequences(8, seed), 8, 24, packing=True), SFT_LOSS)
     for name, (pointer, values) in base.items():
-        assert client.frozen[name].unsafe_buffer_pointer() == pointer
-        np.testing.assert_array_equal(client.frozen[name], values)
+        assert client.learner.frozen[name].unsafe_buffer_pointer() == pointer
+        np.testing.assert_array_equal(client.learner.frozen[name], values)
     assert all(np.any(start[name] != np.asarray(x)) for name, x in client.state.params.items())
 
 
@@ -232,7 +232,7 @@ def test_entropies_are_those_of_the_loss_at_a_temperature():
     for row, found in zip(rows, client.entropies(rows, temperature=0.7), strict=True):
         tokens, positions = row.tokens[None], np.arange(len(row.tokens))[None]
         own = (jnp.asarray(x) for x in (tokens, positions, np.ones_like(tokens), np.ones(tokens.shape, bool)))
-        alone = client.machinery.model.logprobs(client.params, *own, entropy=True, temperature=0.7)[1]
+        alone = client.learner.spec.model.logprobs(client.learner.params, *own, entropy=True, temperature=0.7)[1]
         np.testing.assert_allclose(found, alone[0], atol=1e-5)
         assert found[0] == 0
         assert (found[1:] > 1).all()

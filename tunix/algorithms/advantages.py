@@ -1,10 +1,10 @@
-"""From rewards to advantages, on the host. Everything is numpy and runs once per batch of rollouts.
+"""From rewards to advantages, in numpy on the host, once per batch of rollouts.
 
 Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `kl_rewards` -> `group_advantages`
 or `gdpo`; for PPO token rewards `[T]` -> `gae` -> `whitened`. A failed sample is no zero: it is left out of every
 baseline, its advantage is 0, and the caller gives it weight 0.
 
-Axes: P prompts, G samples of a prompt (its group), T time.
+Axes: P prompts, G group, T time.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ Kind = Literal[
 ]
 Std = Literal["population", "sample"]
 FREEDOM = {"population": 0, "sample": 1}
-"""What is taken from n before it divides."""
+"""Subtracted from n before it divides the squares, by the kind of standard deviation."""
 
 
 def group_advantages(
     rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float = 1e-4, std: Std = "population"
 ) -> Float[np.ndarray, "P G"]:
-    """How much better each sample is than its baseline.
+    """Advantage of each sample: how much better its reward is than a baseline.
 
     | kind | A | from |
     |---|---|---|
@@ -36,27 +36,27 @@ def group_advantages(
     | mean_std | (R - mean(group)) / (std(group) + eps) | GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300 |
     | mean_relative | R / mean(group) - 1, 0 if all are | MaxRL, Tajwar et al. 2026, https://arxiv.org/abs/2602.02710 |
     | leave_one_out | R - mean(the others) | RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740 |
-    | leave_one_out_std | the same / (std(the others) + eps) | NeMo-RL's default, https://github.com/NVIDIA-NeMo/RL |
+    | leave_one_out_std | leave_one_out / (std(others) + eps) | NeMo-RL's default, https://github.com/NVIDIA-NeMo/RL |
     | median | R - median(group) | the robust location in place of the mean |
     | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
     | mean_batch | R - mean(group), then divided by the batch's std | REINFORCE++-baseline, same paper |
 
-    std is that of the population (divided by n), so that a group's advantages have variance 1; several libraries take
-    the sample's (n - 1), which scales all of them by sqrt((n - 1) / n). Where a group has one sample left, there is
-    nothing to compare it with: 0. Others that are all equal divide nothing: a single success is 1 above them, and would
-    be a million deviations above them.
+    std is the population's (divided by n), so that a group's advantages have variance 1; several libraries use the
+    sample's (n - 1), which scales all of them by sqrt((n - 1) / n). Where a group has one valid sample there is nothing
+    to compare it with: 0. Under leave_one_out_std a difference to others that are all equal is not divided: a single
+    success is 1 above them, and would be thousands of deviations above them.
 
     Args:
         rewards_PG: NaN where a sample failed.
-        kind: see above.
+        kind: a row of the table.
         eps: keeps the quotient finite where all rewards are equal.
-        std: which.
+        std: divided by n or by n - 1.
 
     Returns:
         0 where a sample failed.
 
     Raises:
-        UserError: a negative reward under `mean_relative`, whose quotient it would turn round.
+        UserError: a negative reward under `mean_relative`, whose quotient would change its sign.
     """
     if kind == "batch":
         return batch_normalised(rewards_PG, eps, std)
@@ -90,7 +90,7 @@ def group_advantages(
 
 
 def _against_others(rewards_PG: Num[np.ndarray, "P G"], eps: float, std: Std) -> Float[np.ndarray, "P G"]:
-    """`(R - mean) / (std + eps)` of the group's other samples that did not fail; see `group_advantages`."""
+    """`(R - mean) / (std + eps)` with mean and std of the group's other valid samples; see `group_advantages`."""
     size = rewards_PG.shape[1]
     others = np.where(np.eye(size, dtype=bool), np.nan, rewards_PG[:, None, :])  # [P G G]
     counted = ~np.isnan(others)
@@ -98,7 +98,7 @@ def _against_others(rewards_PG: Num[np.ndarray, "P G"], eps: float, std: Std) ->
     mean = np.where(counted, others, 0.0).sum(axis=2) / np.maximum(number, 1)
     squares = np.where(counted, (others - mean[:, :, None]) ** 2, 0.0).sum(axis=2)
     scale = np.sqrt(squares / np.maximum(number - FREEDOM[std], 1)) + eps
-    # Not where the squares are 0: the mean of equal rewards is rounded, and so may be a little beside them.
+    # Compared directly, since squares need not be 0 where rewards are equal: their mean is rounded.
     differ = np.where(counted, others, -np.inf).max(axis=2) > np.where(counted, others, np.inf).min(axis=2)
     compared = ~np.isnan(rewards_PG) & (number > 0)
     return np.where(compared, rewards_PG - mean, 0.0) / np.where(differ, scale, 1.0)
@@ -107,16 +107,16 @@ def _against_others(rewards_PG: Num[np.ndarray, "P G"], eps: float, std: Std) ->
 def batch_normalised(
     values_PG: Num[np.ndarray, "P G"], eps: float = 1e-4, std: Std = "population"
 ) -> Float[np.ndarray, "P G"]:
-    """`(x - mean) / (std + eps)` over all samples of the batch that did not fail; 0 for those that did."""
+    """`(x - mean) / (std + eps)` over all valid samples of the batch; 0 for samples that failed."""
     valid = ~np.isnan(values_PG)
     if not valid.any():
         return np.zeros(values_PG.shape)
-    found = values_PG[valid]
-    return np.where(valid, (values_PG - found.mean()) / (deviation(found, std) + eps), 0.0)
+    values = values_PG[valid]
+    return np.where(valid, (values_PG - values.mean()) / (deviation(values, std) + eps), 0.0)
 
 
-def deviation(values: Num[np.ndarray, "N"], std: Std) -> float:
-    """The standard deviation: of the population (divided by n), or estimated from the sample (by n - 1)."""
+def deviation(values: Num[np.ndarray, "n"], std: Std) -> float:
+    """The standard deviation: the population's (divided by n), or estimated from the sample (by n - 1)."""
     return float(np.sqrt(((values - values.mean()) ** 2).sum() / max(values.size - FREEDOM[std], 1)))
 
 
@@ -127,17 +127,17 @@ def gdpo(
     eps: float = 1e-4,
     std: Std = "population",
 ) -> Float[np.ndarray, "P G"]:
-    """Several rewards, each made relative to its group before they are added: `batch_normalised(sum_k w_k A_k)`.
+    """Advantages of several rewards, each compared with its group before they are added.
 
-    GDPO, Liu et al. 2026, https://arxiv.org/abs/2601.05242. Summed first, rewards (1, 0) and (0, 1) are one and the
-    same, and a reward of large spread drowns the others.
+    `batch_normalised(sum_k w_k A_k)`: GDPO, Liu et al. 2026, https://arxiv.org/abs/2601.05242. If they were summed
+    first, rewards (1, 0) and (0, 1) would be the same, and a reward of large spread would hide the others.
 
     Args:
-        rewards: by name; NaN where it failed. A sample that failed in one is left out of all.
+        rewards: by name; NaN where one failed. A sample that failed in one reward is left out of all.
         weights: by name.
-        kind: of each reward's own advantage; the paper's is mean_std.
+        kind: of each reward's advantage; mean_std in the paper.
         eps: see `group_advantages`.
-        std: likewise.
+        std: see `group_advantages`.
     """
     failed = np.isnan(weighted_sum(rewards, weights))
     parts = {name: group_advantages(np.where(failed, np.nan, x), kind, eps, std) for name, x in rewards.items()}
@@ -147,12 +147,12 @@ def gdpo(
 def weighted_sum(
     values: Mapping[str, Num[np.ndarray, "P G"]], weights: Mapping[str, float]
 ) -> Float[np.ndarray, "P G"]:
-    """`sum_k w_k x_k`; NaN where any is, whatever its weight."""
+    """`sum_k w_k x_k`; NaN where any x_k is, whatever its weight."""
     return np.stack([weights[name] * x for name, x in values.items()]).sum(axis=0)
 
 
 def has_signal(rewards_PG: Num[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Groups in which two valid rewards differ; the others have advantage 0 and teach nothing.
+    """`[P]` whether two valid rewards of a group differ; the other groups have advantage 0 and no gradient.
 
     The condition of DAPO's dynamic sampling (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 11), for rewards
     that need not be 0 or 1.
@@ -169,9 +169,9 @@ def overlong_penalty(lengths: Num[np.ndarray, "*shape"], limit: int, buffer: int
     0 up to `limit - buffer` tokens, then `(limit - buffer - length) / buffer` down to -1 at `limit`, and -1 beyond.
 
     Args:
-        lengths: drawn tokens of each completion, the stop token included.
-        limit: the most that a completion may have.
-        buffer: the last tokens before it, at least 1.
+        lengths: sampled tokens of each completion, the stop token included.
+        limit: tokens that a completion may have at most.
+        buffer: tokens before the limit over which the penalty grows, at least 1.
     """
     return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
 
@@ -184,17 +184,18 @@ def kl_rewards(
     estimator: Estimator = "k1",
     clamp: Clamp = USUAL_CLAMP,
 ) -> Float[np.ndarray, "T"]:
-    """The KL penalty as rewards of the drawn tokens: `-coefficient k(log p_t - log ref_t)`, 0 elsewhere.
+    """The KL penalty as rewards of the sampled tokens: `-coefficient k(log p_t - log ref_t)`, 0 elsewhere.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
-    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). `clamp` as in the loss.
+    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). For `clamp` see
+    `ops.clamped_kl`.
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
     return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, clamp))
 
 
 def to_come(rewards_T: Float[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
-    """The undiscounted return of each drawn token: the sum of its reward and of all that follow; 0 elsewhere."""
+    """The undiscounted return of each sampled token: the sum of its reward and of all later ones; 0 elsewhere."""
     return np.where(drawn_T, np.cumsum(rewards_T[::-1])[::-1], 0.0)
 
 
@@ -206,7 +207,7 @@ def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) 
     Args:
         coefficient: the present one.
         kl: measured `KL(policy || reference)`, in nats of a whole completion.
-        target: the same unit.
+        target: the KL to reach, in the same unit.
         gain: K of the paper.
     """
     return coefficient * (1.0 + gain * float(np.clip(kl / target - 1.0, -0.2, 0.2)))
@@ -220,31 +221,31 @@ def gae(
     lam: float,
     bootstrap: float = 0.0,
 ) -> tuple[Float[np.ndarray, "T"], Float[np.ndarray, "T"]]:
-    """Generalised advantage estimation over the drawn tokens i = 0..n-1 of one episode.
+    """Generalised advantage estimation over the sampled tokens i = 0..n-1 of one episode.
 
     `delta_i = r_i + gamma V_(i+1) - V_i`, `A_i = delta_i + gamma lam A_(i+1)`, `V_n = bootstrap`, `A_n = 0`, and the
     return `A_i + V_i`. Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16.
 
-    What an environment wrote is no action: the successor of a turn's last token is the first of the next turn, and
-    neither gamma nor lam is applied in between.
+    An environment's tokens are no actions: the successor of a turn's last token is the first token of the next turn,
+    and neither gamma nor lam is applied in between.
 
     Args:
-        rewards_T: a completion's reward stands on its last drawn token, a turn's on the turn's last.
-        values_T: V at t, of the state before token t is drawn.
-        drawn_T: what the policy chose.
-        gamma: discount of a token; 1 is usual for language.
+        rewards_T: a completion's reward is at its last sampled token, a turn's at the turn's last one.
+        values_T: V at t, the value of the state before token t is sampled.
+        drawn_T: tokens that the policy sampled.
+        gamma: discount per token; 1 is usual for language.
         lam: 1 is the return minus the value, 0 the one-step error.
         bootstrap: value of the state after the last token where the episode was cut short; 0 where it ended.
 
     Returns:
-        Advantages and returns, 0 where nothing was drawn.
+        Advantages and returns, 0 where nothing was sampled.
 
     Raises:
-        ValueError: a reward stands where nothing was drawn, and would be lost.
+        ValueError: a reward is at a token that was not sampled, where it would be lost.
     """
     if np.any(rewards_T[~drawn_T]):
         place = int(np.flatnonzero((rewards_T != 0) & ~drawn_T)[0])
-        raise ValueError(f"the reward {rewards_T[place]:g} at token {place} belongs to a token that the policy drew")
+        raise ValueError(f"the reward {rewards_T[place]:g} at token {place} belongs to a token that the policy sampled")
     advantages, returns = np.zeros(len(rewards_T)), np.zeros(len(rewards_T))
     following, advantage = float(bootstrap), 0.0
     for t in np.flatnonzero(drawn_T)[::-1]:
@@ -262,7 +263,7 @@ def length_lambda(tokens: int, alpha: float) -> float:
     is 0.
 
     Args:
-        tokens: drawn ones.
+        tokens: sampled tokens of the completion.
         alpha: 0.05 in the paper.
     """
     return max(0.0, 1.0 - 1.0 / (alpha * max(tokens, 1)))
@@ -274,11 +275,11 @@ def whitened(
     eps: float = 1e-8,
     std: Std = "population",
 ) -> list[np.ndarray]:
-    """`(x - mean) / (std + eps)` over the masked places of all sequences of a batch; 0 elsewhere.
+    """Standardises the masked values of all sequences of a batch: `(x - mean) / (std + eps)`; 0 elsewhere.
 
     Args:
-        values: of each sequence, e.g. its advantages.
-        masks: the tokens that count; leave a failed sample's empty.
+        values: `[T]` of each sequence, e.g. its advantages.
+        masks: `[T]` tokens that count; all False for a failed sample.
         eps: keeps the quotient finite.
         std: see `deviation`.
     """
@@ -289,8 +290,8 @@ def whitened(
     return [np.where(mask, (x - mean) / scale, 0.0) for x, mask in zip(values, masks, strict=True)]
 
 
-def explained_variance(returns: Float[np.ndarray, "N"], values: Float[np.ndarray, "N"]) -> float:
-    """`1 - Var(returns - values) / Var(returns)`: 1 is a perfect critic, 0 one that knows the mean alone.
+def explained_variance(returns: Float[np.ndarray, "n"], values: Float[np.ndarray, "n"]) -> float:
+    """`1 - Var(returns - values) / Var(returns)`: 1 for a perfect critic, 0 for one that only knows the mean.
 
     NaN where the returns do not vary.
     """

@@ -1,18 +1,18 @@
-"""What every algorithm is: a config, a pure loss, and one update written in the client's verbs.
+"""The base class of algorithms: a config, a pure loss, and one update written in the client's methods.
 
-A subclass changes an algorithm by overriding one of its methods; nothing is registered. `loop.py` calls `update` once
-per step, with what the data stream hands out: a packed batch of given sequences, or `Rollouts` where the policy writes.
+A subclass changes an algorithm by overriding one of its methods; nothing is registered. The loop calls `update` once
+per step with an item of the data stream: a packed batch of given sequences, or `Rollouts` where the policy samples.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from tunix.config import Config
+from tunix.config import AlgorithmConfig, CriticKind, RowKind
 from tunix.data.pipeline import Packed
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
@@ -20,110 +20,134 @@ from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling,
 
 @dataclass(frozen=True)
 class Update:
-    """What a step did."""
+    """The results of one step."""
 
     metrics: Metrics
     """Scalars by name."""
     batches: tuple[Batch, ...]
-    """What was trained on; for counts of tokens and FLOPs."""
+    """The batches that were trained on, from which tokens and FLOPs are counted."""
     samples: tuple[Mapping[str, Any], ...] = ()
     """Rows for `samples.jsonl`."""
     notes: tuple[str, ...] = ()
-    """What a person should be told."""
+    """Messages for the user, e.g. about rewards that failed."""
 
 
 class Algorithm(ABC):
     """The interface that a run drives."""
 
-    Config: type[Config]
+    Config: type[AlgorithmConfig]
     """The pydantic model of the recipe's `algorithm` section."""
 
-    members: int = 1
-    """Sequences of an example, which are compared with each other: 2 for pairs. They share a row."""
+    sequences_per_example: int = 1
+    """Sequences of an example, which are compared with each other and share a row, e.g. 2 for pairs."""
 
-    spare_tokens: int = 0
-    """Tokens by which sequences that are valued are longer than `data.max_length`."""
+    extra_tokens: int = 0
+    """Tokens by which sequences that a scalar head reads are longer than `data.max_length`, e.g. 1."""
 
-    answers: Callable[[Sequence], np.ndarray] | None = None
-    """A given sequence's `[T]` log-probs under the reference, asked before training where the algorithm `precomputes`;
-    the run sets it."""
+    precomputed_logprobs: Callable[[Sequence], np.ndarray] | None = None
+    """A given sequence -> its `[T]` log-probs under the reference, computed before training where the algorithm
+    `precomputes` them; the run sets it."""
 
     def __init__(self, config: Any, sampling: Sampling | None = None):
-        """Args:
-        config: the recipe's `algorithm` section, of this class's `Config`.
-        sampling: how the policy's completions are drawn, for algorithms that have it write some.
+        """An algorithm with its settings.
+
+        Args:
+            config: the recipe's `algorithm` section, of this class's `Config`.
+            sampling: how completions are sampled, for algorithms that train on the policy's completions.
         """
         self.config = config
         self.sampling = sampling or Sampling()
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """Arrays in, terms out; jax, pure."""
+        """The loss: arrays in, terms out; a pure function in jax."""
 
     @property
-    def train_on(self) -> Literal["completion", "all", "prompt", "pairs", "labels"]:
-        """What is read of a row: the completion's tokens are targets, or every one after the first; only prompts, and
-        the policy writes the completions; two completions that are compared; or one with a verdict."""
-        return "completion"
+    def train_on(self) -> RowKind:
+        """What is read of a row, by the config, which the recipe's checks use too."""
+        return self.config.reads
 
     @property
     def group(self) -> int:
-        """Completions of a prompt that follow each other in every batch, whole groups only: some of them may share a
-        row, and the prompt there."""
+        """Completions of a prompt that follow each other in every batch, in whole groups: some may share a row and, in
+        it, the prompt's tokens."""
         return 1
 
-    def prepared(self, sequence: Sequence) -> Sequence:
-        """The last word on a sequence before it is packed."""
+    def prepare_sequence(self, sequence: Sequence) -> Sequence:
+        """Hook before packing: returns a given sequence with what the loss reads of it."""
         return sequence
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the weights that the run starts from are asked for log-probs."""
+        """Whether log-probs under the reference, the weights that the run starts from, are computed."""
         return False
 
     @property
     def reference_path(self) -> str | None:
-        """Another model that is asked in their place."""
+        """Another model that is the reference instead; None for the weights that the run starts from."""
         return None
 
     @property
     def precomputes(self) -> bool:
-        """Whether the reference is asked for all given sequences before training, and then let go of."""
+        """Whether the reference's log-probs of all given sequences are computed before training, and it is then
+        freed."""
         return False
 
     @property
-    def critic(self) -> str | None:
-        """`own` for a model of its own that values states, `shared` for a head on the policy's trunk, `alone` where the
-        model gives values and no log-probs, None for none."""
+    def critic(self) -> CriticKind | None:
+        """Where values come from: `own` is a separate model, `shared` a head on the policy's trunk, `alone` a model
+        that gives values and no log-probs; None for no values."""
         return None
 
     @property
     def objective(self) -> Loss:
-        """The loss and what it needs of the model."""
+        """The loss and what it needs from the model."""
         return Loss(self.loss)
 
     @property
     def held_out_objective(self) -> Loss:
-        """What held-out rows are measured by."""
+        """The loss that is evaluated on held-out rows, and what it needs from the model."""
         return self.objective
 
     @property
-    def held_out_on(self) -> Literal["completion", "all", "pairs", "labels"] | None:
-        """What is read of a held-out row for that; None where only rewards tell."""
-        return None if self.train_on == "prompt" else self.train_on
+    def held_out_on(self) -> RowKind | None:
+        """What is read of a held-out row to evaluate the loss; None where only rewards are evaluated."""
+        return None if self.train_on == RowKind.PROMPT else self.train_on
+
+    @property
+    def measures_likelihood(self) -> bool:
+        """Whether the held-out loss is the rows' negative log-likelihood in nats per token, which can be compared with
+        the entropy of the tokens' frequencies."""
+        return self.train_on.is_text and self.held_out_objective.divergence is None
 
     def evaluate(self, client: Client, held_out: List[Packed]) -> dict[str, float]:
-        """The loss and its metrics over held-out rows, as `eval/...`."""
-        return client.evaluate([packed.batch for packed in held_out], self.held_out_objective)
+        """Evaluates the loss and its metrics on held-out rows, as `eval/...`."""
+        batches = [self.prepare_batch(client, packed.batch, packed.sequences) for packed in held_out]
+        return client.evaluate(batches, self.held_out_objective)
 
     def update(self, client: Client, data: Any) -> Update:
-        """One step. Of given sequences (`data.batch`): one update."""
-        return Update(client.step(data.batch, self.objective), (data.batch,))
+        """Trains one step; on given sequences (`data` is `Packed`) that is one optimizer update."""
+        batch = self.prepare_batch(client, data.batch, data.sequences)
+        return Update(self.step(client, batch), (batch,))
+
+    def prepare_batch(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
+        """Hook before each update: returns the batch with what the loss reads, as far as the client has to compute it.
+
+        Args:
+            client: computes log-probs, values and entropies.
+            batch: the packed batch.
+            sequences: the sequences that were packed into it.
+        """
+        return batch
+
+    def step(self, client: Client, batch: Batch) -> Metrics:
+        """Makes one optimizer update."""
+        return client.step(batch, self.objective)
 
     def get_state(self) -> dict[str, Any]:
-        """What the algorithm itself remembers from step to step; JSON values, part of every checkpoint."""
+        """The algorithm's own state between steps, as JSON values; part of every checkpoint."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `get_state` told."""
+        """Restores a state that `get_state` returned."""
         assert not state, f"{type(self).__name__} remembers {state}, but has no set_state"

@@ -1,8 +1,8 @@
-"""How the settings of a section are settled, and what the sections of GRPO and PPO share. Loads without jax.
+"""How the settings of an `algorithm` section are resolved, and the keys that GRPO and PPO share. Loads without jax.
 
-A section as written -> the preset's settings under it -> nulls replaced by the usual values of what was chosen ->
-the fields' own checks -> refusal of settings that the others leave without effect. A `Rule` says which keys mean
-something only under a condition; subclasses add theirs.
+The section as written takes precedence over the preset's settings -> nulls are replaced by the defaults of what was
+chosen -> the fields are checked -> settings that have no effect given the others are refused. A `Rule` names keys that
+have an effect only under a condition; subclasses add theirs.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from tunix.config import AlgorithmConfig, Positive, Reads
+from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, Positive, RowKind
 from tunix.errors import UserError
 
 Settings = Mapping[str, Any]
@@ -23,36 +23,36 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class Rule(NamedTuple):
-    """Keys that mean something only where other settings let them."""
+    """Keys that have an effect only under a condition on other settings."""
 
     keys: tuple[str, ...]
     read: Callable[[Settings], bool]
-    """Whether they do; asked before the values are checked, so it compares and never computes."""
+    """The condition; it is called before the values are checked, so it compares and never computes."""
     why: str
-    """What stands in the way and what to do, after `KEY changes nothing `."""
+    """The rest of the message `KEY changes nothing ...`: the cause and what to do."""
 
 
 class RuledConfig(AlgorithmConfig):
-    """A section with presets and rules; each algorithm says which."""
+    """A section with presets and rules, which each algorithm defines."""
 
     presets: ClassVar[Mapping[str, Settings]] = {}
-    """Named settings; the keys that the user writes go before them."""
+    """Settings by the preset's name; keys that the user writes take precedence over them."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """A key has one rule at most. They are settled in this order: a rule may ask for what those before it filled in."""
+    """One rule at most for each key. They are resolved in this order: a rule may read what earlier ones filled in."""
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """What null stands for, given the other settings."""
+        """The value that null becomes for each key, given the other settings."""
         return {}
 
     def conflicts(self) -> list[str]:
-        """What is wrong between settings that are all read; one sentence each."""
+        """Messages about settings that contradict each other, one sentence each."""
         return []
 
     @model_validator(mode="before")
     @classmethod
     def _settle(cls, given: Any) -> Any:
-        """Presets and usual values, filled in where the user wrote nothing."""
+        """Fills in presets and usual values where the user wrote nothing."""
         if not isinstance(given, Mapping):
             return given
         defaults = {name: field.get_default() for name, field in cls.model_fields.items() if not field.is_required()}
@@ -64,7 +64,7 @@ class RuledConfig(AlgorithmConfig):
         for rule in (always, *cls.rules):
             for key in rule.keys:
                 if not rule.read(settings):
-                    # A preset's setting that another choice of the user's leaves without effect.
+                    # A preset's setting that has no effect given what the user chose.
                     settings[key] = given.get(key, defaults[key])
                 elif settings[key] is None:
                     settings[key] = cls.usual(settings).get(key)
@@ -85,12 +85,20 @@ class RuledConfig(AlgorithmConfig):
 
 
 class PolicyConfig(RuledConfig):
-    """Keys of a policy gradient on rollouts; GRPO and PPO add theirs."""
+    """Keys of policy gradients on rollouts, shared by GRPO and PPO."""
+
+    # A buffer below 1 is a share of the completion, and stays.
+    tiny_caps: ClassVar[Mapping[str, int]] = {
+        "group_size": TINY_GROUP,
+        "updates": TINY_BATCH,
+        "overlong_buffer": TINY_COMPLETION,
+    }
 
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
     """The ratio counts as no less than 1 - clip_low. Null: 0.2; with `surrogate: cispo` 1, no lower bound."""
     clip_high: NonNegative | None = None
-    """And as no more than 1 + clip_high; above clip_low, unlikely tokens can rise. Null: 0.2; with cispo 4."""
+    """The ratio counts as no more than 1 + clip_high; above clip_low, unlikely tokens can rise. Null: 0.2; with
+    `surrogate: cispo` 4."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bounds the loss of tokens with a negative advantage at this many times it; 3 is usual, null for no bound."""
     reduction: Literal["tokens", "sequences", "constant"] = "tokens"
@@ -100,31 +108,31 @@ class PolicyConfig(RuledConfig):
     kl: NonNegative = 0.0
     """Coefficient of KL(policy || reference). 0: no reference model is loaded."""
     kl_in: Literal["loss", "reward"] | None = None
-    """Where the penalty stands. Null: `loss` for GRPO, `reward` for PPO."""
+    """Whether the penalty is a term of the loss or part of the reward. Null: `loss` for GRPO, `reward` for PPO."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = None
-    """Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of KL(policy || reference), k3 that of
-    KL(reference || policy); k3+ has the value of k3 and the gradient of k2."""
+    """Estimator of the KL. Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of
+    KL(policy || reference), k3 that of KL(reference || policy); k3+ has the value of k3 and the gradient of k2."""
     kl_weighted: bool = False
-    """In the loss: times the ratio to the policy that sampled, so that k1 and k3 have the gradient of
-    KL(policy || reference), after several updates too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). With
-    `old_logprobs: recompute` that is still the sampler, not the trainer's copy of it."""
+    """Whether the estimate in the loss is multiplied by the ratio to the policy that sampled, so that k1 and k3 have
+    the gradient of KL(policy || reference), after several updates too (DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556). With `old_logprobs: recompute` that is still the sampler, not the trainer."""
     kl_input_clamp: Annotated[float, Field(gt=0, le=20)] | None = None
-    """The estimate counts log-ratios to the reference as no larger than this. Null: 20, as NeMo-RL and verl take it."""
+    """Log-ratios to the reference count as no larger than this in the estimate. Null: 20, as in NeMo-RL and verl."""
     kl_output_clamp: Annotated[float, Field(gt=0)] | None = None
-    """And the estimate as no larger than this, beyond which it has no gradient. NeMo-RL and verl (for k3) take 10; null
-    for no bound, as in the papers and TRL."""
+    """The estimate counts as no larger than this, beyond which it has no gradient. NeMo-RL and verl (for k3) use 10;
+    null for no bound, as in the papers and TRL."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
     entropy_over: Literal["reduction", "tokens"] = "reduction"
-    """What the entropy is averaged over: as `reduction` says, or all trained tokens whatever that is."""
+    """What the entropy is averaged over: the mean that `reduction` names, or always all trained tokens."""
     std: Literal["population", "sample"] = "population"
-    """Standard deviations that advantages are divided by: n of the population, or n - 1 as in TRL, verl and NeMo-RL."""
+    """The standard deviation of advantages: the population's (by n), or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
-    """The ratio's denominator: what the sampler reports, or a forward pass of the trainer before the updates."""
+    """The ratio's denominator: the sampler's log-probs, or those of the trainer's forward pass before the updates."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Importance weights for a sampler that differs from the trainer: `truncate` (TIS), `mask` (IcePop)."""
     correction_level: Level | None = None
-    """Weights of tokens, or one of the whole completion: the product of its tokens' (`sequence`) or their geometric
+    """A weight for each token, or one for the completion: the product of its tokens' (`sequence`) or their geometric
     mean (`geometric`). Null: token."""
     correction_low: Annotated[float, Field(ge=0, lt=1)] | None = None
     """`truncate` raises smaller weights to this, `mask` drops them. Null: 0 for truncate, 0.5 for mask."""
@@ -132,22 +140,23 @@ class PolicyConfig(RuledConfig):
     """`truncate` lowers larger weights to this, `mask` drops them. Null: 2 for truncate, 5 for mask."""
     geometric_mask: tuple[Above0, Above0] | None = None
     """Completions are left out of the loss where the geometric mean of their weights lies outside, such as
-    [0.99, 1.01]: verl's seq_mean_k1; with `correction: truncate` NeMo-RL's seq-mask-tis. Null: none is."""
+    [0.99, 1.01]: verl's seq_mean_k1; with `correction: truncate` NeMo-RL's seq-mask-tis. Null: none are left out."""
     mismatch_limit: Annotated[float, Field(gt=1)] | None = None
     """Completions are left out of the update, and of its denominators, where the mean of exp|trainer - sampler| over
-    their tokens' log-probs is above this, such as 2 (NeMo-RL's seq_logprob_error_threshold). Null: none is."""
+    their tokens' log-probs is above this, such as 2 (NeMo-RL's seq_logprob_error_threshold). Null: none are left
+    out."""
     high_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The policy's loss is that of this share of the step's tokens alone, the most uncertain ones before the updates,
-    at the price of a forward pass; 0.2 is the paper's (https://arxiv.org/abs/2506.01939). Null: all tokens."""
+    """Only this share of the step's tokens has a policy loss: those with the highest entropy before the updates. Costs
+    a forward pass; 0.2 in the paper (https://arxiv.org/abs/2506.01939). Null: all tokens."""
     overlong_buffer: Annotated[float, Field(gt=0)] | None = None
-    """DAPO's soft penalty: over the last so many tokens of the limit the reward falls by up to 1 (times
-    overlong_coefficient). Below 1 a share of the limit; null for none."""
+    """DAPO's soft penalty: over this many last tokens before the limit, the reward falls by up to 1 (times
+    overlong_coefficient). Below 1 it is a share of the limit; null for no penalty."""
     overlong_coefficient: Above0 = 1.0
-    """By how much the reward falls over that buffer."""
+    """By how much the reward falls over `overlong_buffer`."""
     mask_truncated: bool = False
-    """Completions that were cut off at the limit are left out of the loss; their rewards still count in baselines."""
+    """Whether completions that were cut off at the limit are left out of the loss; baselines still count them."""
     updates: Positive = 1
-    """Optimizer updates per batch of rollouts: the prompts are split in that many parts."""
+    """Optimizer updates per batch of rollouts: the prompts are split into this many parts."""
     epochs: Positive = 1
     """Passes over a batch of rollouts."""
 
@@ -188,7 +197,7 @@ class PolicyConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """What null stands for, given the other settings."""
+        """The value that null becomes for each key, given the other settings."""
         return {
             "clip_low": 0.2,
             "clip_high": 0.2,
@@ -202,56 +211,61 @@ class PolicyConfig(RuledConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Parts of a batch of rollouts, times the passes over it."""
+        """Optimizer updates of a step: parts of a batch of rollouts, times the epochs over it."""
         return self.updates * self.epochs
 
     @property
-    def reads(self) -> Reads:
-        """The policy writes the completions."""
-        return "prompts"
+    def reads(self) -> RowKind:
+        """Prompts only: the policy samples the completions."""
+        return RowKind.PROMPT
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Always."""
+        """Always true: policy gradients train on rewards."""
         return True
 
     @property
     def samples_per_prompt(self) -> int:
-        """The group."""
+        """Completions of each prompt: the group size."""
         return self.group_size
 
     def sequences_per_update(self, batch_size: int) -> int:
-        """Those of the largest part."""
+        """Sequences of one update: those of the largest part of the batch."""
         return math.ceil(batch_size / self.updates) * self.group_size
 
+    def tiny(self, batch_size: int) -> dict[str, Any]:
+        """The section for a `--tiny` run, with no more parts of a batch than it has prompts."""
+        values = super().tiny(batch_size)
+        return values | {"updates": min(values["updates"], batch_size)}
+
     def complaints(self, batch_size: int) -> Iterator[str]:
-        """Each part of the batch has a prompt at least."""
+        """A message where there are more updates than prompts: each part of the batch needs a prompt."""
         if self.updates > batch_size:
             yield f"algorithm.updates: {self.updates} parts of {batch_size} prompts (batch_size)"
 
     def conflicts(self) -> list[str]:
-        """What is wrong between settings that are all read; one sentence each."""
-        found = []
+        """Messages about settings that contradict each other, one sentence each."""
+        wrong = []
         if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_weighted:
-            found.append(
+            wrong.append(
                 "kl_estimator: the gradient of k1 as a loss is 0 in expectation: set kl_weighted, kl_in: reward, or k2"
             )
         if self.kl_estimator == "k3+" and self.kl_in == "reward":
-            found.append("kl_estimator: k3+ differs from k3 in its gradient, and a reward has none: take k3")
+            wrong.append("kl_estimator: k3+ differs from k3 in its gradient, and a reward has none: take k3")
         if self.geometric_mask and not self.geometric_mask[0] < 1 < self.geometric_mask[1]:
-            found.append(f"geometric_mask: 1, where trainer and sampler agree, is outside of {self.geometric_mask}")
+            wrong.append(f"geometric_mask: 1, where trainer and sampler agree, is outside of {self.geometric_mask}")
         if self.kl_weighted and self.kl_estimator in ("k2", "k3+"):
-            own = f"{self.kl_estimator} has the gradient of KL(policy || reference) unweighted"
-            found.append(f"kl_weighted: {own}; weight k1 or k3")
+            unweighted = f"{self.kl_estimator} has the gradient of KL(policy || reference) unweighted"
+            wrong.append(f"kl_weighted: {unweighted}; weight k1 or k3")
         if self.overlong_buffer and self.overlong_buffer > 1 and self.overlong_buffer % 1:
-            found.append(f"overlong_buffer: {self.overlong_buffer:g} is neither a share below 1 nor a number of tokens")
-        return found
+            wrong.append(f"overlong_buffer: {self.overlong_buffer:g} is neither a share below 1 nor a number of tokens")
+        return wrong
 
     def over(self, completion_length: int) -> Literal["tokens", "sequences"] | float:
-        """What the terms of the loss are averaged over, as `types.Term` spells it.
+        """What the terms of the loss are averaged over, in the values of `types.Term`.
 
         Args:
-            completion_length: the most tokens that a completion may have.
+            completion_length: tokens that a completion may have at most.
         """
         if self.reduction == "constant":
             return float(self.reduction_length or completion_length)
@@ -261,10 +275,10 @@ class PolicyConfig(RuledConfig):
         """The buffer of the soft overlong penalty in tokens, or None where there is no penalty.
 
         Args:
-            completion_length: the most tokens that a completion may have.
+            completion_length: tokens that a completion may have at most.
 
         Raises:
-            UserError: the buffer is longer than that.
+            UserError: the buffer is longer than a completion.
         """
         if self.overlong_buffer is None:
             return None
@@ -279,6 +293,6 @@ class PolicyConfig(RuledConfig):
 
 
 def _shown(field: FieldInfo) -> str:
-    """A default as YAML spells it."""
+    """A default value as written in YAML."""
     default = field.get_default()
     return default if isinstance(default, str) else json.dumps(default)

@@ -1,7 +1,7 @@
-"""What losses share: of GRPO and PPO the surrogate's companions (KL, entropy, correction), and what is reported.
+"""What losses share: the terms of GRPO and PPO besides the surrogate (KL, entropy, correction), and their metrics.
 
-The framework hands every loss what `trained_only` leaves of its inputs; a policy's loss then computes its surrogate
-from `old_log_ratio`, and `policy_outputs` makes the terms and the metrics of it.
+The framework passes a loss's inputs through `trained_only`; the loss of a policy then computes its surrogate from
+`old_log_ratio`, from which `policy_outputs` makes terms and metrics.
 
 Axes: B rows, T time.
 """
@@ -32,14 +32,14 @@ from tunix.algorithms.ops import (
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
 REFERENCE = "reference_logprobs"
-"""The per-token value that stands for `LossInputs.reference_logprobs` where the reference was asked before the step."""
+"""The per-token value in place of `LossInputs.reference_logprobs` where these were computed before the step."""
 
 
 def trained_only(inputs: LossInputs) -> LossInputs:
-    """The same with 0 wherever nothing is trained: outside of the mask, and in sequences of weight 0.
+    """The inputs with 0 wherever nothing is trained: outside of the mask, and in sequences of weight 0.
 
-    The framework gives every loss such inputs, a custom one too. It also masks what a loss returns, but that alone does
-    not silence a NaN: its gradient is 0 x NaN wherever a product meets it. Of a pair both sides count where one does.
+    The framework gives every loss such inputs, custom ones included. It also masks what a loss returns, but that alone
+    does not remove a NaN, whose gradient is 0 x NaN in every product. Both sides of a pair count where one does.
     """
     batch = inputs.batch
     counted = jnp.asarray(batch.weights) > 0
@@ -47,41 +47,41 @@ def trained_only(inputs: LossInputs) -> LossInputs:
         counted = jnp.repeat(counted.reshape(-1, 2).any(axis=1), 2)
     mask = jnp.asarray(batch.loss_mask) & counted[batch.sequence_ids]
 
-    def kept(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
+    def masked(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
         return jnp.where(mask, values, 0)
 
     per_sequence = {name: jnp.where(counted, values, 0) for name, values in batch.per_sequence.items()}
-    per_token = {name: kept(values) for name, values in batch.per_token.items()}
+    per_token = {name: masked(values) for name, values in batch.per_token.items()}
     return replace(
         inputs,
         batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
-        logprobs=kept(inputs.logprobs),
-        entropy=None if inputs.entropy is None else kept(inputs.entropy),
-        values=None if inputs.values is None else kept(inputs.values),
-        reference_logprobs=None if inputs.reference_logprobs is None else kept(inputs.reference_logprobs),
-        compared=None if inputs.compared is None else jax.tree.map(kept, inputs.compared),
+        logprobs=masked(inputs.logprobs),
+        entropy=None if inputs.entropy is None else masked(inputs.entropy),
+        values=None if inputs.values is None else masked(inputs.values),
+        reference_logprobs=None if inputs.reference_logprobs is None else masked(inputs.reference_logprobs),
+        compared=None if inputs.compared is None else jax.tree.map(masked, inputs.compared),
     )
 
 
 def old_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
-    """Log-probs under the policy as it was before the updates on this batch of rollouts.
+    """Log-probs under the policy before the updates on this batch of rollouts.
 
-    Where they would be recomputed for a single update, the batch may leave them out: they are the current ones, held
-    fixed, and cost no further forward pass.
+    Where they would be recomputed for a single update, the batch may leave them out: they are the current ones, without
+    a gradient, and cost no further forward pass.
     """
     return inputs.batch.per_token.get("old_logprobs", jax.lax.stop_gradient(inputs.logprobs))
 
 
 def sampler_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
-    """Log-probs under whoever drew the tokens, as it reported them."""
+    """Log-probs under the sampler, as it reported them with the tokens."""
     per_token = inputs.batch.per_token
     return per_token["sampler_logprobs"] if "sampler_logprobs" in per_token else per_token["old_logprobs"]
 
 
 def reference_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
-    """Log-probs under the reference, which was asked in the step or before it."""
-    asked = inputs.reference_logprobs
-    return inputs.batch.per_token[REFERENCE] if asked is None else asked
+    """Log-probs under the reference, which were computed in the step or before it."""
+    in_step = inputs.reference_logprobs
+    return inputs.batch.per_token[REFERENCE] if in_step is None else in_step
 
 
 def old_log_ratio(inputs: LossInputs) -> Float[Array, "B T"]:
@@ -102,11 +102,11 @@ def policy_outputs(
     Args:
         inputs: the reference's log-probs are read where `config.kl` is not 0, `sampler_logprobs` with
             `old_logprobs: recompute`, the entropy where there is a bonus.
-        config: the section.
-        over: what every term is averaged over, but for `entropy_over: tokens`.
+        config: the section of the recipe.
+        over: what every term is averaged over, except the entropy with `entropy_over: tokens`.
         surrogate: the policy's loss per token.
-        ratio: what the surrogate clips.
-        kl: coefficient of the KL term; read with `kl_in: loss`.
+        ratio: the ratio that the surrogate clips.
+        kl: coefficient of the KL term, for `kl_in: loss`.
     """
     batch, current = inputs.batch, old_log_ratio(inputs)
     metrics = {"policy/ratio": ratio, "kl/old": _estimate(-current, "k3")}
@@ -141,17 +141,17 @@ def policy_outputs(
 
 
 def _kl(inputs: LossInputs, config: PolicyConfig) -> Float[Array, "B T"]:
-    """KL(policy || reference) of each token, clamped, and weighted by the policy over the one that drew."""
+    """KL(policy || reference) of each token, clamped; with `kl_weighted` times the ratio to the sampler."""
     batch, estimator, clamp = inputs.batch, config.kl_estimator or "k3", kl_clamp(config)
     ratios = log_ratio(inputs.logprobs, reference_logprobs(inputs), batch, clamp.input)
     if not config.kl_weighted:
         return cast(Array, clamped_kl(ratios, estimator, clamp))
-    # Not the old log-probs: recomputed, they are the trainer's own.
+    # Not the old log-probs: where these are recomputed, they are the trainer's.
     return weighted_kl(log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch), ratios, estimator, clamp)
 
 
 def kl_clamp(config: PolicyConfig) -> Clamp:
-    """The bounds of the KL estimate that a section asks for."""
+    """The bounds of the KL estimate that a section sets."""
     return Clamp(config.kl_input_clamp or LOG_RATIO_LIMIT, config.kl_output_clamp)
 
 
@@ -160,7 +160,7 @@ def _estimate(log_ratios: Float[Array, "B T"], estimator: Estimator) -> Float[Ar
 
 
 def _log_weights(inputs: LossInputs, level: Level) -> Float[Array, "B T"]:
-    """Trainer over sampler, both as they were before the updates: of each token, or of its sequence."""
+    """Log of trainer over sampler before the updates: of each token, or of its sequence."""
     batch = inputs.batch
     weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
     if level == "token":
@@ -170,16 +170,17 @@ def _log_weights(inputs: LossInputs, level: Level) -> Float[Array, "B T"]:
 
 
 def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
-    """What the surrogate is multiplied by."""
+    """The importance weights that the surrogate is multiplied by."""
     weights = _log_weights(inputs, config.correction_level or "token")
     assert config.correction != "none"
     return importance_weight(weights, config.correction, config.correction_low or 0.0, config.correction_high or 1.0)
 
 
 def with_mismatch(outputs: LossOutputs, inputs: LossInputs, config: PolicyConfig) -> LossOutputs:
-    """The same with the mismatch of the policy before the updates, see `compared_with_sampler`.
+    """The outputs with metrics of the mismatch of trainer and sampler; see `compared_with_sampler`.
 
-    Where the sampler's log-probs are the old ones, later updates add what the policy moved: read the first one's.
+    Where the sampler's log-probs are the old ones, later updates of a step include the policy's movement: read the
+    first one's.
     """
     per_token = inputs.batch.per_token
     if config.old_logprobs == "recompute":
@@ -192,9 +193,10 @@ def with_mismatch(outputs: LossOutputs, inputs: LossInputs, config: PolicyConfig
 def compared_with_sampler(
     outputs: LossOutputs, batch: Batch, trainer: Float[Array, "B T"], sampler: Float[Array | np.ndarray, "B T"]
 ) -> LossOutputs:
-    """The same with metrics and the peak of `trainer log-prob - sampler log-prob`, on the tokens that were drawn.
+    """The outputs with metrics of `trainer log-prob - sampler log-prob` over the sampled tokens, and its maximum.
 
-    mean: of the absolute difference. k3: estimate of KL(sampler || trainer). max: the largest absolute difference.
+    `mismatch/mean`: mean absolute difference. `mismatch/k3`: estimate of KL(sampler || trainer). `mismatch/max`: the
+    largest absolute difference.
     """
     trainer = jax.lax.stop_gradient(trainer)
     distance = jnp.abs(trainer - sampler)

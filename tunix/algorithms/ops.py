@@ -2,9 +2,9 @@
 
 Log-probs -> `log_ratio` -> `token_ratio` or `sequence_ratio` -> `clipped_surrogate`, `cispo_surrogate` or
 `plain_surrogate`, times `importance_weight` where the sampler's log-probs are not the trainer's. Nothing here divides
-by a count: `types.Term` says over what a loss is averaged, and the framework does it once.
+by a count: `types.Term` names what a loss is averaged over, and the framework divides once.
 
-Axes: B rows, T time, S sequences of a batch.
+Axes: B rows, T time, S sequences.
 """
 
 from typing import Literal, NamedTuple, cast
@@ -19,35 +19,35 @@ from tunix.types import Batch
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are held within +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
+"""Log-ratios are clamped to +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
 
 
 class Clamp(NamedTuple):
-    """Bounds of a KL estimate, as NeMo-RL's and verl's."""
+    """Bounds of a KL estimate, as in NeMo-RL and verl."""
 
     input: float = LOG_RATIO_LIMIT
-    """Of the log-ratio."""
+    """Bound of the log-ratio's absolute value."""
     output: float | None = None
-    """Of the estimate; None for none."""
+    """Bound of the estimate's absolute value, e.g. 10; None for none."""
 
 
 USUAL_CLAMP = Clamp()
 
 
 class Surrogate(NamedTuple):
-    """A policy loss before it is reduced, and where it is clipped."""
+    """A policy's loss per token, and where it is clipped."""
 
     loss: Float[Array, "B T"]
-    """To be minimised."""
+    """The loss of each token, to be minimised."""
     clipped: Bool[Array, "B T"] | None
     """Tokens that the clip binds; None where nothing clips."""
 
 
 class Importance(NamedTuple):
-    """Weights that correct for who drew the tokens."""
+    """Importance weights for tokens that another policy sampled."""
 
     weight: Float[Array, "B T"]
-    """Constant for the gradient."""
+    """The weight of each token, without a gradient."""
     changed: Bool[Array, "B T"]
     """Tokens whose weight was truncated or masked."""
 
@@ -58,14 +58,14 @@ def log_ratio(
     batch: Batch,
     limit: float = LOG_RATIO_LIMIT,
 ) -> Float[Array, "B T"]:
-    """`log p - log q` of the taken tokens, 0 outside of the mask whatever stands there, within +-`limit`."""
+    """`log p - log q` of the taken tokens, clamped to +-`limit`; 0 outside of the mask, whatever the inputs are."""
     return jnp.clip(jnp.where(batch.loss_mask, logprobs - others, 0.0), -limit, limit)
 
 
 def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """The sum of each sequence's values over its trained tokens, given to every one of its tokens.
+    """`[B T]` at every token the sum of its sequence's values over trained tokens.
 
-    A sequence never spans passes, so its tokens are all here.
+    A sequence is never split between micro-batches, so that all its tokens are here.
     """
     return per_sequence(values, batch)[batch.sequence_ids]
 
@@ -74,8 +74,10 @@ def per_sequence(values: Float[Array, "B T"], batch: Batch, absent: float = 0.0)
     """`[S]` the sum of each sequence's values over its trained tokens.
 
     Args:
-        absent: for sequences of which nothing is trained here, such as those of other passes. They do not matter, but
-            their gradient has to be a number.
+        values: per token.
+        batch: where the sequences' tokens are.
+        absent: the value for sequences without a trained token here, such as those of other micro-batches. It does not
+            matter, but its gradient has to be a number.
     """
     masked, owners = jnp.where(batch.loss_mask, values, 0.0), jnp.asarray(batch.sequence_ids)
     sums = jnp.zeros(batch.weights.shape, values.dtype).at[owners].add(masked)
@@ -89,18 +91,18 @@ def token_ratio(log_ratios: Float[Array, "B T"]) -> Float[Array, "B T"]:
 
 
 def sequence_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """`s = (p(y) / q(y))^(1/|y|) = exp(mean_t log r_t)`, the same for every token of a sequence.
+    """`s = (p(y) / q(y))^(1/|y|) = exp(mean_t log r_t)`, equal at all tokens of a sequence.
 
-    GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. 7. `|y|` counts trained tokens, so what an
-    environment wrote between them does not dilute the mean.
+    GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. 7. `|y|` counts trained tokens, so that an
+    environment's tokens between them do not change the mean.
     """
     return jnp.exp(sequence_sum(log_ratios, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids])
 
 
 def completion_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """`p(y) / q(y) = prod_t r_t`, the same for every token of a sequence, which is taken for one action.
+    """`p(y) / q(y) = prod_t r_t`, equal at all tokens of a sequence, which counts as one action.
 
-    As RLOO does (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3). Its logarithm is held within
+    RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3. The logarithm of the product is clamped to
     +-`LOG_RATIO_LIMIT` too.
     """
     return jnp.exp(jnp.clip(sequence_sum(log_ratios, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
@@ -114,11 +116,11 @@ def kl_estimate(
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1 and k3 are
     unbiased, k3 is never negative, k2 is biased by third-order terms. All are 0 where p = q.
 
-    What a value estimates is not what its gradient estimates. With p the policy, drawn from itself, the expected
+    What a value estimates is not what its gradient estimates. With p the policy, and samples from p, the expected
     gradient of each as a loss is (Tang and Munos 2025, https://arxiv.org/abs/2506.09477):
 
         k1: 0                k2: that of KL(p || q)                 k3: that of KL(q || p), the other direction
-        r k1, r k3: that of KL(p || q), where r is p over whoever drew the token, also when p has moved on
+        r k1, r k3: that of KL(p || q), where r is p over the policy that sampled, also after p has been updated
         (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7)
 
     As a penalty in the reward, k1 has the gradient of KL(p || q). k3+ is k3 with the gradient of k2 (straight through,
@@ -126,7 +128,7 @@ def kl_estimate(
 
     Args:
         log_ratios: d, of any shape; numpy in, numpy out.
-        estimator: which.
+        estimator: the name.
     """
     if estimator == "k1":
         return log_ratios
@@ -141,33 +143,33 @@ def kl_estimate(
 def clamped_kl(
     log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, clamp: Clamp
 ) -> Float[Array | np.ndarray, "*shape"]:
-    """`kl_estimate` of log-ratios within +-`clamp.input`, within +-`clamp.output`. Clamped, it has no gradient."""
+    """`kl_estimate` with log-ratios and result clamped to +-`clamp.input` and `.output`, where it has no gradient."""
     numpy = log_ratios.__array_namespace__()
-    found = kl_estimate(numpy.clip(log_ratios, -clamp.input, clamp.input), estimator)
-    return found if clamp.output is None else numpy.clip(found, -clamp.output, clamp.output)
+    estimate = kl_estimate(numpy.clip(log_ratios, -clamp.input, clamp.input), estimator)
+    return estimate if clamp.output is None else numpy.clip(estimate, -clamp.output, clamp.output)
 
 
 def weighted_kl(
     log_weights: Float[Array, "B T"], log_ratios: Float[Array, "B T"], estimator: Estimator, clamp: Clamp
 ) -> Float[Array, "B T"]:
-    """`w k(d)`, clamped as NeMo-RL does: d, and then the product. Its gradient is that of `KL(p || ref)` whoever
-    sampled the token (see `kl_estimate`).
+    """`w k(d)` with d and then the product clamped, as in NeMo-RL; its gradient is that of `KL(p || ref)`, whichever
+    policy sampled the tokens (see `kl_estimate`).
 
-    Where the estimate is clamped nothing has a gradient, the weight's neither: of a huge constant, w alone would be
-    lowered, which is the wrong direction. The gradient of `w k3` is `w (k3 + 1 - exp(-d)) grad log p = w d grad log p`;
-    written as a product, float32 takes two numbers of 4e8 from each other at d = -19.9 and finds -32.
+    Where the estimate is clamped there is no gradient at all, not even the weight's: times a large constant, it would
+    lower w, which is the wrong direction. The gradient of `w k3` is `w (k3 + 1 - exp(-d)) grad log p = w d grad log p`;
+    as the gradient of a product, float32 subtracts two numbers of 4e8 at d = -19.9 and gets -32.
 
     Args:
-        log_weights: `log p - log q`, q whoever sampled the tokens.
+        log_weights: `log p - log q`, q the policy that sampled the tokens.
         log_ratios: d, `log p - log ref`.
         estimator: k1 or k3.
-        clamp: what is held within which bounds.
+        clamp: bounds of d and of the product.
     """
-    weight, held = jnp.exp(log_weights), jnp.clip(log_ratios, -clamp.input, clamp.input)
-    value, stopped = cast(Array, kl_estimate(held, estimator)), jax.lax.stop_gradient
+    weight, clamped = jnp.exp(log_weights), jnp.clip(log_ratios, -clamp.input, clamp.input)
+    value, stopped = cast(Array, kl_estimate(clamped, estimator)), jax.lax.stop_gradient
     product, outside = weight * value, jnp.abs(log_ratios) >= clamp.input
     if estimator == "k3":
-        half = 0.5 * held**2  # whose gradient is d
+        half = 0.5 * clamped**2  # whose gradient is d
         product = stopped(weight) * (stopped(value - half) + half)
     if clamp.output is not None:
         outside |= jnp.abs(product) >= clamp.output
@@ -192,7 +194,7 @@ def clipped_surrogate(
         ratio: r, per token or per sequence.
         advantages: A.
         low: the ratio counts as no less than 1 - low.
-        high: and as no more than 1 + high.
+        high: the ratio counts as no more than 1 + high.
         dual: above 1; 3 is usual.
     """
     advantages = jnp.asarray(advantages)
@@ -230,15 +232,18 @@ def cispo_surrogate(
 
 
 def plain_surrogate(ratio: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:
-    """`-r A`: the importance-weighted policy gradient. On-policy r = 1 and its gradient is `-A grad log p` (REINFORCE,
-    Williams 1992, https://doi.org/10.1007/BF00992696)."""
+    """`-r A`: the importance-weighted policy gradient.
+
+    On-policy r = 1, and its gradient is `-A grad log p` (REINFORCE, Williams 1992,
+    https://doi.org/10.1007/BF00992696).
+    """
     return Surrogate(-ratio * advantages, None)
 
 
 def soft_surrogate(
     ratio: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"], positive: float, negative: float
 ) -> Surrogate:
-    """`-(4 / tau) sigmoid(tau (r - 1)) A`: a gate that closes gradually in place of a clip.
+    """`-(4 / tau) sigmoid(tau (r - 1)) A`: instead of a clip, the gradient fades as r moves away from 1.
 
     SAPO, Gao et al. 2025, https://arxiv.org/abs/2511.20347, eqs. 5 to 7. The gradient's weight is
     `4 p (1 - p) r A` with p the sigmoid: that of `-r A` at r = 1, falling on both sides of it. The value at r = 1 is
@@ -248,7 +253,7 @@ def soft_surrogate(
         ratio: r.
         advantages: A.
         positive: tau where A > 0.
-        negative: tau elsewhere; the larger one closes sooner.
+        negative: tau elsewhere; with a larger tau the gradient fades sooner.
     """
     advantages = jnp.asarray(advantages)
     tau = jnp.where(advantages > 0, positive, negative)
@@ -256,14 +261,14 @@ def soft_surrogate(
 
 
 def log_surrogate(logprobs: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:
-    """`-A log p`, whoever drew the token: the policy's term of DRO (see `GRPOConfig.drift`), without any ratio."""
+    """`-A log p`, without a ratio: the policy's term of DRO (see `GRPOConfig.drift`)."""
     return Surrogate(-logprobs * advantages, None)
 
 
 def importance_weight(
     log_weights: Float[Array, "B T"], kind: Literal["truncate", "mask"], low: float, high: float
 ) -> Importance:
-    """Weights `w = p(y) / q(y)` for tokens that q drew and that are trained as if p had.
+    """Importance weights `w = p(y) / q(y)` for tokens that q sampled and that train p.
 
     truncate: `clip(w, low, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008,
     with low = 0; OpenRLHF clips from below too).
@@ -271,7 +276,7 @@ def importance_weight(
 
     Args:
         log_weights: log p - log q, of each token, or of its sequence: the sum (`sequence_sum`) or the mean.
-        kind: which.
+        kind: truncate or mask.
         low: the smallest weight.
         high: the largest.
     """

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix.commands.inference import Asked, Speaker, TextStream
 from tunix.data.chat import Message, render_prompt
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.inference.text_stream import TextStream
 from tunix.rollout.engine.request import Request
 from tunix.types import Sampling
 
 COMMANDS = ("/quit", "/reset")
 
 
-def chat(asked: Asked, *, sampling: Sampling, seed: int = 0) -> None:
+def chat(asked: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> None:
     """Talks until `/quit` or the end of the input.
 
     Args:
@@ -33,7 +34,7 @@ def chat(asked: Asked, *, sampling: Sampling, seed: int = 0) -> None:
     Raises:
         UserError: the model is not to be had, has no tokenizer, or a setting means nothing.
     """
-    speaker = Speaker(asked)
+    speaker = InferenceModel(asked)
     if speaker.tokenizer is None:
         raise UserError(f"{asked.model} has no tokenizer: it cannot chat; tunix generate --input answers input_ids")
     talk = Talk(speaker, speaker.tokenizer, speaker.stopping(sampling), seed)
@@ -78,7 +79,7 @@ def _write(text: str) -> None:
 class Talk:
     """What was said so far, and the next answer."""
 
-    speaker: Speaker
+    speaker: InferenceModel
     tokenizer: Tokenizer
     sampling: Sampling
     seed: int

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from tunix.commands.generate import line, opened
-from tunix.commands.inference import Asked, Speaker
 from tunix.commands.progress import Bar
 from tunix.commands.rejection_sampling import Question
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, rounding_of
 from tunix.hf.source import as_rounded, beside
-from tunix.lora.multi_lora import Laid
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.model import Params, is_adapter
 from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine.engine import Engine
@@ -34,7 +34,7 @@ Answers = dict[Path, list[Completion]]
 
 
 def compare(
-    asked: Asked,
+    asked: InferenceOptions,
     adapters: List[Path],
     prompt: str | None,
     *,
@@ -71,7 +71,7 @@ def compare(
     print(f"{len(questions)} rows, {len(adapters)} adapters, {number} completions, written to {out}")
 
 
-def _answers(speaker: Speaker, adapters: List[Path], requests: List[Request]) -> Answers:
+def _answers(speaker: InferenceModel, adapters: List[Path], requests: List[Request]) -> Answers:
     """All adapters' completions."""
     source = speaker.source
     if source.merged is not None:
@@ -85,13 +85,15 @@ def _answers(speaker: Speaker, adapters: List[Path], requests: List[Request]) ->
     if rounding is not None:
         params = as_rounded(params, model.config, rounding)
     # All are read before the first is drawn from, so that the last one's mistake does not cost the others' time.
-    read = {path: Laid(*beside(model, params, mesh, path)) for path in adapters}
+    read = {path: LoadedAdapter(*beside(model, params, mesh, path)) for path in adapters}
     decode = speaker.tokenizer.decode if speaker.tokenizer else None
-    engine = Engine(model, mesh, slots=speaker.slots, length=speaker.limit, decode=decode)
+    mixtures = list(_mixtures(read))
+    moving = {name for tables, _ in mixtures for name in tables}
+    engine = Engine(model, mesh, slots=speaker.slots, length=speaker.limit, decode=decode, moving=moving)
     answers: Answers = {}
     with closing(Bar("generate", len(requests) * len(adapters))) as bar:
-        for version, (tables, laid) in enumerate(_mixtures(read)):
-            engine.load({**params, **tables}, version, moving=tables, beside=laid)
+        for version, (tables, laid) in enumerate(mixtures):
+            engine.publish({**params, **tables}, version, adapters=laid)
             before = len(requests) * len(answers)
 
             def hear(number: int, _: np.ndarray, before: int = before) -> None:
@@ -116,7 +118,7 @@ def _rounding(adapters: List[Path]) -> Quantization | None:
     return found[adapters[0]]
 
 
-def _mixtures(read: Mapping[Path, Laid]) -> Iterator[tuple[Params, dict[str, Laid]]]:
+def _mixtures(read: Mapping[Path, LoadedAdapter]) -> Iterator[tuple[Params, dict[str, LoadedAdapter]]]:
     """(tables, adapters by name) that share batches: all that bring no tables, then each that does."""
     tables = {path: {name: x for name, x in laid.params.items() if not is_adapter(name)} for path, laid in read.items()}
     if plain := {str(path): laid for path, laid in read.items() if not tables[path]}:
@@ -124,10 +126,13 @@ def _mixtures(read: Mapping[Path, Laid]) -> Iterator[tuple[Params, dict[str, Lai
     for path, whole in tables.items():
         if whole:
             settings, params = read[path]
-            yield whole, {str(path): Laid(settings, {name: x for name, x in params.items() if name not in whole})}
+            yield (
+                whole,
+                {str(path): LoadedAdapter(settings, {name: x for name, x in params.items() if name not in whole})},
+            )
 
 
-def _lines(speaker: Speaker, questions: List[Question], answers: Answers, n: int) -> Iterator[str]:
+def _lines(speaker: InferenceModel, questions: List[Question], answers: Answers, n: int) -> Iterator[str]:
     for row, question in enumerate(questions):
         for path, completions in answers.items():
             for sample, completion in enumerate(completions[row * n : (row + 1) * n]):

@@ -3,7 +3,7 @@
 Each takes a speaker and the rows, renders them as training does, and gives numbers with their standard errors and an
 object for each row. `evaluate.py` chooses among them, prints and writes.
 
-Axes: P rows, N samples of a prompt, T time.
+Axes: T time.
 """
 
 import math
@@ -17,24 +17,23 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.on_policy import rewards_of
-from tunix.algorithms.reward.algorithm import RewardModel
-from tunix.algorithms.reward.config import RewardModelConfig
-from tunix.commands.inference import Speaker
+from tunix.algorithms.episodes import rewards_of
 from tunix.commands.progress import Bar, Drawing
+from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.pipeline import prompt_of
-from tunix.data.shapes import TrainOn, rendering
+from tunix.data.scored import as_scored
+from tunix.data.shapes import rendering
 from tunix.data.sources import Rows
 from tunix.errors import UserError
-from tunix.hf.source import gives_scores
+from tunix.inference.model import InferenceModel
 from tunix.mesh import row_shards
 from tunix.rollout.collect import Collector, Scored
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.metrics import perplexity
-from tunix.trainer.microbatches import Cut
+from tunix.trainer.microbatches import Microbatcher
 from tunix.types import Sequence
 from tunix.util.statistics import Estimate, mean_of, means_of, pass_at_k, ratio_of
 
@@ -51,7 +50,7 @@ class Table:
     limit: int | None = None
     """Rows from the start; None for all."""
 
-    def examples(self, speaker: Speaker, train_on: TrainOn) -> "Examples":
+    def examples(self, speaker: InferenceModel, train_on: RowKind) -> "Examples":
         """What becomes of the rows.
 
         Raises:
@@ -97,7 +96,7 @@ class Found:
     """What a person should know about the numbers."""
 
 
-def loss(speaker: Speaker, table: Table, train_on: TrainOn = "completion") -> Found:
+def loss(speaker: InferenceModel, table: Table, train_on: RowKind = RowKind.COMPLETION) -> Found:
     """The mean of `-log p` over the trained tokens, each weighted as its row, and the perplexity."""
     examples = table.examples(speaker, train_on)
     sequences = [kept.sequences[0] for kept in examples.kept]
@@ -114,17 +113,16 @@ def loss(speaker: Speaker, table: Table, train_on: TrainOn = "completion") -> Fo
     return Found(metrics, rows, [f"{sum(x.size for x in found)} trained tokens{examples.told}"])
 
 
-def pairs(speaker: Speaker, table: Table) -> Found:
+def pairs(speaker: InferenceModel, table: Table) -> Found:
     """How often and by how much the chosen side is above the rejected one: by a reward model's score, else by log-prob.
 
     Both sides of a pair follow the same prompt, so that `log p(chosen) - log p(rejected)` is that of the completions.
     """
-    examples = table.examples(speaker, "pairs")
+    examples = table.examples(speaker, RowKind.PAIRS)
     sides = [side for kept in examples.kept for side in kept.sequences]
-    judging = gives_scores(speaker.source)
+    judging = speaker.source.has_scalar_head
     if judging:
-        judge = RewardModel(RewardModelConfig())
-        scores = [float(x[-1]) for _, x in _scored(speaker, [judge.prepared(side) for side in sides], values=True)]
+        scores = [float(x[-1]) for _, x in _scored(speaker, [as_scored(side) for side in sides], values=True)]
     else:
         scored = list(_scored(speaker, sides))
         scores = [float(x[one.loss_mask].sum(dtype=np.float64)) for one, x in scored]
@@ -207,13 +205,13 @@ class Answers:
         ]
 
 
-def answers(speaker: Speaker, table: Table, collector: Collector, n: int, seed: int) -> Answers:
+def answers(speaker: InferenceModel, table: Table, collector: Collector, n: int, seed: int) -> Answers:
     """Asks every row `n` times.
 
     Raises:
         UserError: not one answer has a score.
     """
-    examples = table.examples(speaker, "prompt" if collector.play is None else "row")
+    examples = table.examples(speaker, RowKind.PROMPT if collector.play is None else RowKind.ROW)
     prompts = [prompt_of(kept) for kept in examples.kept]
     engine = speaker.engine
     with closing(Bar("eval", n * len(prompts))) as bar:
@@ -235,12 +233,14 @@ def _answer(scored: Scored, total: float) -> dict[str, Any]:
     return {"tokens": tokens, **shown, "reward": values.pop(""), "rewards": values, **failures}
 
 
-def _scored(speaker: Speaker, sequences: List[Sequence], values: bool = False) -> Iterator[tuple[Sequence, np.ndarray]]:
+def _scored(
+    speaker: InferenceModel, sequences: List[Sequence], values: bool = False
+) -> Iterator[tuple[Sequence, np.ndarray]]:
     """Each sequence with the `[T]` log-probs (or values) of its tokens, in shapes that compile once."""
     model, params, mesh = speaker.weights()
     length = -(-max(len(one.tokens) for one in sequences) // 64) * 64
     rows = -(-ROWS_PER_PASS // row_shards(mesh)) * row_shards(mesh)
-    scorer = Scorer(model, Cut(rows, mesh), length)
+    scorer = Scorer(model, Microbatcher(rows, mesh), length)
     tokens = 0
     with closing(Bar("eval", len(sequences))) as bar:
         for first in range(0, len(sequences), TOGETHER):

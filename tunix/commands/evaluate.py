@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunix.commands.eval_tasks import Found, Table, answers, loss, pairs
-from tunix.commands.inference import Asked, Speaker
 from tunix.commands.reward_flags import judged
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
-from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows, open_rows
 from tunix.errors import UserError
 from tunix.hf.source import must_speak
+from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Player
@@ -74,10 +74,10 @@ class Wanted:
 class Setting:
     """What is evaluated, on what, and how."""
 
-    speaker: Speaker
+    speaker: InferenceModel
     table: Table
     tasks: tuple[Task, ...]
-    train_on: TrainOn
+    train_on: RowKind
     """What the loss is over."""
     rewards: RewardConfig | None
     play: Player | None
@@ -86,7 +86,7 @@ class Setting:
     """Answers to each row."""
 
 
-def evaluate(asked: Asked, wanted: Wanted, out: Path | None = None) -> dict[str, float]:
+def evaluate(asked: InferenceOptions, wanted: Wanted, out: Path | None = None) -> dict[str, float]:
     """Measures, prints, and writes `out`.
 
     Args:
@@ -113,7 +113,7 @@ def evaluate(asked: Asked, wanted: Wanted, out: Path | None = None) -> dict[str,
     return {name: one.value for name, one in metrics.items()}
 
 
-def prepared(asked: Asked, wanted: Wanted) -> Setting:
+def prepared(asked: InferenceOptions, wanted: Wanted) -> Setting:
     """What the command line says, and what the run brings where it says nothing.
 
     Raises:
@@ -134,7 +134,7 @@ def prepared(asked: Asked, wanted: Wanted) -> Setting:
         sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *play.stop_strings))
     _check(wanted, tasks, n, sampling, bool(rewards or (play and play.scores)))
     limit = wanted.rows or (recipe.eval.rows if recipe and wanted.data is None else None)
-    over: TrainOn = "all" if read == "all" else "completion"
+    over = RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION
     stopping = speaker.stopping(sampling) if {*tasks} & {*ASKING} else sampling
     return Setting(speaker, Table(rows, config, limit), tasks, over, rewards, play, stopping, n)
 
@@ -142,11 +142,7 @@ def prepared(asked: Asked, wanted: Wanted) -> Setting:
 def brings_rows(model: str) -> bool:
     """Whether a model is a run that has held-out completions."""
     recipe = _recipe(model)
-    return (
-        recipe is not None
-        and recipe.algorithm.reads == "completions"
-        and bool(recipe.data.eval or recipe.data.eval_split)
-    )
+    return recipe is not None and recipe.algorithm.reads.is_text and bool(recipe.data.eval or recipe.data.eval_split)
 
 
 def _recipe(model: str) -> Recipe | None:
@@ -171,27 +167,27 @@ def _rows(model: str, recipe: Recipe | None, wanted: Wanted) -> Rows:
     return open_rows(recipe.data.eval or recipe.data.train, wanted.split or recipe.data.eval_split)
 
 
-def _tasks(read: str | None, wanted: Wanted, judged: bool, rows: Rows) -> tuple[Task, ...]:
+def _tasks(read: RowKind | None, wanted: Wanted, judged: bool, rows: Rows) -> tuple[Task, ...]:
     """What is measured where nothing is said.
 
     Args:
         read: what the run's algorithm reads of a row; None for a model that is no run.
         judged: whether something says what answers are worth.
     """
-    if wanted.rewards is not None or read == "prompt":
+    if wanted.rewards is not None or read == RowKind.PROMPT:
         return ("reward",)
-    if read == "pairs" or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
+    if read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
         return ("pairs",)
     return ("loss", "reward") if judged else ("loss",)
 
 
 def _reading(
-    asked: Asked, recipe: Recipe | None, wanted: Wanted, tasks: tuple[Task, ...], name: str
-) -> tuple[Speaker, DataConfig, Sampling]:
+    asked: InferenceOptions, recipe: Recipe | None, wanted: Wanted, tasks: tuple[Task, ...], name: str
+) -> tuple[InferenceModel, DataConfig, Sampling]:
     """The model, how rows are read, and how answers are drawn; stop ids are not yet among it."""
     sampled = "pass" in tasks
     if recipe is None:
-        speaker = Speaker(asked)
+        speaker = InferenceModel(asked)
         tokens, usual, stop = wanted.max_tokens or min(LONGEST, speaker.limit // 2), 1.0, ()
         if tokens >= speaker.limit:
             raise UserError(f"--max-tokens {tokens} leaves no room for a prompt: the model ends at {speaker.limit}")
@@ -199,7 +195,7 @@ def _reading(
     else:
         config, usual, stop = recipe.data, recipe.rollout.temperature, recipe.rollout.stop
         tokens = wanted.max_tokens or config.longest_completion
-        speaker = Speaker(replace(asked, length=config.max_length + max(tokens - config.longest_completion, 0)))
+        speaker = InferenceModel(replace(asked, length=config.max_length + max(tokens - config.longest_completion, 0)))
     config = config.model_copy(update={"columns": {**config.columns, **wanted.columns}})
     default = usual if sampled else 0.0
     temperature = default if wanted.temperature is None else wanted.temperature

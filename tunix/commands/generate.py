@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.on_policy import rewards_of
-from tunix.commands.inference import Asked, Speaker, TextStream, asked_with
+from tunix.algorithms.episodes import rewards_of
 from tunix.commands.progress import Bar, Drawing
 from tunix.commands.rejection_sampling import Chosen, Question, choose
 from tunix.commands.resumable_output import Partial, digest_of_rows, partial
@@ -33,6 +32,8 @@ from tunix.data.pipeline import Prompt
 from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows, open_rows
 from tunix.errors import Interrupted, UserError
+from tunix.inference.model import InferenceModel, InferenceOptions, asked_with
+from tunix.inference.text_stream import TextStream
 from tunix.rollout.collect import Collector, Scored
 from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig
@@ -62,7 +63,7 @@ class Judged:
 
 
 def generate(
-    asked: Asked,
+    asked: InferenceOptions,
     prompt: str | None,
     *,
     rows: str | None = None,
@@ -98,8 +99,8 @@ def generate(
 
 
 def opened(
-    asked: Asked, prompt: str | None, rows: str | None, out: Path | None, sampling: Sampling
-) -> tuple[Speaker, Sampling, list[Question]]:
+    asked: InferenceOptions, prompt: str | None, rows: str | None, out: Path | None, sampling: Sampling
+) -> tuple[InferenceModel, Sampling, list[Question]]:
     """Who answers, how, and what it is asked; arguments as in `generate`.
 
     Raises:
@@ -112,17 +113,17 @@ def opened(
     if out is not None:
         refuse_out(out)
     table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
-    speaker = Speaker(asked)
+    speaker = InferenceModel(asked)
     sampling = speaker.stopping(sampling)
     return speaker, sampling, [_question(speaker, table, i, rows is not None) for i in range(len(table))]
 
 
-def _question(speaker: Speaker, table: Rows, index: int, listed: bool) -> Question:
+def _question(speaker: InferenceModel, table: Rows, index: int, listed: bool) -> Question:
     row = table[index]
     return Question(row, speaker.prompt(row, f"row {index + 1} of {table.name}" if listed else table.name))
 
 
-def _show(speaker: Speaker, requests: List[Request]) -> None:
+def _show(speaker: InferenceModel, requests: List[Request]) -> None:
     """Texts on stdout: one as it comes, several one after the other under their numbers."""
     if len(requests) > 1:
         first = requests[0]
@@ -147,7 +148,7 @@ def _show(speaker: Speaker, requests: List[Request]) -> None:
 class _Writing:
     """One call that writes a file."""
 
-    speaker: Speaker
+    speaker: InferenceModel
     questions: List[Question]
     sampling: Sampling
     n: int
@@ -238,7 +239,7 @@ class _Writing:
 
 
 def line(
-    speaker: Speaker,
+    speaker: InferenceModel,
     row: int,
     sample: int,
     asked: Mapping[str, Any],

@@ -1,6 +1,6 @@
 """`tunix inspect`: what the model would read, with the trained tokens marked, and what becomes of all the rows.
 
-Rows go through the very code that a run uses (`assemble.inputs`, `data.examples`, `data.packing`), so what is shown is
+Rows go through the very code that a run uses (`run.build.inputs`, `data.examples`, `data.packing`), so what is shown is
 what is trained. On a terminal the trained tokens are green and the others dim; elsewhere they stand in [[ ]].
 """
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunix.algorithms.base import Algorithm
+from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
 from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
@@ -26,7 +27,7 @@ from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.run.build import inputs, read_of_rows
+from tunix.run.inputs import open_inputs, row_kind_of
 from tunix.run.row_layout import layout
 from tunix.types import Sequence
 
@@ -56,24 +57,24 @@ def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
 def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
     """Examples and accounting of a single run."""
     with tempfile.TemporaryDirectory() as folder:
-        found = inputs(recipe, Path(folder))
+        inputs = open_inputs(recipe, Path(folder))
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        how = _how(recipe, algorithm, found.train)
-        examples = _examples(found.train, found.tokenizer, how)
+        how = _how(recipe, algorithm, inputs.train)
+        examples = _examples(inputs.train, inputs.tokenizer, how)
         shown = list(itertools.islice(examples, rows))
         pieces = _pieces(shown, cutter(recipe.data, how.train_on), recipe.batch_size)
         for number, parts in enumerate(pieces, start=1):
             for part, example in enumerate(parts, start=1):
                 place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                _show_example(place, example, found.tokenizer, how, console)
+                _show_example(place, example, inputs.tokenizer, how, console)
         seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
-        packed = None if algorithm.train_on == "prompt" else layout(algorithm)
-        _show_totals(_total(seen, recipe, packed, cutter(recipe.data, how.train_on)), found.train, how, console)
+        packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
+        _show_totals(_total(seen, recipe, packed, cutter(recipe.data, how.train_on)), inputs.train, how, console)
 
 
 def _how(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
     """The settings that the run renders with."""
-    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", read_of_rows(recipe, algorithm))
+    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", row_kind_of(recipe, algorithm))
 
 
 def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterator[Kept | Dropped]:
@@ -107,12 +108,12 @@ def _show_example(
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
         return
-    if how.train_on == "row":
+    if how.train_on == RowKind.ROW:
         console.print(
             f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}\n", markup=False
         )
         return
-    sides = ("chosen: ", "rejected: ") if how.train_on == "pairs" else ("",)
+    sides = ("chosen: ", "rejected: ") if how.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
         notes = _notes(sequence, how, example.truncated)
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
@@ -131,7 +132,7 @@ def _notes(sequence: Sequence, how: Rendering, truncated: bool) -> list[str]:
 
 def _limit(how: Rendering) -> int:
     """Tokens of a sequence, or of a prompt alone, at most."""
-    return how.prompt_length if how.train_on == "prompt" else how.max_length
+    return how.prompt_length if how.train_on == RowKind.PROMPT else how.max_length
 
 
 def _coloured(console: Console) -> bool:

@@ -64,7 +64,7 @@ class Drawing:
     def sample(
         self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
     ) -> list[list[Completion]]:
-        """`client.Sampler.sample`; the first request has the number `drawn`."""
+        """`protocols.Sampler.sample`; the first request has the number `drawn`."""
         first = self.drawn
         requests = [Request(prompts[i // n], sampling, seed, first + i) for i in range(n * len(prompts))]
         found = self.engine.run(requests, reply, on_tokens=self._hear)

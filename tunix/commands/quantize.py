@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from tunix.commands.eval_tasks import Found, loss
 from tunix.commands.evaluate import Setting, Wanted, brings_rows, prepared
-from tunix.commands.inference import Asked, Speaker
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
+from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.on_grid import rounded
 from tunix.models.quantization.fake_quant import Simulated, supported
 from tunix.models.quantization.modules import PROJECTIONS
@@ -31,7 +31,7 @@ from tunix.util.yaml_io import problems, read_mapping
 WORD = re.compile(r"(?P<module>.+)=(?P<weights>\w+)(:(?P<tile>\d+))?(/(?P<activations>\w+))?")
 
 
-def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted, packed: bool = False) -> dict[str, float]:
+def quantize(asked: InferenceOptions, out: Path, rules: str, wanted: Wanted, packed: bool = False) -> dict[str, float]:
     """Rounds, writes `out`, and prints what it cost.
 
     Args:
@@ -52,7 +52,7 @@ def quantize(asked: Asked, out: Path, rules: str, wanted: Wanted, packed: bool =
         check_packs(read)
     refuse_taken(out)
     measured = prepared(asked, replace(wanted, task="loss")) if wanted.data or brings_rows(asked.model) else None
-    speaker = Speaker(asked)
+    speaker = InferenceModel(asked)
     if speaker.source.rules is not None:
         raise UserError(
             f"{speaker.source.folder} is rounded already ({RULES_FILE}), and a second rounding would move its weights "
@@ -101,12 +101,12 @@ def _of_words(text: str) -> list[Mapping[str, Any]]:
 
 
 def _written(
-    speaker: Speaker, out: Path, rules: Rules, how: tuple[tuple[str, Simulated], ...], packed: bool
+    speaker: InferenceModel, out: Path, rules: Rules, how: tuple[tuple[str, Simulated], ...], packed: bool
 ) -> dict[str, float]:
     """Writes the folder; by how much each module moved."""
     model, params, _ = speaker.weights()
     on_grid, moved = rounded(replace(model, simulated=how), params)
-    to = {"source": speaker.source.files, "dtype": model.dtype, "scores": not model.speaks, "rules": rules}
+    to = {"source": speaker.source.files, "dtype": model.dtype, "scores": not model.has_lm_head, "rules": rules}
     save_folder(out, model.config, params if packed else on_grid, packed=packed, **to)
     return {name.split("/")[1]: error for name, error in moved.items()}
 
@@ -114,10 +114,12 @@ def _written(
 def _loss_of(before: Setting, out: Path) -> Found:
     """The loss of the written folder, of the same rows in the same rendering."""
     asked = replace(before.speaker.asked, model=str(out), adapter=None)
-    return loss(Speaker(asked), before.table, before.train_on)
+    return loss(InferenceModel(asked), before.table, before.train_on)
 
 
-def _shown(asked: Asked, out: Path, rules: Rules, moved: Mapping[str, float], found: Mapping[str, float]) -> str:
+def _shown(
+    asked: InferenceOptions, out: Path, rules: Rules, moved: Mapping[str, float], found: Mapping[str, float]
+) -> str:
     """A line for each kind of matrix, and the losses."""
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     lines = [f"{asked.model} rounded into {out}, {asked.dtype}, {readable(size)}B"]

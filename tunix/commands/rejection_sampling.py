@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix.commands.inference import Speaker
 from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering
 from tunix.errors import UserError
+from tunix.inference.model import InferenceModel
 
 UNTRAINED = -100
 """The label of a token that is no target."""
@@ -64,7 +64,7 @@ def ranked(rewards: List[float | None], most: int | None, threshold: float | Non
 
 
 def choose(
-    speaker: Speaker,
+    speaker: InferenceModel,
     questions: List[Question],
     groups: Iterable[List[Mapping[str, Any]]],
     most: int | None,
@@ -98,7 +98,7 @@ def _as_ids(question: Question, one: Mapping[str, Any]) -> dict[str, Any]:
     return {"input_ids": [*prompt, *one["tokens"]], "labels": [UNTRAINED] * len(prompt) + list(one["tokens"])}
 
 
-def _as_text(speaker: Speaker, question: Question, one: Mapping[str, Any]) -> dict[str, Any] | None:
+def _as_text(speaker: InferenceModel, question: Question, one: Mapping[str, Any]) -> dict[str, Any] | None:
     """The row as text; None where rendering it would train something else than what was drawn."""
     if speaker.tokenizer is None or (prompt := speaker.said(question.row)) is None:
         return None

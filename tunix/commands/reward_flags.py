@@ -16,12 +16,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunix.commands.inference import Speaker
 from tunix.commands.resumable_output import digest_of_folder, digest_of_rows
 from tunix.config import MeshConfig
 from tunix.data.config import DataConfig
 from tunix.errors import UserError
 from tunix.hf.source import Source, pretrained
+from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
 from tunix.rollout.collect import ADDED, Collector, Player
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
@@ -54,7 +54,7 @@ def reward_config(specs: List[str], model: str | None, deadline: float) -> Rewar
 
 @contextmanager
 def judged(
-    speaker: Speaker,
+    speaker: InferenceModel,
     sampling: Sampling,
     config: RewardConfig | None,
     columns: List[str],

@@ -1,1 +1,1 @@
-"""Rows become sequences become packed batches: sources, tokenizer, chat rendering, packing, and Grain's order."""
+"""From rows to packed batches: sources, tokenizer, chat rendering, cutting, packing, and Grain's order."""

@@ -1,6 +1,6 @@
-"""What became of a row: kept as one sequence or a pair, or dropped for a reason; and the sums over many rows.
+"""The result of reading a row: kept as one sequence or a pair, or dropped for a reason; and the counts over many rows.
 
-Kept plus dropped is the number of rows, always.
+Kept plus dropped always equals the number of rows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Kept:
     """A row that became a sequence, or two that are compared with each other."""
 
     sequences: tuple[Sequence, ...]
-    """What is trained; of a pair the chosen one, then the rejected one."""
+    """The sequences that are trained on; for a pair the chosen one, then the rejected one."""
     truncated: bool = False
     """Whether tokens beyond the limit were cut off."""
     row: Row = field(default_factory=dict)
-    """Its columns under our names, where only its prompt was read: what rewards and environments are given."""
+    """The row's columns under our names, where only its prompt was rendered; rewards and environments receive them."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Dropped:
     """A row that is left out."""
 
     reason: str
-    """One of a few fixed phrases, so that they can be counted."""
+    """One of a few fixed phrases, e.g. `longer than max_length`, so that reasons can be counted."""
 
 
 @dataclass(frozen=True)
 class Accounting:
-    """What became of the rows read so far: `kept + sum(dropped) == rows`, and the truncated are among the kept."""
+    """Counts of the rows read so far: `kept + sum(dropped) == rows`, and truncated rows are among the kept ones."""
 
     rows: int = 0
     """Rows read."""
@@ -53,11 +53,11 @@ class Accounting:
     truncated: int = 0
     """Kept rows that lost tokens at their end."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> rows left out for it."""
+    """Reason -> number of rows dropped for it."""
     pieces: int = 0
-    """Sequences that kept rows were cut into, with `packing: split` or `wrapped`; a row is kept from its first on."""
+    """Sequences that kept rows were cut into, with `packing: split` or `wrapped`; a row is kept with its first one."""
     untrained: int = 0
-    """Pieces left out, since nothing in them is trained."""
+    """Pieces that were left out because nothing in them is trained."""
 
     def __post_init__(self) -> None:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
@@ -76,16 +76,16 @@ class Accounting:
 
     @staticmethod
     def of(example: Kept | Dropped) -> Accounting:
-        """The account of one row."""
+        """The counts of one row."""
         if isinstance(example, Dropped):
             return Accounting(rows=1, dropped={example.reason: 1})
         return Accounting(rows=1, kept=1, truncated=int(example.truncated))
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> Accounting:
-        """Back from `to_dict`."""
+        """The accounting that `to_dict` saved."""
         return Accounting(**saved)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The counts as values that JSON can store."""
         return asdict(self)

@@ -1,9 +1,9 @@
-"""A conversation as tokens and a mask of what is trained, from the tokenizer's own chat template and nothing else.
+"""Renders a conversation as tokens and a mask of trained tokens, using the tokenizer's own chat template only.
 
 The template renders the whole conversation once, and that text is tokenized once, so the tokens are those of
-`apply_chat_template` by construction. Which characters belong to an assistant's turn is read off the lengths of further
-renderings, never by searching for markers: a turn starts where the prompt that inference would send ends, and its
-content ends where a rendering with one more character at its end departs from the full one.
+`apply_chat_template` by construction. Which characters belong to an assistant's turn follows from the lengths of
+further renderings, never from a search for markers: a turn starts where the prompt that inference would send ends, and
+its content ends where a rendering with one more character at its end differs from the full one.
 """
 
 import copy
@@ -21,13 +21,13 @@ Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _PROBE = "\ue000"
-"""A private-use character: no template reacts to it."""
+"""A private-use character, which no template treats specially."""
 
 
 def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, trained_from: int = 0, **template_kwargs: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a conversation and which of them the assistant says.
+    """Tokens of a conversation and the mask of those in the assistant's turns.
 
     A token that begins before the assistant's turn (its text merged with the prompt's end) is not trained: inference
     never produces it. The stop token that ends the turn is.
@@ -36,13 +36,13 @@ def render_chat(
         messages: `role` and `content` (a string, or text parts); `tool_calls` and others as the template reads them.
         tokenizer: its chat template is the only authority on the format.
         trained_from: index of the first message that may be trained; the ones before are context.
-        template_kwargs: handed to the template (`tools`, `enable_thinking`, ...).
+        template_kwargs: variables of the template (`tools`, `enable_thinking`, ...).
 
     Returns:
         `[T]` int32 token ids and `[T]` bool mask.
 
     Raises:
-        UserError: no template, a message that is not one, or a conversation that the template refuses.
+        UserError: there is no template, a message is malformed, or the template refuses the conversation.
     """
     check_messages(messages)
     text = _render(messages, tokenizer, template_kwargs)
@@ -58,7 +58,7 @@ def render_chat(
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_kwargs: Any) -> np.ndarray:
-    """`[T]` int32 tokens of a conversation that the assistant is to continue.
+    """Tokens of a conversation that the assistant is to continue, `[T]` int32.
 
     Raises:
         UserError: as `render_chat`.
@@ -75,24 +75,24 @@ def render_continuation(
     stopped: bool,
     **template_kwargs: Any,
 ) -> np.ndarray:
-    """`[T]` int32 tokens that go on from an assistant's turn: its end, the answers to it, the start of its next turn.
+    """Tokens that follow an assistant's turn, `[T]` int32: its end, the answers to it, the start of its next turn.
 
-    They are read off the template's rendering behind some assistant's turn, whose own text does not matter: what was
-    said stays as the tokens that it was said in.
+    They are taken from the template's rendering after a placeholder turn: the sampled turn itself keeps the tokens that
+    were sampled.
 
     Args:
         messages: the conversation that the assistant's turn answered.
-        answers: what the turn is answered with, usually of role `user` or `tool`.
+        answers: messages that answer the turn, usually of role `user` or `tool`.
         tokenizer: its chat template is the only authority on the format.
         stopped: whether the turn's tokens end with a stop token, which is then not repeated.
-        template_kwargs: handed to the template.
+        template_kwargs: variables of the template.
 
     Raises:
         UserError: as `render_chat`.
     """
     check_messages([*messages, *answers])
-    spoken = [[*messages, {"role": "assistant", "content": "x" + end}, *answers] for end in ("", _PROBE)]
-    text, probed = (_render(turns, tokenizer, template_kwargs, add_generation_prompt=True) for turns in spoken)
+    chats = [[*messages, {"role": "assistant", "content": "x" + end}, *answers] for end in ("", _PROBE)]
+    text, probed = (_render(chat, tokenizer, template_kwargs, add_generation_prompt=True) for chat in chats)
     ids = tokenizer.encode(text[common_prefix(text, probed) :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
     if stopped and first is not None and ids[first] in tokenizer.stop_ids:
@@ -104,11 +104,11 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
     """The tokenizer with the chat template that `data.chat_template` names.
 
     Args:
-        tokenizer: whatever template it has is replaced.
+        tokenizer: its own template is replaced.
         spec: `gemma`, `llama3`, `chatml`, or a .jinja file.
 
     Raises:
-        UserError: no such name or file, or the tokenizer lacks the format's markers.
+        UserError: there is no such name or file, or the tokenizer lacks the format's marker tokens.
     """
     if spec in TEMPLATES:
         missing = [marker for marker in MARKERS[spec] if not tokenizer.has_token(marker)]
@@ -130,10 +130,10 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
 
 
 def check_messages(messages: Any) -> None:
-    """Refuses what is not a list of messages, before a template makes nonsense of it.
+    """Refuses a value that is not a list of valid messages, which templates would render as nonsense.
 
     Raises:
-        UserError: naming the message and what is wrong with it.
+        UserError: the message says which message is wrong and why.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise UserError(f"messages is {messages!r:.80}, not a list of at least one message")
@@ -154,7 +154,7 @@ def _render(
     template_kwargs: Mapping[str, Any],
     add_generation_prompt: bool = False,
 ) -> str:
-    """The template's text; what goes wrong inside of the template becomes a UserError."""
+    """The template's text; an error inside of the template is raised as a UserError."""
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
@@ -171,10 +171,10 @@ def _render(
 def _turn_start(
     text: str, messages: Sequence[Message], k: int, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
 ) -> int:
-    """Where the assistant begins to speak message `k` in `text`: the length of the prompt that asks for it.
+    """The character in `text` where the assistant's message `k` starts: the length of the prompt before it.
 
-    Where the prompt is not how `text` begins (the template rewrites history, or adds a thinking block to the prompt
-    that the finished conversation lacks), the start of the message's content.
+    Where `text` does not begin with that prompt (the template rewrites history, or adds a thinking block to the prompt
+    that the finished conversation lacks), it is the start of the message's content.
     """
     try:
         prompt = _render(messages[:k], tokenizer, template_kwargs, add_generation_prompt=True)
@@ -189,12 +189,12 @@ def _turn_start(
 def _turn_end(
     text: str, messages: Sequence[Message], k: int, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
 ) -> int:
-    """Where message `k` ends in `text`, before its stop token; for tool calls possibly after it."""
+    """The character in `text` where message `k` ends, before its stop token; for tool calls possibly after it."""
     message = messages[k]
     if not message.get("tool_calls"):
         probed = _replaced(messages, k, _with_content(message, after=_PROBE))
         return common_prefix(text, _render(probed, tokenizer, template_kwargs))
-    # Tool calls come after the content: the turn's own rendering bounds them, if it is how `text` begins.
+    # Tool calls come after the content: the conversation up to this turn bounds them, if `text` begins with it.
     until = _render(messages[: k + 1], tokenizer, template_kwargs)
     if text.startswith(until):
         ids, offsets = tokenizer.encode_with_offsets(until)
@@ -205,7 +205,7 @@ def _turn_end(
 
 
 def _stop(text: str, ids: list[int], offsets: np.ndarray, end: int, tokenizer: Tokenizer) -> slice:
-    """The tokens from `end` through the turn's stop token; empty where none follows.
+    """The slice of tokens from `end` through the turn's stop token; empty where none follows.
 
     Any special token that follows directly ends the turn. After white space (Llama 2 writes a space before `</s>`) it
     has to be a known stop token, since the next turn's opening marker is special too.
@@ -218,7 +218,7 @@ def _stop(text: str, ids: list[int], offsets: np.ndarray, end: int, tokenizer: T
 
 
 def _with_content(message: Message, before: str = "", after: str = "") -> Message:
-    """The message with text put around its content, in its first and last text part where it has parts."""
+    """The message with text added before and after its content, in its first and last text part where it has parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return {**message, "content": before + (content or "") + after}
@@ -236,7 +236,7 @@ def _replaced(messages: Sequence[Message], k: int, message: Message) -> list[Mes
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common beginning, by bisection: comparing slices runs in C."""
+    """Length of the longest common prefix of two texts, by bisection: comparing slices runs in C."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

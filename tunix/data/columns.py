@@ -1,4 +1,4 @@
-"""The columns of a row as typed values; whatever else stands there is refused with the column's name and its value."""
+"""Reads the columns of a row as typed values; other values are refused with the column's name and the value."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Row = Mapping[str, Any]
 
 
 def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> Any:
-    """The value of our column `name`; where it is absent or null the default, if there is one.
+    """The value of a column; the default where it is absent or null.
 
     Args:
         row: the columns of one example.
-        name: as we call it.
-        columns: our column -> theirs.
-        default: None, usually.
+        name: our name of the column, e.g. `prompt`.
+        columns: our column name -> the data's.
+        default: at most one value, usually None.
 
     Raises:
-        UserError: it is absent or null, and there is no default.
+        UserError: the column is absent or null, and there is no default.
     """
     theirs = columns.get(name, name)
     if (value := row.get(theirs)) is not None:
@@ -39,13 +39,13 @@ def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> An
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a column. Keys that Arrow filled with null, since another row has them, are left out."""
+    """The messages of a column, without the keys that Arrow filled with null because another row has them."""
     check_messages(value)
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
 
 
 def as_tools(value: Any) -> dict[str, Any]:
-    """Template arguments for a `tools` column: a list, or JSON of one; nothing where there is none."""
+    """The template arguments of a `tools` column (a list, or JSON of one); empty where a row has no tools."""
     if value is None:
         return {}
     try:
@@ -55,7 +55,7 @@ def as_tools(value: Any) -> dict[str, Any]:
 
 
 def as_weight(value: Any) -> float:
-    """A finite, non-negative weight; 1 where the row has none."""
+    """A row's weight, finite and at least 0; 1 where the row has none."""
     if value is None:
         return 1.0
     if not _finite(value) or value < 0:
@@ -64,28 +64,28 @@ def as_weight(value: Any) -> float:
 
 
 def as_margin(value: Any, name: str) -> float:
-    """By how much a pair's chosen side is better: any finite number."""
+    """A pair's margin, by which its chosen side is better: any finite number."""
     if not _finite(value):
         raise UserError(f"{name} is {value!r:.80}, not a finite number")
     return float(value)
 
 
 def as_label(value: Any, name: str) -> float:
-    """1 for a completion that is wanted, 0 for one that is not; booleans, or the whole numbers 0 and 1."""
+    """A completion's label, 1 for desirable and 0 for undesirable, from a boolean or the whole numbers 0 and 1."""
     if not isinstance(value, bool | np.bool_) and not (isinstance(value, int | np.integer) and value in (0, 1)):
         raise UserError(f"{name} is {value!r:.80}, not true or false (the numbers 1 and 0 will do)")
     return float(value)
 
 
 def as_string(value: Any, name: str) -> str:
-    """The text itself; nothing is turned into one."""
+    """A column's text; other types are refused, not converted."""
     if not isinstance(value, str):
         raise UserError(f"{name} is {value!r:.80}, not a string")
     return value
 
 
 def as_weights(value: Any, name: str, number: int) -> np.ndarray:
-    """`[T]` float32 of a list of finite numbers of at least 0, one for each of `number` tokens."""
+    """A list of finite numbers of at least 0, one for each of `number` tokens, as `[T]` float32."""
     array = _list_of(value, name, "iuf", "numbers")
     if len(array) != number:
         raise UserError(f"{name} has {len(array)} values for {number} input_ids")
@@ -97,7 +97,7 @@ def as_weights(value: Any, name: str, number: int) -> np.ndarray:
 
 
 def as_integers(value: Any, name: str) -> np.ndarray:
-    """`[T]` int32 of a list of whole numbers (or booleans, for a mask)."""
+    """A list of whole numbers (or booleans, for a mask) as `[T]` int32."""
     array = _list_of(value, name, "iub", "whole numbers")
     if array.size and max(abs(int(array.max())), abs(int(array.min()))) >= 2**31:
         raise UserError(f"{name} holds {array.max()}, beyond any vocabulary")
@@ -105,7 +105,7 @@ def as_integers(value: Any, name: str) -> np.ndarray:
 
 
 def _list_of(value: Any, name: str, kinds: str, what: str) -> np.ndarray:
-    """`[T]` of a flat list whose numpy kind is one of `kinds`; an empty one has any."""
+    """A flat list whose numpy kind is one of `kinds`, as an array `[T]`; an empty list has any kind."""
     try:
         array = np.asarray(value)
     except ValueError:  # a ragged list
@@ -120,12 +120,12 @@ def _finite(value: Any) -> bool:
 
 
 def near(name: str, row: Iterable[str]) -> list[str]:
-    """The row's column that looks most like `name`, if any does."""
+    """The row's column with the most similar name, as a list of at most one."""
     import difflib
 
     return difflib.get_close_matches(name, [str(column) for column in row], n=1)
 
 
 def listed(row: Iterable[str]) -> str:
-    """The columns' names for a message."""
+    """The columns' names, formatted for a message."""
     return ", ".join(repr(column) for column in row) or "no columns"

@@ -13,58 +13,58 @@ class DataConfig(Config):
     train: str
     """Hub id, folder, .jsonl, .parquet, .arrow, or `module:function` / `file.py:function` that returns the rows."""
     eval: str | None = None
-    """Likewise; held-out rows for `eval/loss`."""
+    """Held-out rows for evaluation, in the same notation as `train`."""
     split: str = "train"
-    """Split of `train` where it has splits."""
+    """Split of `train`, where it has splits."""
     eval_split: str | None = None
-    """Split of `eval`; with `eval` left out, that split of `train`."""
+    """Split of `eval`; without `eval`, this split of `train` is the held-out one."""
     format: Literal["auto", "messages", "prompt_completion", "text", "tokens", "pairs"] = "auto"
-    """Shape of a row; `auto` reads it off the first row's columns."""
+    """Shape of a row; `auto` derives it from the first row's columns."""
     columns: dict[str, str] = {}
-    """Our column -> theirs, for instance {prompt: question, completion: answer}."""
+    """Our column name -> the data's, for instance {prompt: question, completion: answer}."""
     max_length: Positive = 1024
-    """Tokens of a sequence, and of a packed row. Of pairs: of each side, and a packed row has room for two
-    (see completion_length)."""
+    """Most tokens of a sequence, and tokens of a packed row. For pairs the limit is for each side, and a packed row has
+    room for two (see completion_length)."""
     prompt_length: Positive | None = None
-    """Tokens of a prompt, where a policy writes the completions; null leaves max_length less completion_length."""
+    """Most tokens of a prompt, where the policy samples completions; null: max_length less completion_length."""
     completion_length: Positive | None = None
-    """Tokens of such a completion at most, over all of its turns; null is half of max_length, or what prompt_length
-    leaves. Of given pairs: tokens of a side after what both have in common; null is what max_length leaves. Rows are
-    that much shorter."""
+    """Most tokens of a sampled completion, over all of its turns; null: max_length less prompt_length, or half of
+    max_length. For given pairs: most tokens of a side after what both sides have in common, which makes packed rows
+    shorter; null: what max_length leaves."""
     on_overflow: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a longer one; it is counted either way. A prompt that is read alone loses its beginning."""
+    """What happens to a row above the limit; it is counted in any case. A prompt alone loses its beginning."""
     chat: bool = False
-    """Prompts (and completions) that are strings become a chat of user (and assistant), in the model's template; so do
-    pairs of transcripts, `Human: ... Assistant: ...`."""
+    """Converts prompts (and completions) that are strings into a chat of user (and assistant), in the model's template;
+    pairs of transcripts, `Human: ... Assistant: ...`, too."""
     system: str | None = None
-    """System message of such chats."""
+    """System message of the chats that `chat: true` makes."""
     shuffle: bool = True
     """False takes the rows in file order."""
     packing: Literal[True, False, "wrapped", "split"] = True
-    """Several sequences in a row; true and false never change the result. Of texts and completions that
-    are longer than max_length `split` makes several pieces, each a sequence of its own, instead of truncating them;
-    `wrapped` fills the rows of a batch in order, and cuts wherever one is full. With both `batch_size` counts pieces,
-    and a piece's first token, which nothing in it predicts, is not trained."""
+    """Whether a row holds several sequences; true and false give the same result. `split` cuts texts and completions
+    that are longer than max_length into pieces, each a separate sequence, instead of truncating them; `wrapped` fills
+    the rows of a batch in order, and cuts wherever one is full. With both, `batch_size` counts pieces, and a piece's
+    first token, which nothing in it predicts, is not trained."""
     chat_template: str | None = None
-    """For a tokenizer without one: `gemma`, `llama3`, `chatml`, or a .jinja file. Replaces the folder's own."""
+    """Chat template: `gemma`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
-    would write today's date, which a run that goes on tomorrow could not repeat."""
+    would write today's date, which a run that is resumed tomorrow could not repeat."""
 
     @property
     def cuts(self) -> bool:
-        """Whether long texts become several pieces."""
+        """Whether long texts are cut into several pieces."""
         return isinstance(self.packing, str)
 
     @property
     def longest_completion(self) -> int:
-        """Tokens of a completion that a policy writes."""
+        """Most tokens of a sampled completion."""
         rest = self.max_length - self.prompt_length if self.prompt_length else self.max_length // 2
         return self.completion_length or max(rest, 1)
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of a prompt that a policy is given."""
+        """Most tokens of a prompt that completions are sampled for."""
         return self.prompt_length or max(self.max_length - self.longest_completion, 1)
 
     @model_validator(mode="after")
@@ -80,5 +80,5 @@ class DataConfig(Config):
                 "too long into pieces; leave it out"
             )
         if self.system and not self.chat:
-            raise ValueError("system changes nothing without `chat: true`; rows of messages bring their own")
+            raise ValueError("system changes nothing without `chat: true`; rows of messages have their own")
         return self

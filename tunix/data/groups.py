@@ -1,7 +1,7 @@
-"""Rows in Grain's order, each rendered, gathered into groups of kept ones: resumable to the bit.
+"""Reads rows in Grain's order, renders each, and collects the kept ones into groups; can be resumed exactly.
 
-Grain shuffles the row numbers; `Groups` reads rows in that order and knows its place, within a row that is cut into
-pieces too, and what became of every row up to there.
+Grain shuffles the row numbers; `Groups` reads rows in that order and tracks its position, also within a row that is cut
+into pieces, and the accounting of all rows up to there.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import grain
 
+from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Dropped, Kept
 from tunix.data.config import DataConfig
 from tunix.data.cutting import Whole
 from tunix.data.examples import to_example
-from tunix.data.shapes import Rendering, TrainOn, rendering
+from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
@@ -23,39 +24,39 @@ T = TypeVar("T")
 
 
 def order_of(rows: Rows, config: DataConfig, seed: int, epochs: int | None) -> "grain.MapDataset[int]":
-    """The row numbers of all epochs, each shuffled in its own way."""
+    """The row numbers of all epochs, each shuffled differently."""
     order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
     return (order.shuffle() if config.shuffle else order).repeat(epochs)
 
 
 def reasons(accounting: Accounting) -> str:
-    """Why rows were dropped, with their numbers."""
+    """The reasons why rows were dropped with their counts, for a message."""
     counts = ", ".join(f"{count} x {reason}" for reason, count in accounting.dropped.items())
     return counts or "all have weight 0"
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """Row number -> what becomes of the row."""
+    """A function from a row number to the row's example."""
 
     rows: Rows
     tokenizer: Tokenizer | None
-    how: Rendering
+    settings: Rendering
 
     @classmethod
     def of(
-        cls, rows: Rows, tokenizer: Tokenizer | None, config: DataConfig, train_on: TrainOn, vocab_size: int | None
+        cls, rows: Rows, tokenizer: Tokenizer | None, config: DataConfig, train_on: RowKind, vocab_size: int | None
     ) -> "Renderer":
-        """By the recipe's `data` section; the shape of the rows is that of the first."""
-        how = rendering(config, rows[0], f"row 1 of {rows.name}", train_on)
-        return cls(rows, tokenizer, replace(how, vocab_size=vocab_size))
+        """The renderer for a recipe's `data` section; the first row determines the shape of all."""
+        settings = rendering(config, rows[0], f"row 1 of {rows.name}", train_on)
+        return cls(rows, tokenizer, replace(settings, vocab_size=vocab_size))
 
     def __call__(self, i: int) -> Kept | Dropped:
-        return to_example(self.rows[i], self.tokenizer, self.how, f"row {i + 1} of {self.rows.name}")
+        return to_example(self.rows[i], self.tokenizer, self.settings, f"row {i + 1} of {self.rows.name}")
 
 
 class Groups(Generic[T]):
-    """Groups of exactly `batch_size` kept rows, taken along Grain's order; Grain's thread runs it ahead."""
+    """Iterates over groups of exactly `batch_size` kept rows in Grain's order; Grain's thread reads ahead."""
 
     def __init__(
         self,
@@ -89,19 +90,23 @@ class Groups(Generic[T]):
         return self._made(group, self._accounting)
 
     def get_state(self) -> dict[str, Any]:
-        """The next place in the order and within its row, the account up to there, and the number of rows that they
-        hold for."""
+        """The next position in the order and within its row, the accounting up to there, and the number of rows that
+        the position is valid for."""
         size = len(self._renderer.rows)
         account = self._accounting.to_dict()
         return {"next_index": self._next, "rows": size, "accounting": account, **self._cut.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` told."""
+        """Continues from a position that `get_state` returned.
+
+        Raises:
+            UserError: the data has another number of rows than when the state was saved.
+        """
         size = len(self._renderer.rows)
         if state["rows"] != size:
             raise UserError(
                 f"{self._name} has {size} rows, but had {state['rows']} when the checkpoint was written: "
-                "give it the same data, or start anew with --fresh"
+                "give it the same data, or start over with --fresh"
             )
         self._next = state["next_index"]
         self._accounting = Accounting.from_dict(state["accounting"])
@@ -121,7 +126,11 @@ class Groups(Generic[T]):
         return self._ahead
 
     def _take(self, example: Kept | Dropped) -> Kept | None:
-        """Counts the example, or a piece of it, and moves on, unless a whole epoch has come to nothing."""
+        """Counts an example, or a piece of it, and moves on.
+
+        Raises:
+            UserError: a whole epoch had nothing to train on.
+        """
         taken = self._cut.take(example)
         self._accounting += taken.account
         if taken.finished:

@@ -1,17 +1,16 @@
-"""Sequences become a batch: rows of `T` tokens that hold several sequences each, none split, few places empty.
+"""Packs sequences into a batch: rows of `T` tokens that hold several sequences each, none split, with little padding.
 
-First fit decreasing: the longest first, each into the first row with room. Numpy alone lays them out, in pieces. A
-sequence is one piece; but sequences that are compared with each other lie in one row, and what they begin with alike is
-a piece of its own, the parent of theirs.
+First fit decreasing: the longest first, each into the first row with room, in numpy. A sequence is packed as one piece;
+but sequences that are compared with each other share a row, and their common beginning is a piece of its own, the
+parent of theirs.
 
     row      p0 p1 p2 | p3 c0 c1 c2 | p3 r0 r1 | next pair ...
     segment   1  1  1 |  2  2  2  2 |  3  3  3 |
     parent    1  1  1 |  1  1  1  1 |  1  1  1 |
 
-A branch repeats the last token that both share: the state there predicts the first one that differs.
+A branch repeats the last token that both share: its state predicts the first token that differs.
 
-Axes: R rows (as many as are needed), T time, S sequences of a batch, U units that lie in one row, K pieces, L
-tokens of all pieces.
+Axes: B rows, T time, S sequences.
 """
 
 from collections.abc import Sequence as List
@@ -23,24 +22,22 @@ import numpy as np
 from tunix.types import LOSS_WEIGHTS, Batch, Sequence
 
 LABEL = "label"
-"""The per-sequence value that is 1 for a desirable completion and 0 for another."""
-
-
+"""Name of the per-sequence value that is 1 for a desirable completion and 0 for an undesirable one."""
 Packing = Literal[True, False, "wrapped", "split"]
-"""See `DataConfig.packing`."""
+"""Whether sequences share rows, and how longer texts are cut into pieces; `DataConfig.packing` explains each value."""
 
 
 def row_length(number: int, longest: int, completion: int | None) -> int:
-    """T: tokens of a row in which sequences that share a prompt have room, whatever their lengths.
+    """T, the tokens of a row that has room for sequences that share a prompt, whatever their lengths.
 
     Args:
-        number: of the sequences.
-        longest: tokens of each at most.
-        completion: tokens of each after the prompt at most; None where only `longest` bounds them.
+        number: how many sequences, e.g. 2.
+        longest: most tokens of a sequence.
+        completion: most tokens of a sequence after the prompt; None where only `longest` is a limit.
     """
-    # The prompt stands once, but for its last token, which predicts the first one of each.
-    own = longest if completion is None else min(completion + 1, longest)
-    return longest + (number - 1) * own
+    # The prompt is stored once, except its last token, which predicts the first token of each completion.
+    branch = longest if completion is None else min(completion + 1, longest)
+    return longest + (number - 1) * branch
 
 
 def pack(
@@ -48,7 +45,7 @@ def pack(
     size: int,
     max_length: int,
     packing: Packing = True,
-    members: int = 1,
+    sequences_per_example: int = 1,
     together: int = 1,
 ) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
@@ -56,23 +53,24 @@ def pack(
     Args:
         sequences: each at most `max_length` long; all name the same per-token and per-sequence values.
         size: S, the length of the per-sequence arrays. Where there are fewer sequences, the rest has weight 0.
-        max_length: T.
-        packing: False gives each unit a row of its own, and nothing is shared; `wrapped` fills the rows in the order of
+        max_length: T, e.g. 1024.
+        packing: False gives each unit a separate row, and nothing is shared; `wrapped` fills the rows in the order of
             the sequences.
-        members: so many sequences that follow each other are compared. They are a unit: they share a row, which has to
-            have room for them, and the beginning that they have in common as far as it is not trained.
-        together: so many are a unit likewise where they are not compared (`members` is 1): answers to one prompt.
+        sequences_per_example: number of consecutive sequences that are compared, e.g. 2 for pairs. They form a unit:
+            they share a row, which must have room for them, and their common beginning as far as it is not trained.
+        together: number of consecutive sequences that form a unit without being compared (`sequences_per_example` is
+            1), e.g. the completions of one prompt.
 
     Returns:
-        A batch of numpy arrays; `sequence_ids` are places in `sequences`, of a shared beginning the unit's first. The
-        first token of a sequence is never trained, whatever its mask says. Of two members, `counts` has the pairs; of
-        labelled sequences, those that are desirable.
+        A batch of numpy arrays; `sequence_ids` are indices into `sequences`; a shared beginning has that of the unit's
+        first sequence. The first token of a sequence is never trained, whatever its mask says. With two per example,
+        `counts` has `pairs`; with labelled sequences, it has `desirable`.
 
     Raises:
-        ValueError: too many, an empty or too long sequence, values that differ in name, or nothing that is trained.
+        ValueError: too many sequences, an empty or too long one, values that differ in name, or nothing to train.
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    unit = max(members, together)
+    unit = max(sequences_per_example, together)
     _check(sequences, lengths, size, unit)
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
     row_of, start_of, segment_of = _placed(pieces, max_length, packing)
@@ -92,7 +90,7 @@ def pack(
         sequence_ids=tokens.in_rows(tokens.owner, np.int32),
         weights=weights.astype(np.float32),
         lengths=np.where(trained > 0, trained, 1).astype(np.float32),
-        counts=_counts(sequences, weights, trained, members),
+        counts=_counts(sequences, weights, trained, sequences_per_example),
         per_token={
             name: tokens.in_rows(tokens.joined([sequence.per_token[name] for sequence in sequences]), np.float32)
             for name in first.per_token
@@ -105,17 +103,19 @@ def pack(
 
 
 def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:
-    """`[S]` trained tokens of each, by their own weights where they have some."""
-    own = None
+    """Trained tokens of each sequence, `[S]`, each counted by its loss weight where there are any."""
+    loss_weights = None
     if LOSS_WEIGHTS in sequences[0].per_token:
-        own = tokens.joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
-    return np.bincount(tokens.owner[mask], own, minlength=size)
+        loss_weights = tokens.joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
+    return np.bincount(tokens.owner[mask], loss_weights, minlength=size)
 
 
-def _counts(sequences: List[Sequence], weights: np.ndarray, trained: np.ndarray, members: int) -> dict[str, np.ndarray]:
-    """What losses are divided by; see `Batch.counts`."""
+def _counts(
+    sequences: List[Sequence], weights: np.ndarray, trained: np.ndarray, sequences_per_example: int
+) -> dict[str, np.ndarray]:
+    """The denominators of losses; see `Batch.counts`."""
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
-    if members == 2:
+    if sequences_per_example == 2:
         counts["pairs"] = weights[::2].sum()
     if LABEL in sequences[0].per_sequence:
         counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
@@ -123,56 +123,56 @@ def _counts(sequences: List[Sequence], weights: np.ndarray, trained: np.ndarray,
 
 
 def waste(batch: Batch) -> float:
-    """Share of the batch's places that hold no token."""
+    """Share of padding among the batch's positions, e.g. 0.05."""
     return float(np.mean(np.asarray(batch.segment_ids) == 0))
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Stretches of sequences, unit by unit; arrays `[K]`."""
+    """Parts of sequences, unit by unit; arrays `[pieces]`."""
 
     owner: np.ndarray
-    """The sequence."""
+    """Index of the piece's sequence."""
     begin: np.ndarray
-    """First token of it."""
+    """Position of its first token in the sequence."""
     end: np.ndarray
-    """Behind the last."""
+    """Position after its last token in the sequence."""
     unit: np.ndarray
-    """Never falling."""
+    """Index of its unit, in ascending order."""
     parent: np.ndarray
-    """The piece that is seen too; itself where there is none."""
+    """Index of the piece that it also sees; its own where there is none."""
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of all pieces, one behind the other; arrays `[L]`."""
+    """The tokens of all pieces, one piece after the other; arrays `[tokens]`."""
 
     piece: np.ndarray
-    """The piece that it belongs to, 0 to K - 1."""
+    """Index of the token's piece."""
     owner: np.ndarray
-    """The sequence."""
+    """Index of its sequence."""
     position: np.ndarray
-    """Within it."""
+    """Its position in the sequence."""
     source: np.ndarray
-    """Among the tokens of all sequences."""
+    """Its index among the concatenated tokens of all sequences."""
     target: np.ndarray
-    """Among the places of all rows."""
+    """Its index among the concatenated rows."""
     shape: tuple[int, int]
-    """R and T."""
+    """(B, T), the shape of the rows."""
 
     def joined(self, arrays: List[np.ndarray]) -> np.ndarray:
-        """`[L]` of an array of each sequence's tokens."""
+        """Values of all pieces' tokens, `[tokens]`, from one array for each sequence."""
         return np.concatenate(arrays)[self.source]
 
     def in_rows(self, values: np.ndarray, dtype: type) -> np.ndarray:
-        """`[R T]` of `[L]`, zeros elsewhere."""
+        """Values `[tokens]` placed in rows `[B T]`, with zeros elsewhere."""
         rows = np.zeros(self.shape, dtype)
         rows.reshape(-1)[self.target] = values
         return rows
 
 
 def _tokens(pieces: _Pieces, place: np.ndarray, lengths: np.ndarray, shape: tuple[int, int]) -> _Tokens:
-    """Every token of pieces whose first ones have a place (`[K]`) in the rows."""
+    """The tokens of pieces, given where each piece begins among the concatenated rows (`place`, `[pieces]`)."""
     sizes = pieces.end - pieces.begin
     piece = np.repeat(np.arange(len(sizes)), sizes)
     within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
@@ -181,14 +181,14 @@ def _tokens(pieces: _Pieces, place: np.ndarray, lengths: np.ndarray, shape: tupl
     return _Tokens(piece, owner, position, source, place[piece] + within, shape)
 
 
-def _pieces(sequences: List[Sequence], lengths: np.ndarray, members: int, share: bool) -> _Pieces:
+def _pieces(sequences: List[Sequence], lengths: np.ndarray, per_unit: int, share: bool) -> _Pieces:
     number = np.arange(len(sequences))
-    if members == 1:
+    if per_unit == 1:
         return _Pieces(number, np.zeros_like(number), lengths, number, number)
     rows: list[tuple[int, int, int, int, int]] = []
-    for unit, first in enumerate(range(0, len(sequences), members)):
-        group = range(first, first + members)
-        # The last token in common is left to the branches.
+    for unit, first in enumerate(range(0, len(sequences), per_unit)):
+        group = range(first, first + per_unit)
+        # The last common token is repeated in each branch.
         shared = max(shared_tokens([sequences[i] for i in group]) - 1, 0) if share else 0
         parent = len(rows)
         if shared:
@@ -198,7 +198,7 @@ def _pieces(sequences: List[Sequence], lengths: np.ndarray, members: int, share:
 
 
 def shared_tokens(group: List[Sequence]) -> int:
-    """Tokens at the beginning that are alike and not trained in any of a group."""
+    """Number of tokens at the beginning that all sequences of a group share and none trains."""
     most = min(len(sequence.tokens) for sequence in group)
     first = group[0].tokens[:most]
     differ = np.zeros(most, bool)
@@ -208,10 +208,10 @@ def shared_tokens(group: List[Sequence]) -> int:
 
 
 def _placed(pieces: _Pieces, max_length: int, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the pieces go, `[K]` each: the row, the first place in it, the segment of the row (from 1).
+    """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
 
     Raises:
-        ValueError: a unit is empty or does not fit into a row.
+        ValueError: a unit does not fit into a row.
     """
     sizes = pieces.end - pieces.begin
     units = np.bincount(pieces.unit, weights=sizes).astype(np.int64)
@@ -230,13 +230,13 @@ def _placed(pieces: _Pieces, max_length: int, packing: Packing) -> tuple[np.ndar
     return row_of[pieces.unit], start, segment
 
 
-def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, members: int) -> None:
-    """Refuses what cannot be packed."""
+def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: int) -> None:
+    """Raises ValueError for sequences that cannot be packed."""
     if not 0 < len(sequences) <= size:
         raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
-    if len(sequences) % members or size % members:
+    if len(sequences) % per_unit or size % per_unit:
         raise ValueError(
-            f"{len(sequences)} sequences of a batch of {size} do not make units of {members}; one that is to be left "
+            f"{len(sequences)} sequences of a batch of {size} do not make units of {per_unit}; one that is to be left "
             "out keeps its place, with weight 0"
         )
     if lengths.min() < 1:
@@ -259,13 +259,14 @@ def _fit(
     """First fit: each unit into the first row with room; or next fit: into the last one or a new one.
 
     Args:
-        lengths: `[U]` tokens of each unit.
-        pieces: `[U]` segments that it takes.
-        order: of the units.
-        back: whether rows before the last are looked at.
+        lengths: `[units]` tokens of each unit.
+        pieces: `[units]` segments of each unit.
+        max_length: T.
+        order: the order in which units are placed.
+        back: whether rows before the last are considered.
 
     Returns:
-        `[U]` each: its row, its first place there, and its first segment (from 1).
+        Row, first position and first segment id (from 1) of each unit, `[units]` each.
     """
     room = np.full(len(lengths), max_length)
     used = np.ones(len(lengths), np.int64)

@@ -1,15 +1,15 @@
-"""The two sides of a preference pair as tokens and masks, whatever shape the row has.
+"""Renders the two sides of a preference pair as tokens and masks, for every shape of row.
 
-With a `prompt`, strings and messages are rendered as prompt and completion are. Without one the prompt is what both
-sides begin with:
+With a `prompt`, strings and messages are rendered as prompt and completion are. Without one, the prompt is the
+beginning that both sides have in common:
 
-  messages      the messages that they share (UltraFeedback). Its `prompt` is a string beside them, and not read.
+  messages      the messages that both share (UltraFeedback). A `prompt` that is a string is not read then.
   transcripts   "\\n\\nHuman: ...\\n\\nAssistant: ..." (Anthropic HH): up to the last "Assistant:" that both share. From
-                there on what the assistant says is trained, and no other turn.
-  other texts   the tokens that they share.
+                there on the assistant's turns are trained, and no others.
+  other texts   the tokens that both share.
 
 Each side is tokenized as a whole, so that no merge is split: a token that begins before the completion is not trained,
-and where it merges differently with either completion, the two prompts differ by it. Masks are right all the same.
+and where it merges differently with the two completions, the prompts differ by it. The masks are correct in any case.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
 Pair = tuple[Rendered, Rendered]
-"""Chosen, and rejected."""
+"""The chosen side, then the rejected side."""
 Messages = list[dict[str, Any]]
 
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-"""How a turn of a transcript begins."""
+"""The beginning of a turn in a transcript."""
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-def render_pair(row: Row, tokenizer: Tokenizer | None, how: Rendering) -> Pair | Dropped:
-    """Tokens and mask of both sides, before any limit.
+def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Pair | Dropped:
+    """Tokens and mask of both sides before any limit; Dropped where they have no common prompt.
 
     Raises:
         UserError: a missing or malformed column.
     """
-    if how.format == "tokens":
-        prompt, chosen, rejected = (given_ids(row, name, how) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    if settings.format == "tokens":
+        prompt, chosen, rejected = (
+            given_ids(row, name, settings) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+        )
         return joined(prompt, chosen), joined(prompt, rejected)
-    tokenizer = needed(tokenizer, how)
-    chosen, rejected = column(row, "chosen", how.columns), column(row, "rejected", how.columns)
+    tokenizer = needed(tokenizer, settings)
+    chosen, rejected = column(row, "chosen", settings.columns), column(row, "rejected", settings.columns)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError("chosen and rejected are both strings or both lists of messages, not one of each")
-    prompt = column(row, "prompt", how.columns) if "prompt" in how.fixed else None
+    prompt = column(row, "prompt", settings.columns) if "prompt" in settings.fixed else None
     if isinstance(chosen, str):
-        return _strings(prompt, chosen, as_string(rejected, "rejected"), row, tokenizer, how)
-    return _messages(prompt, as_messages(chosen), as_messages(rejected), row, tokenizer, how)
+        return _strings(prompt, chosen, as_string(rejected, "rejected"), row, tokenizer, settings)
+    return _messages(prompt, as_messages(chosen), as_messages(rejected), row, tokenizer, settings)
 
 
 def _messages(
-    prompt: Any, chosen: Messages, rejected: Messages, row: Row, tokenizer: Tokenizer, how: Rendering
+    prompt: Any, chosen: Messages, rejected: Messages, row: Row, tokenizer: Tokenizer, settings: Rendering
 ) -> Pair | Dropped:
-    """Sides that follow a prompt of messages, or that are whole conversations with a common beginning."""
+    """The pair of two lists of messages, which follow a prompt or are whole conversations with a common beginning."""
     before = [] if prompt is None or isinstance(prompt, str) else as_messages(prompt)
     if before and not (chosen[: len(before)] == before == rejected[: len(before)]):
         chosen, rejected = [*before, *chosen], [*before, *rejected]
@@ -66,27 +68,29 @@ def _messages(
         before = _shared(chosen, rejected)
     if not before:
         return Dropped(NO_COMMON_PROMPT)
-    sides = (render_messages(side, row, tokenizer, how, trained_from=len(before)) for side in (chosen, rejected))
+    sides = (render_messages(side, row, tokenizer, settings, trained_from=len(before)) for side in (chosen, rejected))
     return next(sides), next(sides)
 
 
 def _shared(chosen: Messages, rejected: Messages) -> Messages:
-    """The messages that both begin with; at least the last one of each side is left to be compared."""
+    """The messages that both sides begin with, except the last one of each side, which is compared."""
     most = min(len(chosen), len(rejected)) - 1
     differ = (i for i in range(most) if chosen[i] != rejected[i])
     return chosen[: next(differ, most)]
 
 
-def _strings(prompt: Any, chosen: str, rejected: str, row: Row, tokenizer: Tokenizer, how: Rendering) -> Pair | Dropped:
-    """Completions of a prompt, transcripts, or texts with a common beginning."""
+def _strings(
+    prompt: Any, chosen: str, rejected: str, row: Row, tokenizer: Tokenizer, settings: Rendering
+) -> Pair | Dropped:
+    """The pair of two strings: completions of a prompt, transcripts, or texts with a common beginning."""
     if prompt is not None:
-        sides = (render_completion(prompt, side, row, tokenizer, how) for side in (chosen, rejected))
+        sides = (render_completion(prompt, side, row, tokenizer, settings) for side in (chosen, rejected))
         return next(sides), next(sides)
     if _TURN.match(chosen) and _TURN.match(rejected):
-        if how.chat:
-            return _messages(None, _turns(chosen, how), _turns(rejected, how), row, tokenizer, how)
+        if settings.chat:
+            return _messages(None, _turns(chosen, settings), _turns(rejected, settings), row, tokenizer, settings)
         return _transcripts(chosen, rejected, tokenizer)
-    if how.chat:
+    if settings.chat:
         raise UserError(
             "data.chat is true, but chosen and rejected are strings without a prompt, and no transcripts of Human: and "
             "Assistant: either; add the column 'prompt'"
@@ -94,16 +98,16 @@ def _strings(prompt: Any, chosen: str, rejected: str, row: Row, tokenizer: Token
     return _texts(chosen, rejected, tokenizer)
 
 
-def _turns(text: str, how: Rendering) -> Messages:
-    """A transcript as messages."""
+def _turns(text: str, settings: Rendering) -> Messages:
+    """The messages of a transcript."""
     _, *parts = _TURN.split(text)
     said = zip(parts[::2], parts[1::2], strict=True)
-    system = [{"role": "system", "content": how.system}] if how.system else []
+    system = [{"role": "system", "content": settings.system}] if settings.system else []
     return [*system, *({"role": _ROLES[who], "content": words.strip()} for who, words in said)]
 
 
 def _transcripts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:
-    """Two texts, trained where the assistant speaks after the last turn of its that both have begun."""
+    """The pair of two transcripts, trained on the assistant's turns from the last one whose beginning both share."""
     common = common_prefix(chosen, rejected)
     starts = [turn.end() for turn in _TURN.finditer(chosen, 0, common) if turn[1] == "Assistant"]
     if not starts:
@@ -112,7 +116,7 @@ def _transcripts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dro
 
 
 def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
-    """One text between BOS and EOS; EOS is trained where the assistant has the last word."""
+    """A transcript between BOS and EOS; EOS is trained where the last turn is the assistant's."""
     ids, offsets = tokenizer.encode_with_offsets(text)
     turns = list(_TURN.finditer(text))
     mask = np.zeros(len(ids), bool)
@@ -125,7 +129,7 @@ def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
 
 
 def _texts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:
-    """Two texts between BOS and EOS, trained from the first token that differs."""
+    """The pair of two texts between BOS and EOS, trained from the first token that differs."""
     bos = int(tokenizer.adds_bos)
     first, second = ([*tokenizer.encode(text, bos=tokenizer.adds_bos), tokenizer.eos_id] for text in (chosen, rejected))
     most = min(len(first), len(second)) - 1

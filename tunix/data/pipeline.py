@@ -1,9 +1,9 @@
-"""Rows become batches in Grain's order: seeded, different in every epoch, prefetched, and resumable to the bit.
+"""Turns rows into batches in Grain's order: seeded, different in every epoch, prefetched, and exactly resumable.
 
-A thread takes groups of `batch_size` kept rows (`groups.py`) and packs them. The position that `get_state` tells is
-that of the last batch handed out, however far the thread has read ahead. The accounting travels with the position, so
-that it is right after a resume too. `Prompts` is the same stream where a policy writes the completions: prompts by any
-number, none of them packed.
+A thread collects groups of `batch_size` kept rows (`groups.py`) and packs them. The position that `get_state` returns
+is that of the last batch handed out, however far the thread has read ahead. The accounting is part of the position, so
+that it is correct after a resume too. `Prompts` is the same stream where the policy samples the completions: any number
+of prompts at a time, unpacked.
 """
 
 import math
@@ -16,13 +16,13 @@ from typing import Any, Generic, TypeVar
 import grain
 import numpy as np
 
+from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Dropped, Kept
 from tunix.data.config import DataConfig
 from tunix.data.cutting import cutter, grouped
 from tunix.data.groups import Groups, Renderer, order_of, reasons
 from tunix.data.packing import pack, row_length
 from tunix.data.rendered import prompt_text
-from tunix.data.shapes import TrainOn
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
@@ -31,19 +31,19 @@ from tunix.types import Batch, Sequence
 T = TypeVar("T")
 
 _READ_AHEAD, _PROMPTS_AHEAD = 2, 256
-"""Batches, and prompts, that wait for the trainer."""
+"""Batches, and prompts, that are prepared ahead of the trainer."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch and what became of the rows so far."""
+    """A batch, its sequences, and the accounting of the rows so far."""
 
     batch: Batch
-    """Numpy arrays; what an update of given sequences is made from."""
+    """The packed rows as numpy arrays."""
     accounting: Accounting
-    """Of all rows read up to and including this batch, in all epochs; of all held-out rows."""
+    """Counts of all rows read up to and including this batch, over all epochs; or of all held-out rows."""
     sequences: tuple[Sequence, ...]
-    """What was packed, for algorithms that make something else of it too."""
+    """The sequences that were packed, for algorithms that also use them unpacked."""
 
 
 def _as_it_is(sequence: Sequence) -> Sequence:
@@ -52,36 +52,43 @@ def _as_it_is(sequence: Sequence) -> Sequence:
 
 @dataclass(frozen=True)
 class Layout:
-    """How an algorithm wants its sequences laid in rows; see the members of `Algorithm` of the same names."""
+    """How an algorithm's sequences are packed into rows; see the attributes of `Algorithm` of the same names."""
 
-    members: int = 1
-    """Sequences of a kept row, which share a row of the batch: 2 for pairs."""
-    spare_tokens: int = 0
-    """Tokens by which `prepared` makes a sequence longer than `data.max_length`."""
-    prepared: Callable[[Sequence], Sequence] = _as_it_is
-    """The last word on a sequence before it is packed."""
+    sequences_per_example: int = 1
+    """Sequences of a kept row, which share a row of the batch, e.g. 2 for pairs."""
+    extra_tokens: int = 0
+    """Tokens by which `prepare_sequence` makes a sequence longer than `data.max_length`, e.g. 1."""
+    prepare_sequence: Callable[[Sequence], Sequence] = _as_it_is
+    """Hook before packing: returns the sequence to pack."""
 
     def length(self, config: DataConfig) -> int:
-        """T: tokens of a row, in which the longest sequences of an example have room."""
+        """T, the tokens of a row that has room for the longest sequences of an example."""
         completion = config.completion_length if config.packing else None
-        return row_length(self.members, config.max_length, completion) + self.members * self.spare_tokens
+        return (
+            row_length(self.sequences_per_example, config.max_length, completion)
+            + self.sequences_per_example * self.extra_tokens
+        )
 
     def packed(self, group: List[Kept], size: int, config: DataConfig, accounting: Accounting) -> Packed:
-        """A batch of kept rows.
+        """Packs kept rows into a batch.
 
         Args:
-            group: at least one of positive weight.
+            group: the kept rows, at least one of positive weight.
             size: kept rows that the batch has room for.
             config: the recipe's `data` section.
-            accounting: up to here.
+            accounting: the counts up to and including these rows.
         """
-        sequences = tuple(self.prepared(sequence) for kept in group for sequence in kept.sequences)
+        sequences = tuple(self.prepare_sequence(sequence) for kept in group for sequence in kept.sequences)
         length = self.length(config)
-        return Packed(pack(sequences, self.members * size, length, config.packing, self.members), accounting, sequences)
+        return Packed(
+            pack(sequences, self.sequences_per_example * size, length, config.packing, self.sequences_per_example),
+            accounting,
+            sequences,
+        )
 
 
 PLAIN = Layout()
-"""Each sequence for itself."""
+"""The default layout: one sequence for each row of the data, unchanged."""
 
 
 class Stream(Generic[T]):
@@ -95,7 +102,7 @@ class Stream(Generic[T]):
         batch_size: int,
         seed: int,
         epochs: int | None,
-        train_on: TrainOn,
+        train_on: RowKind,
         vocab_size: int | None,
         made: Callable[[list[Kept], Accounting], T],
         read_ahead: int,
@@ -103,23 +110,31 @@ class Stream(Generic[T]):
         """Sets up the stream; nothing is read but the first row.
 
         Args:
-            made: turns a group of kept rows, and the account up to there, into what is handed out.
-            read_ahead: how many of those wait for the trainer.
+            rows: from `open_rows`.
+            tokenizer: None where rows are token ids.
+            config: the recipe's `data` section.
+            batch_size: kept rows of a group.
+            seed: seed of the order; each epoch has its own.
+            epochs: None continues without end.
+            train_on: see `Rendering`.
+            vocab_size: see `Rendering`.
+            made: turns a group of kept rows, and the accounting up to there, into an item of the stream.
+            read_ahead: how many items are prepared ahead.
         """
         renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
         order = order_of(rows, config, seed, epochs)
         groups = Groups(renderer, order, batch_size, made, cutter(config, train_on))
-        # Held in a list that the finalizer empties: Grain's iterator has to be gone before the interpreter is, or its
-        # __del__ trips over modules that are no more; and its thread must not outlive this object.
+        # Kept in a list that the finalizer empties: Grain's iterator has to be deleted before the interpreter exits, or
+        # its __del__ fails on modules that are already gone; and its thread must not outlive this object.
         self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
         self._close = weakref.finalize(self, _release, self._held)
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last group handed out; JSON holds it."""
+        """The position after the last group handed out, as values that JSON can store."""
         return self._groups().get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position: what follows is what followed then.
+        """Continues from a saved position with the same items that followed it.
 
         Raises:
             UserError: the data has another number of rows than it had then.
@@ -127,7 +142,7 @@ class Stream(Generic[T]):
         self._groups().set_state(dict(state))
 
     def close(self) -> None:
-        """Stops the thread. The stream ends here."""
+        """Stops the thread and ends the stream."""
         self._close()
 
     def _groups(self) -> "grain.experimental.ThreadPrefetchDatasetIterator[T]":
@@ -146,7 +161,7 @@ class Batches(Stream[Packed]):
         batch_size: int,
         seed: int,
         epochs: int | None = None,
-        train_on: TrainOn = "completion",
+        train_on: RowKind = RowKind.COMPLETION,
         vocab_size: int | None = None,
         layout: Layout = PLAIN,
     ) -> None:
@@ -154,14 +169,14 @@ class Batches(Stream[Packed]):
 
         Args:
             rows: from `open_rows`.
-            tokenizer: None serves rows of token ids only.
+            tokenizer: None where rows are token ids.
             config: the recipe's `data` section.
             batch_size: kept rows of a batch, sequences or pairs; the last one of counted epochs may have fewer.
-            seed: of the order; every epoch has its own.
-            epochs: None goes on forever.
+            seed: seed of the order; each epoch has its own.
+            epochs: None continues without end.
             train_on: see `Rendering`.
             vocab_size: see `Rendering`.
-            layout: how the algorithm wants them.
+            layout: how the algorithm's sequences are packed into rows.
         """
 
         def packed(group: list[Kept], accounting: Accounting) -> Packed:
@@ -181,18 +196,18 @@ class Batches(Stream[Packed]):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a policy is asked to go on from."""
+    """A prompt that the policy samples completions for."""
 
     tokens: np.ndarray
-    """`[T]` int32."""
+    """`[T]` int32 token ids, e.g. `[2, 651, 603]`."""
     text: str
-    """What a reward reads: the prompt as the row has it, without the template; empty for token ids."""
+    """The prompt as the row has it, without the template, which rewards read; empty for token ids."""
     row: Mapping[str, Any]
-    """The row's columns under our names: what else rewards and environments read."""
+    """The row's columns under our names, which rewards and environments read."""
 
 
 class Prompts(Stream[tuple[Kept, Accounting]]):
-    """Prompts one after the other, in the same seeded, resumable order."""
+    """A stream of prompts, in the same seeded, resumable order as `Batches`."""
 
     def __init__(
         self,
@@ -202,36 +217,36 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
         seed: int,
         epochs: int | None = None,
         vocab_size: int | None = None,
-        train_on: TrainOn = "prompt",
+        train_on: RowKind = RowKind.PROMPT,
     ) -> None:
-        """See `Batches`; `train_on: row` leaves prompts to an environment."""
+        """Sets up the stream with the arguments of `Batches`; with `RowKind.ROW` an environment makes the prompts."""
         made = (lambda group, accounting: (group[0], accounting), _PROMPTS_AHEAD)
         super().__init__(rows, tokenizer, config, 1, seed, epochs, train_on, vocab_size, *made)
         self.accounting = Accounting()
-        """Of the prompts handed out."""
+        """Counts of the rows read so far, up to the last prompt handed out."""
 
     def take(self, number: int) -> list[Prompt]:
-        """The next prompts; fewer where the last epoch gives out."""
+        """The next `number` prompts; fewer where the last epoch is exhausted."""
         prompts: list[Prompt] = []
-        while len(prompts) < number and (found := next(self._groups(), None)):
-            kept, self.accounting = found
+        while len(prompts) < number and (item := next(self._groups(), None)):
+            kept, self.accounting = item
             prompts.append(prompt_of(kept))
         return prompts
 
 
 def prompt_of(kept: Kept) -> Prompt:
-    """The prompt that a row became."""
+    """The prompt of a kept row."""
     (prompt,) = kept.sequences
     return Prompt(prompt.tokens, prompt_text(kept.row), kept.row)
 
 
 def _counts(kept: Kept) -> bool:
-    """Whether the row has any weight."""
+    """Whether a kept row has a positive weight."""
     return any(sequence.weight > 0 for sequence in kept.sequences)
 
 
 def _release(held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]") -> None:
-    """Stops Grain's thread and lets go of its iterator."""
+    """Stops Grain's thread and deletes its iterator."""
     held.pop().close()
 
 
@@ -241,7 +256,7 @@ def eval_batches(
     config: DataConfig,
     batch_size: int,
     limit: int,
-    train_on: TrainOn = "completion",
+    train_on: RowKind = RowKind.COMPLETION,
     vocab_size: int | None = None,
     layout: Layout = PLAIN,
 ) -> list[Packed]:
@@ -252,10 +267,10 @@ def eval_batches(
     """
     renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     examples = [renderer(i) for i in range(min(limit, len(rows)))]
-    silent = [example for example in examples if isinstance(example, Kept) and not _counts(example)]
-    heard = (example for example in examples if isinstance(example, Dropped) or _counts(example))
-    groups = list(grouped(heard, cutter(config, train_on), batch_size))
-    total = sum([*(account for _, account in groups), *map(Accounting.of, silent)], Accounting())
+    weightless = [example for example in examples if isinstance(example, Kept) and not _counts(example)]
+    weighted = (example for example in examples if isinstance(example, Dropped) or _counts(example))
+    groups = list(grouped(weighted, cutter(config, train_on), batch_size))
+    total = sum([*(account for _, account in groups), *map(Accounting.of, weightless)], Accounting())
     if not groups[0][0]:
         raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be evaluated: {reasons(total)}")
     return [layout.packed(group, batch_size, config, total) for group, _ in groups if group]
@@ -267,7 +282,7 @@ def eval_prompts(
     config: DataConfig,
     limit: int,
     vocab_size: int | None = None,
-    train_on: TrainOn = "prompt",
+    train_on: RowKind = RowKind.PROMPT,
 ) -> list[Prompt]:
     """The prompts of the first `limit` rows in file order.
 
@@ -279,17 +294,17 @@ def eval_prompts(
     if prompts := [prompt_of(example) for example in examples if isinstance(example, Kept)]:
         return prompts
     total = sum(map(Accounting.of, examples), Accounting())
-    raise UserError(f"{rows.name}: none of its first {len(examples)} rows can be asked: {reasons(total)}")
+    raise UserError(f"{rows.name}: none of its first {len(examples)} rows has a prompt: {reasons(total)}")
 
 
 def account(
     rows: Rows,
     tokenizer: Tokenizer | None,
     config: DataConfig,
-    train_on: TrainOn = "completion",
+    train_on: RowKind = RowKind.COMPLETION,
     vocab_size: int | None = None,
 ) -> Accounting:
-    """What becomes of every row in one pass over the data, before any is cut into pieces."""
+    """Counts over all rows of the data, before any is cut into pieces."""
     renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     return sum((Accounting.of(renderer(i)) for i in range(len(rows))), Accounting())
 
@@ -298,14 +313,19 @@ def sequences_of(
     rows: Rows,
     tokenizer: Tokenizer | None,
     config: DataConfig,
-    train_on: TrainOn,
+    train_on: RowKind,
     vocab_size: int | None = None,
     limit: int | None = None,
 ) -> Iterator[Sequence]:
-    """Every sequence that rows become, in file order.
+    """The sequences of all kept rows, in file order.
 
     Args:
-        limit: the first so many rows; None for all.
+        rows: from `open_rows`.
+        tokenizer: None where rows are token ids.
+        config: the recipe's `data` section.
+        train_on: see `Rendering`.
+        vocab_size: see `Rendering`.
+        limit: how many rows are read; None for all.
     """
     renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     for i in range(min(limit or len(rows), len(rows))):
@@ -314,7 +334,7 @@ def sequences_of(
 
 
 def total_steps(n_rows: int, batch_size: int, epochs: int) -> int:
-    """Batches of `epochs` passes over `n_rows` kept rows; epochs run into each other, so only the last is short."""
+    """Number of batches in `epochs` epochs of `n_rows` kept rows; only the last batch of all epochs can be short."""
     return math.ceil(n_rows * epochs / batch_size)
 
 
@@ -325,10 +345,10 @@ def cut_steps(
     batch_size: int,
     seed: int,
     epochs: int,
-    train_on: TrainOn = "completion",
+    train_on: RowKind = RowKind.COMPLETION,
     vocab_size: int | None = None,
 ) -> int:
-    """Batches of `epochs` passes where rows are cut into pieces: their number is that of the lengths and the order, so
+    """Number of batches in `epochs` epochs where rows are cut into pieces. It depends on the lengths and the order, so
     every row is rendered once for each epoch. The arguments are those of `Batches`."""
     renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
     order = order_of(rows, config, seed, epochs)

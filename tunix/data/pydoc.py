@@ -1,7 +1,7 @@
-"""Rows from the documentation that comes with Python itself: a signature as the prompt, its docstring's first line.
+"""Rows from Python's own documentation: a signature as the prompt, the docstring's first line as the completion.
 
-A real and small task that is on every machine, so the recipe sft_pydoc needs no download. `train` and `held_out` split
-by a hash of the answer, so that no held-out answer was ever trained on, under whatever name. `pairs` and
+A real and small task that exists on every machine, so the recipe sft_pydoc needs no download. `train` and `held_out`
+are split by a hash of the answer, so that no held-out answer was trained on under another name. `pairs` and
 `held_out_pairs` are preferences over the same splits: a function's own line is chosen, another function's rejected. The
 same Python version gives the same rows in the same order, whatever else is installed or imported.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 HELD_OUT_PERCENT = 10
 OTHERS = 4
-"""Pairs of each function, with as many other functions' lines."""
+"""Pairs of each function, each with another function's line."""
 
-# Modules whose import has no effect that anyone would notice; those that a platform lacks are skipped.
+# Modules whose import has no visible side effect; those that a platform lacks are skipped.
 _MODULES = """
     abc argparse array ast asyncio.events asyncio.locks asyncio.queues asyncio.streams asyncio.tasks base64 bdb binascii
     bisect bz2 calendar cmath cmd code codecs codeop collections collections.abc colorsys compileall concurrent.futures
@@ -46,7 +46,7 @@ _MODULES = """
 MODULES = tuple(_MODULES.split())
 
 _LONGEST = 160
-"""Characters of a signature; a longer one says little and fills a row."""
+"""Most characters of a signature; a longer one explains little and fills a row."""
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 
@@ -56,37 +56,37 @@ def train() -> list[dict[str, str]]:
 
 
 def held_out() -> list[dict[str, str]]:
-    """The other rows; none of their completions is in `train`.
+    """The held-out tenth of the rows; none of their completions is in `train`.
 
-    In the order of their hashes, so that the first ones, which an evaluation reads and shows, come from all modules.
+    Sorted by hash, so that the first ones, which an evaluation reads and shows, come from all modules.
     """
     return sorted((row for row in _rows() if _is_held_out(row["completion"])), key=lambda row: _hash(row["prompt"]))
 
 
 def pairs() -> list[dict[str, str]]:
-    """`{"prompt": "heapq.heappop(heap, /)\\n", "chosen": "Pop the smallest item ...", "rejected": "Return a ..."}`.
+    """Pairs, e.g. `{"prompt": "heapq.heappop(heap, /)\\n", "chosen": "Pop the ...", "rejected": "Return a ..."}`.
 
-    Rejected are lines of `train` too, each as often as it is chosen: what a line says by itself tells nothing, only
-    whether it belongs to the function does.
+    Rejected lines are lines of `train` too, each as often as it is chosen: a line by itself does not reveal the answer,
+    only whether it belongs to the function does.
     """
     return [pair for distance in range(1, OTHERS + 1) for pair in _paired(train(), distance)]
 
 
 def held_out_pairs() -> list[dict[str, str]]:
-    """The same of `held_out`, one pair for each function, in that order; neither side was ever trained on."""
+    """Pairs of held-out functions, one for each in the order of `held_out`; neither side was trained on."""
     return _paired(held_out(), 1)
 
 
 def _paired(rows: list[dict[str, str]], distance: int) -> list[dict[str, str]]:
-    """Every row with the answer of one that stands so far behind it in the order of hashes, which is no order at all.
+    """Pairs every row with the answer of the row `distance` places later in the order of hashes.
 
-    Functions that share their answer, as `readable` of several classes does, are no pair.
+    Functions that share their answer, as `readable` of several classes does, make no pair.
     """
     order = sorted(rows, key=lambda row: _hash(row["prompt"]))
-    behind = order[distance:] + order[:distance]
+    others = order[distance:] + order[:distance]
     return [
         {"prompt": own["prompt"], "chosen": own["completion"], "rejected": other["completion"]}
-        for own, other in zip(order, behind, strict=True)
+        for own, other in zip(order, others, strict=True)
         if own["completion"] != other["completion"]
     ]
 
@@ -103,16 +103,17 @@ def _hash(text: str) -> int:
 def _rows() -> list[dict[str, str]]:
     """All rows, each once, sorted by prompt.
 
-    A bare interpreter reads them: what this process has imported may have patched the standard library (transformers
-    adds methods to logging.Logger, ipykernel replaces input), and a resumed run must find the same rows.
+    They are read by a separate, isolated interpreter: modules that this process has imported may have patched the
+    standard library (transformers adds methods to logging.Logger, ipykernel replaces input), and a resumed run must get
+    the same rows.
     """
     found = subprocess.run([sys.executable, "-I", "-S", __file__], check=True, stdout=subprocess.PIPE).stdout
     return [{"prompt": prompt, "completion": line} for prompt, line in json.loads(found)]
 
 
 def _read() -> list[tuple[str, str]]:
-    """Prompt and answer of everything that is documented, in this process."""
-    warnings.simplefilter("ignore")  # deprecated modules and names say so when touched
+    """Prompt and answer of everything that is documented in `MODULES`, as this process sees it."""
+    warnings.simplefilter("ignore")  # deprecated modules and names warn when they are accessed
     pairs = {
         (name + _signature(thing) + "\n", line)
         for module in MODULES
@@ -123,13 +124,13 @@ def _read() -> list[tuple[str, str]]:
 
 
 def _documented(name: str) -> Iterator[tuple[str, Any]]:
-    """Qualified name and object of a module's own public functions and classes, and of the methods of those."""
+    """Qualified name and object of a module's own public functions and classes, and of their methods."""
     try:
         module = importlib.import_module(name)
     except ImportError:
         return
     prefix = "" if name == "builtins" else name + "."
-    for attribute, thing in list(vars(module).items()):  # looking may load more
+    for attribute, thing in list(vars(module).items()):  # access may import more
         if attribute.startswith("_") or not (callable(thing) and _is_home(thing, name)):
             continue
         yield prefix + attribute, thing
@@ -152,12 +153,12 @@ def _is_method(thing: Any) -> bool:
 
 
 def _signature(thing: Any) -> str:
-    """`(obj, *, skipkeys=False)`, with plain constants for defaults only; `(...)` where Python knows none."""
+    """The signature, e.g. `(obj, *, skipkeys=False)`, with plain constants as defaults; `(...)` where it is unknown."""
     if isinstance(thing, property | functools.cached_property):
         return ""
     try:
         found = inspect.signature(thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing)
-    except (ValueError, TypeError, AttributeError):  # Python 3.13 stumbles over select.epoll.register
+    except (ValueError, TypeError, AttributeError):  # Python 3.13 fails on select.epoll.register
         return "(...)"
     text = str(found.replace(parameters=[_plain(parameter) for parameter in found.parameters.values()]))
     return text if len(text) <= _LONGEST else "(...)"
@@ -177,7 +178,7 @@ class _Dots:
 
 
 def _first_line(thing: Any, name: str) -> str:
-    """The docstring's first line of prose; empty where there is none worth learning."""
+    """The docstring's first line of prose; empty where there is none of at least two words and 12 characters."""
     doc = inspect.cleandoc(thing.__doc__) if isinstance(thing.__doc__, str) else ""
     called = name.rsplit(".", 1)[-1] + "("
     lines = [line.strip() for line in doc.splitlines()]

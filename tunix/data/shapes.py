@@ -1,6 +1,6 @@
-"""Which shape a row has and how it is to be read: the columns of each shape, and the settings of a recipe.
+"""The shapes of rows: the columns of each shape, and the settings by which a recipe's rows are rendered.
 
-What is read of a row is the algorithm's choice (`TrainOn`); of the shapes that serve it, `detect_format` finds the one
+The algorithm determines what is read of a row (`RowKind`); among the shapes that fit, `detect_format` finds the one
 whose columns a row has.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tunix.config import RowKind
 from tunix.data.columns import Row, listed, near
 from tunix.data.config import DataConfig
 from tunix.errors import UserError, nearest
 from tunix.types import LOSS_WEIGHTS
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
-TrainOn = Literal["completion", "all", "prompt", "row", "pairs", "labels"]
 Overflow = Literal["truncate", "drop", "error", "keep"]
 Shapes = Mapping[Format, tuple[str, ...]]
-"""The columns of each shape; where a row has several, the first one is meant."""
+"""The columns of each shape; a row that fits several has the first one."""
 
 COMPLETIONS: Shapes = {
     "tokens": ("input_ids",),
@@ -32,79 +32,70 @@ PROMPTS: Shapes = {
     "messages": ("messages",),
     "tokens": ("prompt_ids",),
 }
-"""Of rows whose completions a policy writes; further columns are the rewards'."""
+"""Columns of rows whose completions the policy samples; other columns are for rewards."""
 PAIRS: Shapes = {
     "tokens": ("prompt_ids", "chosen_ids", "rejected_ids"),
     "pairs": ("chosen", "rejected"),
 }
-"""`pairs` may have a `prompt`; without one it is what both sides begin with."""
+"""Columns of preference pairs; `pairs` may have a `prompt`, without one it is the common beginning of both sides."""
 LABELS: Shapes = {
     "tokens": ("prompt_ids", "completion_ids", "label"),
     "prompt_completion": ("prompt", "completion", "label"),
 }
-SHAPES: Mapping[TrainOn, Shapes] = {
-    "completion": COMPLETIONS,
-    "all": COMPLETIONS,
-    "prompt": PROMPTS,
-    "row": PROMPTS,
-    "pairs": PAIRS,
-    "labels": LABELS,
+SHAPES: Mapping[RowKind, Shapes] = {
+    RowKind.COMPLETION: COMPLETIONS,
+    RowKind.ALL: COMPLETIONS,
+    RowKind.PROMPT: PROMPTS,
+    RowKind.ROW: PROMPTS,
+    RowKind.PAIRS: PAIRS,
+    RowKind.LABELS: LABELS,
 }
-_READ: Mapping[TrainOn, str] = {
-    "completion": "completions",
-    "all": "texts",
-    "prompt": "prompts",
-    "row": "prompts",
-    "pairs": "pairs",
-    "labels": "labelled completions",
-}
-"""What is read of a row, in a person's words."""
-
-CUT: tuple[TrainOn, ...] = ("completion", "all")
-"""What can be cut into pieces: a sequence that nothing is compared with, and that nobody goes on from."""
-
 OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", "margin")
 FIXED = ("prompt", "margin")
-"""Columns of pairs that may be left out, but then by every row; of token ids it is `loss_weights`."""
+"""Optional columns of pairs that every row has or none; for token ids `loss_weights` is such a column."""
 
-SPOKEN = ("messages", "prompt and completion", "prompt", "text", "chosen and rejected", "prompt, completion and label")
-"""The shapes that are named to a person first: the most usual."""
+USUAL = ("messages", "prompt and completion", "prompt", "text", "chosen and rejected", "prompt, completion and label")
+"""The most usual shapes, which messages name first."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How rows become sequences."""
+    """The settings by which rows are rendered as sequences."""
 
     format: Format
     """Shape of every row."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column -> theirs."""
+    """Our column name -> the data's."""
     max_length: int = 1024
-    """Tokens of a sequence at most; of each side of a pair."""
+    """Most tokens of a sequence, or of each side of a pair."""
     on_overflow: Overflow = "truncate"
-    """What happens to a longer one; `keep` leaves it to `cutting`."""
-    train_on: TrainOn = "completion"
-    """`all` trains every token after the first, prompts included; `prompt` reads prompts only, and trains nothing;
-    `row` renders nothing: an environment makes its prompts of the columns; `pairs` reads two completions that are
-    compared; `labels` completions with a verdict."""
+    """What happens to a longer sequence; `keep` leaves it to `cutting`."""
+    train_on: RowKind = RowKind.COMPLETION
+    """Which columns of a row are read, and which of its tokens are targets."""
     prompt_length: int = 0
-    """Tokens of a prompt at most, where only prompts are read; a longer one loses its beginning."""
+    """Most tokens of a prompt, where only prompts are read; a longer one loses its beginning."""
     chat: bool = False
-    """A prompt (and completion) that is a string becomes a chat of a user (and an assistant)."""
+    """Whether a prompt (and completion) that is a string becomes a chat of a user (and an assistant)."""
     system: str | None = None
-    """Its system message."""
+    """The system message of a chat that is made from a string."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     vocab_size: int | None = None
-    """Rows of the model's embedding, where known: a larger id is refused instead of being read as another one."""
+    """V, the rows of the model's embedding, where known: larger ids are refused."""
     fixed: tuple[str, ...] = ()
-    """Those of `FIXED` that the first row has, and therefore every one."""
+    """Names in `FIXED` of columns that the first row has, and therefore every row."""
     completion_length: int | None = None
-    """Of pairs: tokens of a side after what both have in common at most; None for what `max_length` leaves."""
+    """Most tokens of a pair's side after what both have in common; None for what `max_length` leaves."""
 
 
-def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "completion") -> Rendering:
-    """The settings of a recipe's `data` section, with the shape read off the first row where it says `auto`.
+def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = RowKind.COMPLETION) -> Rendering:
+    """The rendering of a recipe's `data` section, with the shape of the first row where it says `auto`.
+
+    Args:
+        config: the section.
+        first: the first row.
+        where: that row's name in messages.
+        train_on: what the algorithm reads of a row.
 
     Raises:
         UserError: an unknown name in `data.columns`, or a row of no known shape.
@@ -115,17 +106,17 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
         if name not in names and shapes is not PROMPTS:  # a reward may name its columns as it likes
             known = f"{', '.join(names)}.{nearest(name, names)}"
             raise UserError(f"data.columns maps {name!r}, which is none of our columns: {known}")
-    shape = "tokens" if train_on == "row" else config.format
+    shape = "tokens" if train_on == RowKind.ROW else config.format
     if shape == "auto":
         shape = detect_format(first, config.columns, where, shapes)
     elif shape not in shapes:
-        raise UserError(f"data.format is {shape!r}, but {_READ[train_on]} are read from {', '.join(shapes)}")
+        raise UserError(f"data.format is {shape!r}, but {train_on.words} are read from {', '.join(shapes)}")
     return Rendering(
         format=shape,
         columns=config.columns,
         max_length=config.max_length,
-        on_overflow="keep" if config.cuts and train_on in CUT else config.on_overflow,
-        completion_length=config.completion_length if train_on == "pairs" else None,
+        on_overflow="keep" if config.cuts and train_on.is_text else config.on_overflow,
+        completion_length=config.completion_length if train_on == RowKind.PAIRS else None,
         train_on=train_on,
         prompt_length=config.longest_prompt,
         chat=config.chat,
@@ -135,11 +126,11 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: TrainOn = "c
     )
 
 
-def _fixed(train_on: TrainOn, shape: Format) -> tuple[str, ...]:
-    """Columns that every row has or none."""
-    if train_on == "completion" and shape == "tokens":
+def _fixed(train_on: RowKind, shape: Format) -> tuple[str, ...]:
+    """The optional columns that every row has or none."""
+    if train_on == RowKind.COMPLETION and shape == "tokens":
         return (LOSS_WEIGHTS,)
-    return FIXED if train_on == "pairs" else ()
+    return FIXED if train_on == RowKind.PAIRS else ()
 
 
 def detect_format(
@@ -148,16 +139,16 @@ def detect_format(
     where: str = "row 1",
     shapes: Shapes = COMPLETIONS,
 ) -> Format:
-    """The shape that a row's columns tell.
+    """The shape whose columns a row has.
 
     Args:
         row: usually the first.
-        columns: our column -> theirs.
-        where: how the row is called in a message.
-        shapes: those that could be meant, and their columns.
+        columns: our column name -> the data's.
+        where: the row's name in messages.
+        shapes: the possible shapes and their columns.
 
     Raises:
-        UserError: no shape fits; names the wanted and the present columns.
+        UserError: no shape fits; the message names the required and the present columns.
     """
     for shape, wanted in shapes.items():
         if all(columns.get(name, name) in row for name in wanted):
@@ -166,22 +157,22 @@ def detect_format(
     strange = [name for name in row if name not in (*wanted, *_names())]
     hints = [f"{ours!r} for {theirs!r}" for theirs in strange for ours in near(theirs, wanted)]
     raise UserError(
-        f"{where} has the columns {listed(row)}; wanted are {', or '.join(_spoken(shapes))}. Name yours in "
+        f"{where} has the columns {listed(row)}; wanted are {', or '.join(_described(shapes))}. Name yours in "
         f"data.columns, as in {_example(shapes)}." + (f" Is it {', '.join(hints)}?" if hints else "")
     )
 
 
 def _names() -> list[str]:
-    """All of our columns."""
+    """The names of all of our columns."""
     return sorted({name for shapes in SHAPES.values() for group in shapes.values() for name in group} | set(OPTIONAL))
 
 
-def _spoken(shapes: Shapes) -> list[str]:
-    """The columns of each shape, the most usual shapes first."""
+def _described(shapes: Shapes) -> list[str]:
+    """The columns of each shape in words, the most usual shapes first."""
     groups = [" and ".join([", ".join(group[:-1]), group[-1]] if group[1:] else group) for group in shapes.values()]
-    return sorted(groups, key=lambda group: SPOKEN.index(group) if group in SPOKEN else len(SPOKEN))
+    return sorted(groups, key=lambda group: USUAL.index(group) if group in USUAL else len(USUAL))
 
 
 def _example(shapes: Shapes) -> str:
-    """A value of `data.columns` that such rows could need."""
+    """An example value of `data.columns` for rows of such shapes."""
     return "{chosen: better, rejected: worse}" if shapes is PAIRS else "{prompt: question, completion: answer}"

@@ -1,7 +1,8 @@
 """A task that a small model learns by reinforcement within a minute: to sort six distinct letters.
 
-`gnrvus>` is answered by `gnrsuv`. Every problem belongs to one split, by a hash of its letters as they stand: a few to
-be shown, many to be practised, some to choose by (`validation`) and some that nothing is ever chosen by (`held_out`).
+`gnrvus>` is answered by `gnrsuv`. Every problem belongs to one split, by a hash of its letters: a few with answers for
+supervised training, many for reinforcement learning, some for model selection (`validation`), and some that are used
+for no decision at all (`held_out`).
 """
 
 import random
@@ -13,34 +14,34 @@ Row = dict[str, str]
 
 LETTERS = 6
 SHARES = {"demonstrations": 6, "problems": 8, "validation": 1, "held_out": 1}
-"""Of the hash's values, in sixteenths."""
+"""Each split's share of the hash's values, in sixteenths."""
 SIZES = {"demonstrations": 4000, "problems": 20_000, "validation": 256, "held_out": 512}
 
 
 def demonstrations() -> list[Row]:
-    """Problems with their answers, for the supervised start."""
+    """Problems with their answers, for supervised training."""
     return _rows("demonstrations")
 
 
 def problems() -> list[Row]:
-    """Problems to practise on."""
+    """Problems for reinforcement learning."""
     return _rows("problems")
 
 
 def validation() -> list[Row]:
-    """Problems that a stopping rule may look at."""
+    """Problems for early stopping and model selection."""
     return _rows("validation")
 
 
 def held_out() -> list[Row]:
-    """Problems that nothing is chosen by."""
+    """Problems that are used for no decision."""
     return _rows("held_out")
 
 
 def _rows(split: str) -> list[Row]:
     """The first problems of a split, in an order that is the same everywhere."""
     rows: list[Row] = []
-    for letters in _drawn():
+    for letters in _problems():
         if _split(letters) == split:
             rows.append({"prompt": f"{letters}>", "completion": "".join(sorted(letters))})
             if len(rows) == SIZES[split]:
@@ -48,8 +49,8 @@ def _rows(split: str) -> list[Row]:
     raise AssertionError("the letters are endless")
 
 
-def _drawn() -> Iterator[str]:
-    """Distinct problems, without end for our purposes: 26 letters give 166 million."""
+def _problems() -> Iterator[str]:
+    """Distinct problems, practically without end: 26 letters give 166 million."""
     rng, seen = random.Random(0), set()
     while True:
         letters = "".join(rng.sample(string.ascii_lowercase, LETTERS))
@@ -59,7 +60,7 @@ def _drawn() -> Iterator[str]:
 
 
 def _split(letters: str) -> str:
-    """Where a problem belongs."""
+    """The split that a problem belongs to."""
     place = zlib.crc32(letters.encode()) % sum(SHARES.values())
     for name, share in SHARES.items():
         if place < share:

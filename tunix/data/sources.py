@@ -1,6 +1,6 @@
-"""Rows by number, wherever they live: JSONL, Parquet, Arrow, folders, the hub, a function, or Python values.
+"""Opens datasets for access by row number: JSONL, Parquet, Arrow, folders, the hub, a function, or Python values.
 
-`open_rows` looks at the spec's form, opens it, picks the split, and answers with `Rows`: a name for messages, a length,
+`open_rows` determines the spec's form, opens it, picks the split, and returns `Rows`: a name for messages, a length,
 and row `i` as a dict. A spec that looks like a path is never taken for a hub id, so a mistyped file is a missing file.
 """
 
@@ -29,17 +29,21 @@ _SPLIT_WORDS = {"train", "training", "test", "testing", "validation", "valid", "
 
 @runtime_checkable
 class Table(Protocol):
-    """Rows by number: a list, a `datasets.Dataset`, or one of the readers here."""
+    """Anything with rows by number: a list, a `datasets.Dataset`, or one of the readers here."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Any: ...
 
 
 class Rows:
-    """Named rows by number."""
+    """The rows of a dataset by number, with a name for messages."""
 
     def __init__(self, name: str, table: Table) -> None:
-        """Takes what `open_rows` opened; `name` is how messages call it."""
+        """Names a table; `open_rows` is the usual way to get one.
+
+        Raises:
+            UserError: there are no rows.
+        """
         if not len(table):
             raise UserError(f"{name} is empty: there are no rows to read")
         self.name = name
@@ -49,7 +53,7 @@ class Rows:
         return len(self._table)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Row `i` from 0, a mapping of column to value; a UserError where it is none."""
+        """Row `i`, counted from 0, as a dict of columns; raises UserError where it is no mapping."""
         row = self._table[i]
         if not isinstance(row, Mapping):
             raise UserError(f"row {i + 1} of {self.name} is {row!r:.80}, not an object with columns")
@@ -63,10 +67,10 @@ def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None
         spec: .jsonl, .parquet, .arrow; a folder of these or of `datasets.save_to_disk`; a hub id, with a
             configuration as `owner/name:config`; `module:function` or `file.py:function`, called without arguments;
             or rows themselves: a list, any iterable of dicts, or a mapping of split to rows.
-        split: which part, where there are parts; None takes `train`, or the only one.
+        split: the split's name; None takes `train`, or the first one.
 
     Raises:
-        UserError: nothing is there, the form is unknown, the split does not exist, or there are no rows.
+        UserError: nothing exists there, the form is unknown, the split does not exist, or there are no rows.
     """
     if not isinstance(spec, str | Path):
         return _pick({"train": spec} if not isinstance(spec, Mapping) else spec, split, "the given rows")
@@ -83,7 +87,7 @@ def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None
 
 
 def _call(reference: str) -> Any:
-    """What the function that a recipe names returns."""
+    """The result of calling the function that a recipe names."""
     function = load_object(reference)
     if not callable(function):
         raise UserError(f"{reference} is a {type(function).__name__}, not a function that returns rows")
@@ -91,7 +95,7 @@ def _call(reference: str) -> Any:
 
 
 def _wanted(splits: Mapping[str, Any], split: str | None, name: str) -> str:
-    """The split that is meant; a UserError names those that there are."""
+    """The name of the split to use; raises UserError with the existing names where it does not exist."""
     wanted = split or ("train" if "train" in splits else next(iter(splits), "train"))
     if wanted not in splits:
         present = ", ".join(map(repr, splits))
@@ -100,7 +104,7 @@ def _wanted(splits: Mapping[str, Any], split: str | None, name: str) -> str:
 
 
 def _pick(splits: Mapping[str, Any], split: str | None, name: str) -> Rows:
-    """The rows of one split, listed in memory where they can only be iterated over."""
+    """The rows of one split; an iterable without access by number is read into memory."""
     rows = splits[_wanted(splits, split, name)]
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Table | Iterable):
         raise UserError(f"{name} gives {rows!r:.80}, not a list or an iterable of rows")
@@ -125,7 +129,7 @@ def _load_hub(name: str) -> dict[str, Any]:
 
 
 def _open_folder(folder: Path, split: str | None) -> Rows:
-    """A folder of `datasets.save_to_disk`, or of data files that name their splits (or none)."""
+    """The rows of a folder of `datasets.save_to_disk`, or of data files whose names may contain their splits."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         import datasets
 
@@ -148,7 +152,7 @@ def _open_folder(folder: Path, split: str | None) -> Rows:
 
 
 def _split_of(file: Path, folder: Path) -> str:
-    """`train` for train.jsonl, train-00000-of-00002.parquet, and train/part-0.jsonl."""
+    """The split of a file: `train` for train.jsonl, train-00000-of-00002.parquet, and train/part-0.jsonl."""
     for part in reversed(file.relative_to(folder).parent.parts):
         if part in _SPLIT_WORDS:
             return part
@@ -184,7 +188,7 @@ def _read_table(path: Path) -> pyarrow.Table:
 
 
 class _Jsonl:
-    """The lines of a JSONL file; where they begin is found once, each is parsed when asked for."""
+    """The lines of a JSONL file: their positions are read once, each line is parsed on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -202,7 +206,7 @@ class _Jsonl:
         return len(self._starts)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        # Opened anew for each row: that costs 10 us, and needs no lock between the prefetch thread and the main one.
+        # Opened again for each row: that costs 10 us, and needs no lock between the prefetch thread and the main one.
         with self._path.open("rb") as file:
             file.seek(self._starts[i])
             line = file.readline()

@@ -1,7 +1,7 @@
-"""Chat templates for tokenizers that come without one, in our own words, and the markers that each one needs.
+"""Chat templates for tokenizers that have none, and the marker tokens that each template needs.
 
-They write what the families were trained on (Gemma's turns, Llama 3's headers, ChatML's im_start), no more: no default
-system prompt, no tools, no thinking blocks. A folder's own template always goes first.
+They write the format that the families were trained on (Gemma's turns, Llama 3's headers, ChatML's im_start) and no
+more: no default system prompt, no tools, no thinking blocks. A folder's own template takes precedence.
 """
 
 from typing import Literal, get_args
@@ -79,4 +79,4 @@ MARKERS: dict[TemplateName, tuple[str, ...]] = {
 STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "llama3": True, "chatml": False}
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
-"""Tokens that end an assistant's turn in the families' formats, whichever of them a vocabulary holds."""
+"""Tokens that end an assistant's turn in the families' formats; a vocabulary has some of them or none."""

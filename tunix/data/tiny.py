@@ -1,7 +1,7 @@
-"""Made rows for `--tiny`, one function for each shape that `data.format` names. The same rows on every call.
+"""Generated rows for `--tiny`, one function for each shape that `data.format` names; every call returns the same rows.
 
 Sums of small numbers: short enough for a byte tokenizer, of different lengths, and with a rule that can be learned.
-Chats and prompts bring what the shipped rewards and environments ask of a row.
+Chats and prompts have the columns that the shipped rewards and environments read.
 """
 
 from typing import Any
@@ -10,37 +10,37 @@ ROWS = 64
 
 
 def messages() -> list[dict[str, Any]]:
-    """Conversations; every third one asks a second time. What is judged is the last answer."""
+    """Conversations; every third one has a second question. Rewards score the last answer."""
     return [{"messages": _turns(index), **_judged(index + (index % 3 == 0))} for index in range(ROWS)]
 
 
 def prompt_completion() -> list[dict[str, Any]]:
-    """A question and what is said to it, with the further columns that rewards and environments ask for."""
+    """Questions and their answers, with the further columns that rewards and environments read."""
     return [
-        {"prompt": question, "completion": said, "question": question, **_judged(index)}
-        for index, (question, said) in enumerate(map(_sum, range(ROWS)))
+        {"prompt": question, "completion": answer, "question": question, **_judged(index)}
+        for index, (question, answer) in enumerate(map(_sum, range(ROWS)))
     ]
 
 
 def text() -> list[dict[str, Any]]:
-    """Question and answer as running text."""
+    """Questions and answers as running text."""
     return [{"text": " ".join(_sum(index))} for index in range(ROWS)]
 
 
 def tokens() -> list[dict[str, Any]]:
-    """Rows that are tokenised already: the bytes of the text, the question's left out of the training by -100."""
+    """Rows that are already tokenized: the bytes of the text as ids; the question's labels are -100, so untrained."""
     rows = []
     for index in range(ROWS):
         question, answer = _sum(index)
-        asked, said, wrong = list(question.encode()), list(answer.encode()), list(_wrong(index).encode())
-        given = {"input_ids": asked + said, "labels": [-100] * len(asked) + said, "prompt_ids": asked}
-        compared = {"chosen_ids": said, "rejected_ids": wrong, "margin": _margin(index)}
-        rows.append({**given, **compared, "completion_ids": said if index % 2 else wrong, "label": bool(index % 2)})
+        prompt, right, wrong = list(question.encode()), list(answer.encode()), list(_wrong(index).encode())
+        given = {"input_ids": prompt + right, "labels": [-100] * len(prompt) + right, "prompt_ids": prompt}
+        compared = {"chosen_ids": right, "rejected_ids": wrong, "margin": _margin(index)}
+        rows.append({**given, **compared, "completion_ids": right if index % 2 else wrong, "label": bool(index % 2)})
     return rows
 
 
 def pairs() -> list[dict[str, Any]]:
-    """A question, its answer, and a wrong one; how wrong it is tells the margin."""
+    """Questions with a correct and a wrong answer; the margin is how far the wrong one is off."""
     return [
         {"prompt": _sum(index)[0], "chosen": _sum(index)[1], "rejected": _wrong(index), "margin": _margin(index)}
         for index in range(ROWS)
@@ -48,7 +48,7 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def chat_pairs() -> list[dict[str, Any]]:
-    """The same as messages, prompt and answers apart."""
+    """Pairs whose prompt and answers are separate lists of messages."""
     return [
         {
             "prompt": [_said("user", row["prompt"])],
@@ -60,14 +60,14 @@ def chat_pairs() -> list[dict[str, Any]]:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """The same as UltraFeedback has it: two whole conversations, and the question beside them."""
+    """Pairs in UltraFeedback's form: two whole conversations, and the question in a separate column."""
     return [
         {**row, **{side: list(_turn(row["prompt"], row[side])) for side in ("chosen", "rejected")}} for row in pairs()
     ]
 
 
 def transcripts() -> list[dict[str, Any]]:
-    """The same as Anthropic's HH has it: two whole texts."""
+    """Pairs in the form of Anthropic's HH: two whole texts."""
     return [
         {
             **{side: f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[side]}" for side in ("chosen", "rejected")},
@@ -78,7 +78,7 @@ def transcripts() -> list[dict[str, Any]]:
 
 
 def labels() -> list[dict[str, Any]]:
-    """Questions with an answer and whether it is right; every second one is."""
+    """Questions with an answer and a label whether it is correct; every second one is."""
     return [
         {"prompt": row["prompt"], "completion": row["chosen" if index % 2 else "rejected"], "label": bool(index % 2)}
         for index, row in enumerate(pairs())
@@ -86,7 +86,7 @@ def labels() -> list[dict[str, Any]]:
 
 
 def chat_labels() -> list[dict[str, Any]]:
-    """The same as messages."""
+    """Labelled completions whose prompt and completion are lists of messages."""
     return [
         {**row, "prompt": [_said("user", row["prompt"])], "completion": [_said("assistant", row["completion"])]}
         for row in labels()
@@ -94,14 +94,14 @@ def chat_labels() -> list[dict[str, Any]]:
 
 
 def _judged(index: int) -> dict[str, Any]:
-    """What the shipped rewards read of a row: the `answer`, a JSON `schema`, and `tests` of a program."""
+    """The columns that the shipped rewards read: the `answer`, a JSON `schema`, and `tests` of a program."""
     left, right = _addends(index)
     answer = str(left + right)
     return {"answer": answer, "schema": {"const": left + right}, "tests": f"assert add({left}, {right}) == {answer}"}
 
 
 def _addends(index: int) -> tuple[int, int]:
-    """The `index`-th pair; they run through all pairs of 0..7."""
+    """The addends of the `index`-th question; they run through all pairs of 0..7."""
     return index % 8, index // 8 % 8
 
 

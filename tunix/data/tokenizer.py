@@ -1,8 +1,8 @@
-"""Text to token ids and back: a thin wrapper over a transformers fast tokenizer, and makers for models from scratch.
+"""Converts text to token ids and back: a wrapper of a transformers fast tokenizer, and tokenizers made from scratch.
 
 `load_tokenizer` reads a folder exactly as transformers' AutoTokenizer does; `bytes_tokenizer` and `bpe_tokenizer` make
-one on the spot. Encoding never adds special tokens by itself: BOS and EOS are put where the example's shape says so.
-Nothing here is ever masked by token id, so an EOS that doubles as PAD is harmless.
+a new one. Encoding never adds special tokens by itself: BOS and EOS are added where the example's shape requires them.
+Nothing is masked by token id, so an EOS that doubles as PAD is harmless.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ = (".json", ".jinja", ".model", ".txt")
-"""How the files end that are read of a tokenizer's folder, and copied beside an export."""
+"""Suffixes of the files that are read of a tokenizer's folder, and copied into an export."""
 
 # Qwen's word splitter. For a folder of model type qwen2 transformers rebuilds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: the exported folder then gives the ids that were trained on.
@@ -40,7 +40,7 @@ _QWEN_SPLIT = (
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for transformers' advice to install torch: only its tokenizers and configs are used here."""
+    """Log filter: False for transformers' advice to install torch, since only its tokenizers and configs are used."""
     return "PyTorch was not found" not in record.getMessage()
 
 
@@ -52,7 +52,7 @@ class Tokenizer:
     """Token ids of text, special ids, and the chat template of one vocabulary."""
 
     hf: PreTrainedTokenizerFast
-    """The transformers tokenizer, the authority on all of it."""
+    """The transformers tokenizer, which determines everything here."""
     generation_stops: tuple[int, ...] = ()
     """The eos ids of the folder's generation_config.json."""
 
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @cached_property
     def bos_id(self) -> int | None:
-        """Id of the token that opens a text, if there is one."""
+        """Id of the token that begins a text; None where there is none."""
         return self._id(self.hf.bos_token)
 
     @cached_property
@@ -77,7 +77,7 @@ class Tokenizer:
         """Id of the token that ends a text.
 
         Raises:
-            UserError: the tokenizer names none.
+            UserError: the tokenizer names no such token.
         """
         if (eos := self._id(self.hf.eos_token)) is None:
             raise UserError(f"{self.name}: the tokenizer names no eos_token: set it in its tokenizer_config.json")
@@ -85,30 +85,30 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: EOS, the families' end-of-turn tokens, those of generation_config.json."""
+        """Ids that end a completion: EOS, the families' end-of-turn tokens, those of generation_config.json."""
         turns = [self._added_vocab[token] for token in END_OF_TURN if token in self._added_vocab]
         eos = self._id(self.hf.eos_token)
         return tuple(dict.fromkeys((*([] if eos is None else [eos]), *turns, *self.generation_stops)))
 
     @cached_property
     def pad_id(self) -> int:
-        """Id for padding where a file format wants one; our own batches never look at it."""
+        """Id for padding where a file format requires one; tunix's own batches do not use it."""
         pad = self._id(self.hf.pad_token)
         return self.eos_id if pad is None else pad
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source, or None."""
+        """The chat template's Jinja source, or None."""
         template = self.hf.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     @property
     def name(self) -> str:
-        """The folder or hub id that it came from, for messages."""
+        """The folder or hub id of the tokenizer, for messages."""
         return self.hf.name_or_path or "the tokenizer made on the spot"
 
     def is_added(self, token_id: int) -> bool:
-        """Whether the id is a special or added token, one that text is never merged into."""
+        """Whether the id is a special or added token, which text is never merged into."""
         return token_id in self._added
 
     def has_token(self, token: str) -> bool:
@@ -116,15 +116,15 @@ class Tokenizer:
         return token in self._added_vocab
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Ids of `text`, after BOS if asked; nothing else is added."""
+        """Ids of `text`, after BOS where `bos` is True; nothing else is added."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
         if not bos:
             return ids
-        assert self.bos_id is not None, "BOS asked of a tokenizer that has none"
+        assert self.bos_id is not None, "the tokenizer has no BOS"
         return [self.bos_id, *ids]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Ids of `text`, and `[T 2]` the first and the end character that each one covers."""
+        """Ids of `text`, and the first and end characters that each one covers, `[T 2]`."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -135,7 +135,7 @@ class Tokenizer:
     def apply_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
     ) -> str:
-        """The text of a conversation, as the folder's template writes it; what Jinja raises rises."""
+        """The text of a conversation by the chat template; errors of Jinja are not caught."""
         return self.hf.apply_chat_template(  # pyright: ignore[reportReturnType]
             [dict(message) for message in messages],
             tokenize=False,
@@ -144,7 +144,7 @@ class Tokenizer:
         )
 
     def replace_template(self, template: str) -> Tokenizer:
-        """The same tokenizer with another chat template; this one keeps its own."""
+        """A copy of this tokenizer with another chat template; this one is unchanged."""
         hf = copy.copy(self.hf)
         hf.chat_template = template
         return Tokenizer(hf, self.generation_stops)
@@ -166,7 +166,7 @@ class Tokenizer:
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
-        """The Rust tokenizer, with offsets that cover the spaces too and nothing cut or padded.
+        """The Rust tokenizer, with offsets that include spaces, and without truncation and padding.
 
         Llama 3's post-processor trims the spaces off the offsets, which would hide that a token begins before a span.
         """
@@ -183,11 +183,11 @@ class Tokenizer:
 
 
 def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
-    """The tokenizer of a local folder or a hub id; None for a folder that has none, which then serves token ids only.
+    """The tokenizer of a local folder or a hub id; None for a folder without one, for which rows must be token ids.
 
     Raises:
-        UserError: the folder does not exist, a file is not its own, its tokenizer does not load or is not a fast one,
-            or the hub is silent.
+        UserError: the folder does not exist, a file is a link out of it, its tokenizer does not load or is not a fast
+            one, or the hub does not answer.
     """
     folder = Path(folder_or_id).expanduser()
     if folder.is_dir():
@@ -205,7 +205,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
 
 
 def _load(source: str) -> PreTrainedTokenizerFast:
-    """What AutoTokenizer makes of `source`, or a UserError."""
+    """The tokenizer that AutoTokenizer loads from `source`; raises UserError where it fails."""
     from transformers import AutoTokenizer
 
     try:
@@ -221,7 +221,7 @@ def _load(source: str) -> PreTrainedTokenizerFast:
 
 
 def _hub_generation_stops(name: str) -> tuple[int, ...]:
-    """Eos ids of a hub model's generation_config.json, where it has one."""
+    """EOS ids of a hub model's generation_config.json, where it has one."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
@@ -229,20 +229,20 @@ def _hub_generation_stops(name: str) -> tuple[int, ...]:
 
 
 def _generation_stops(path: Path) -> tuple[int, ...]:
-    """Eos ids in a generation_config.json; empty where it does not exist or names none."""
+    """EOS ids in a generation_config.json; empty where it does not exist or names none."""
     if not path.is_file():
         return ()
     try:
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}. Mend or delete it") from error
+        raise UserError(f"{path} is not JSON: {error}. Fix or delete it") from error
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def bytes_tokenizer(template: TemplateName = "gemma") -> Tokenizer:
-    """One id per byte of UTF-8 after the specials `<pad> <eos> <bos>` and the template's markers; nothing to train."""
+    """A tokenizer with one id per byte of UTF-8, after `<pad> <eos> <bos>` and the template's markers; not trained."""
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
 
@@ -252,10 +252,12 @@ def bytes_tokenizer(template: TemplateName = "gemma") -> Tokenizer:
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: TemplateName = "gemma") -> Tokenizer:
-    """Byte-level BPE trained on `texts`; the same texts give the same ids. Smaller where the texts hold fewer merges.
+    """A byte-level BPE tokenizer trained on `texts`; the same texts give the same ids.
+
+    The vocabulary is smaller than `vocab_size` where the texts do not contain enough merges.
 
     Raises:
-        UserError: `vocab_size` has no room for the 256 bytes and the specials.
+        UserError: `vocab_size` is too small for the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
@@ -279,14 +281,14 @@ def _specials(template: TemplateName) -> tuple[str, ...]:
 
 
 def _byte_letters() -> list[str]:
-    """The 256 letters that byte-level BPE writes for the bytes 0..255: printable Latin-1 stands for itself."""
+    """The 256 characters that byte-level BPE uses for the bytes 0..255: printable Latin-1 stands for itself."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def _split_words(backend: tokenizers.Tokenizer, template: TemplateName) -> None:
-    """Sets how text falls into the words that merges stay inside of."""
+    """Sets how text is split into words, across which nothing is merged."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     if template == "chatml":
@@ -299,7 +301,7 @@ def _split_words(backend: tokenizers.Tokenizer, template: TemplateName) -> None:
 
 
 def _finish(backend: tokenizers.Tokenizer, template: TemplateName) -> Tokenizer:
-    """Adds specials, BOS and template to a byte-level vocabulary whose first ids are the specials."""
+    """Adds special tokens, BOS and template to a byte-level vocabulary whose first ids are the special tokens."""
     from tokenizers import decoders
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -314,7 +316,7 @@ def _finish(backend: tokenizers.Tokenizer, template: TemplateName) -> Tokenizer:
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
-        unk_token=None,  # said outright, or transformers' Qwen2Tokenizer adds an id for one
+        unk_token=None,  # explicit, or transformers' Qwen2Tokenizer adds an id for one
         extra_special_tokens=list(MARKERS[template]),
     )
     hf.chat_template = TEMPLATES[template]

@@ -1,11 +1,9 @@
-"""Which base an adapter belongs to: a few numbers of every matrix, written beside it and compared when it is loaded;
-and how the base was rounded when the adapter was trained (QLoRA), so that it is rounded again under it.
+"""The base that an adapter belongs to: a few numbers of every matrix, saved with the adapter and compared at loading.
 
-They are compared by their distance and not as a digest, because a base that was saved again in another dtype is the
-same, and the sibling that it was fine-tuned to may be meant. So what is near passes, what has moved is noted, and only
-weights that have nothing to do with each other are refused. An adapter that other tools wrote names its base, no more.
-
-Axes: M matrices.
+The file also says how the base was rounded when the adapter was trained (QLoRA), so that it is rounded in the same way
+under it. Numbers are compared by their distance and not as a digest, because a base that was saved again in another
+dtype is the same base, and a fine-tuned version of it may be intended. So equal weights pass, changed ones cause a
+note, and only unrelated weights are refused. An adapter that another tool wrote has no numbers: it only names its base.
 """
 
 import base64
@@ -30,45 +28,46 @@ from tunix.models.quantization.formats import Quantization
 from tunix.models.quantization.modules import MODULES
 
 FILE = "tunix_base.json"
-"""Beside adapter_config.json; PEFT does not look at it."""
+"""File in the adapter's folder, next to adapter_config.json; PEFT ignores it."""
 VALUES = 8
-"""Numbers of each matrix."""
+"""How many numbers of each matrix are compared."""
 SAME = 0.02
-"""Distance up to which two bases are one: bfloat16 moves numbers by 0.2 %, eight bits by 1 %."""
+"""Distance up to which two bases count as the same: bfloat16 changes numbers by 0.2 %, eight bits by 1 %."""
 UNRELATED = 0.5
-"""Distance from which they have nothing in common: independent weights are 1.2 apart, fine-tuned ones below 0.3."""
+"""Distance from which two bases are unrelated: independent weights are 1.2 apart, fine-tuned ones below 0.3."""
 
-Numbers = Float[np.ndarray, "M 8"]
+Numbers = Float[np.ndarray, "matrices 8"]
 
 
-class Mark(NamedTuple):
-    """What an adapter knows of its base."""
+class BaseFingerprint(NamedTuple):
+    """What an adapter's folder says about its base."""
 
     base: str
-    """Its name: a hub id or a path."""
+    """Name of the base: a hub id or a path, e.g. `meta-llama/Llama-3.2-1B`."""
     rounding: Quantization | None
-    """How its matrices were rounded; None where they were not, or another tool wrote the adapter."""
+    """How the base's matrices were rounded; None where they were not, or another tool wrote the adapter."""
     numbers: Numbers | None
-    """None where another tool wrote the adapter."""
+    """A few numbers of each matrix of the base; None where another tool wrote the adapter."""
 
 
-def mark(name: str, folder: Path, config: DecoderConfig, rounding: Quantization | None) -> str:
-    """The text of FILE for adapters of a base.
+def fingerprint(name: str, folder: Path, config: DecoderConfig, rounding: Quantization | None) -> str:
+    """The content of FILE for adapters of a base, as JSON text.
 
     Args:
         name: hub id or path of the base.
-        folder: where it is.
-        rounding: what the adapter is trained on, of these weights.
+        folder: the folder with its weights.
+        config: its structure.
+        rounding: how the weights are rounded while the adapter trains on them; None where they are not.
 
     Raises:
         UserError: the folder's files are missing or damaged.
     """
     numbers = _numbers(folder, config)
     assert numbers is not None, "the base was loaded, so its tensors are there"
-    held = base64.b64encode(numbers.astype(ml_dtypes.bfloat16).tobytes()).decode()
+    encoded = base64.b64encode(numbers.astype(ml_dtypes.bfloat16).tobytes()).decode()
     rounded = None if rounding is None else {"base": rounding.base, "tile": rounding.tile}
-    told = {"base": name, "rounded": rounded, "matrices": len(numbers), "numbers": held}
-    return json.dumps(told, indent=2) + "\n"
+    content = {"base": name, "rounded": rounded, "matrices": len(numbers), "numbers": encoded}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def named_base(adapter: Path) -> str:
@@ -77,29 +76,29 @@ def named_base(adapter: Path) -> str:
 
 
 def rounding_of(adapter: Path) -> Quantization | None:
-    """How the base was rounded when an adapter was trained on it; None where nothing says that it was.
+    """How the base was rounded when an adapter was trained on it; None where the folder mentions no rounding.
 
     Raises:
-        UserError: the file that says it is damaged.
+        UserError: the fingerprint in the folder is damaged.
     """
-    return _mark_of(adapter).rounding
+    return _fingerprint_of(adapter).rounding
 
 
 def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) -> str:
-    """What there is to say where an adapter may belong to another base than the one that it is put on; else nothing.
+    """A note to the user where an adapter may belong to another base than the one it is loaded on; empty if not.
 
     Args:
         adapter: a PEFT folder.
-        name: hub id or path of the base that it is put on.
-        folder: where that is.
-        config: its structure.
+        name: hub id or path of the base that it is loaded on.
+        folder: the folder with that base's weights.
+        config: that base's structure.
 
     Raises:
         UserError: it belongs to weights that have nothing in common with these.
     """
-    known = _mark_of(adapter)
+    known = _fingerprint_of(adapter)
     here = None if known.numbers is None else _numbers(folder, config)
-    # Of another shape: loading says which of the two does not fit.
+    # Where the shapes differ, loading reports which of the two does not fit.
     if known.numbers is None or here is None or here.shape != known.numbers.shape:
         return _foreign_name(adapter, known.base, name)
     apart = distance(known.numbers, here)
@@ -115,20 +114,20 @@ def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) 
 
 
 def distance(one: Numbers, other: Numbers) -> float:
-    """Mean over the matrices of `|a - b| / max(|a|, |b|)`: 0 for equal ones, about 1.2 for independent ones."""
+    """Mean over the matrices of `|a - b| / max(|a|, |b|)`: 0 for equal bases, about 1.2 for independent ones."""
     size = np.maximum(np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1))
     return float(np.mean(np.linalg.norm(one - other, axis=1) / np.maximum(size, np.finfo(np.float32).tiny)))
 
 
 def _foreign_name(adapter: Path, named: str, name: str) -> str:
-    """A note where the names differ in their last part: a folder is often moved, and seldom called something else."""
+    """A note where the names differ in their last part: folders are often moved, but rarely renamed."""
     if not named or Path(named).name == Path(name).name:
         return ""
     return f"note: {adapter} was trained on {named} and is put on {name}: their shapes fit, their weights may not"
 
 
 def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
-    """A few of every matrix, from the files; None where one is not there as it should be, which loading will tell."""
+    """A few numbers of every matrix, from the files; None where a matrix is missing or unusual (loading reports it)."""
     stored, table = named_tensors(folder, config.family), FAMILIES[config.family].tensors
     wanted = [table["embed/w"].name]
     wanted += [table[f"layers/{name}/w"].key(layer) for layer in range(config.num_layers) for name in MODULES.values()]
@@ -138,21 +137,21 @@ def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
 
 
 def _some(stored: Stored) -> Float[np.ndarray, "8"]:
-    """Of its middle row, evenly spaced."""
+    """Some values of a matrix's middle row, evenly spaced."""
     rows, columns = stored.shape
     with stored.open() as piece:
         row = piece[rows // 2 : rows // 2 + 1, :][0]
     return row[np.linspace(0, columns - 1, VALUES).astype(int)].astype(np.float32)
 
 
-def _mark_of(adapter: Path) -> Mark:
+def _fingerprint_of(adapter: Path) -> BaseFingerprint:
     if not (adapter / FILE).is_file():
-        return Mark(named_base(adapter), None, None)
-    said = read_json(adapter / FILE)
+        return BaseFingerprint(named_base(adapter), None, None)
+    content = read_json(adapter / FILE)
     try:
-        held = np.frombuffer(base64.b64decode(said["numbers"], validate=True), ml_dtypes.bfloat16)
-        rounded = said.get("rounded")
+        numbers = np.frombuffer(base64.b64decode(content["numbers"], validate=True), ml_dtypes.bfloat16)
+        rounded = content.get("rounded")
         rounding = None if rounded is None else quantization(AdapterConfig(kind="qlora", **rounded))
-        return Mark(str(said["base"]), rounding, held.astype(np.float32).reshape(-1, VALUES))
+        return BaseFingerprint(str(content["base"]), rounding, numbers.astype(np.float32).reshape(-1, VALUES))
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise UserError(f"{adapter / FILE} is damaged ({error}): copy the adapter again, or remove this file") from None

@@ -1,7 +1,7 @@
-"""The model that a folder describes, once its config.json has been compared with the headers of its weights.
+"""Reads a folder's config.json and checks it against the headers of the folder's weights.
 
-A size that no file bears out is refused here, at the cost of reading headers: with a billion layers even listing what
-is missing would take minutes.
+A size that contradicts the files is refused here, at the cost of reading headers: with a billion layers, even a list of
+the missing tensors would take minutes.
 """
 
 import re
@@ -13,14 +13,13 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import named_tensors
 from tunix.hf.safetensors_io import Stored, check_tensors
 from tunix.models.config import DecoderConfig
-from tunix.models.families.base import axis_sizes
 from tunix.models.families.table import FAMILIES, family_of, from_hf, read_json
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_folder(folder: Path) -> DecoderConfig:
-    """The model that a folder with weights describes.
+    """The structure of the model in a folder with weights.
 
     Raises:
         UserError: config.json is missing, broken or not supported; there are no weights, or a file of them is damaged;
@@ -32,17 +31,17 @@ def read_folder(folder: Path) -> DecoderConfig:
     stored = named_tensors(folder, family)
     _check_layers(raw, stored, file)
     config = from_hf(raw, file)
-    sizes, wanted = axis_sizes(config), {}
+    sizes, wanted = FAMILIES[family].axes(config), {}
     for tensor in FAMILIES[family].tensors.values():
-        shape = tensor.their_shape(tuple(sizes[axis] for axis in tensor.ours.split()))
-        keys = {tensor.key(layer) for layer in range(config.num_layers)}
-        wanted |= dict.fromkeys(keys & stored.keys(), shape)
+        shape = tuple(sizes[axis] for axis in tensor.ours.split())
+        keys = {key for layer in range(config.num_layers) for key in tensor.keys(layer, shape)}
+        wanted |= dict.fromkeys(keys & stored.keys(), tensor.their_shape(shape))
     check_tensors(stored, dict(sorted(wanted.items())), folder)
     return config
 
 
 def _check_layers(raw: Mapping[str, Any], stored: Mapping[str, Stored], file: Path) -> None:
-    """Refuses more layers than the files have; no other size is a length of something that is made of config.json."""
+    """Refuses more layers than the files have; no other size of config.json becomes the length of a list."""
     text = raw.get("text_config")
     layers = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
     there = len({at[1] for name in stored if (at := LAYER.match(name))})

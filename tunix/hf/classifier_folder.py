@@ -1,8 +1,8 @@
 """A reward model's folder: transformers' sequence classifier with a single label.
 
 transformers scores the rightmost token that is not padding. So the padding id must be one that no sequence ends with:
-where a folder pads with its end-of-text token, as many do, the score would be that of the token before. `padding`
-looks for another one, and `write_padding` has the tokenizer pad with it too.
+where a folder pads with its end-of-text token, as many do, the score would be that of the token before it. `padding`
+chooses another id, and `write_padding` sets it in the tokenizer's files too.
 """
 
 import json
@@ -18,16 +18,16 @@ LABEL = "reward"
 
 
 class Padding(NamedTuple):
-    """What fills up the shorter sequences of a batch."""
+    """The token that fills up the shorter sequences of a batch."""
 
     id: int | None
-    """None where nothing will do: transformers then scores one sequence at a time."""
+    """Its id, e.g. 0; None where no token is suitable: transformers then scores one sequence at a time."""
     token: str | None = None
-    """Its text, where the tokenizer's files tell it."""
+    """Its text, e.g. `<pad>`, where the tokenizer's files contain it."""
 
 
 def classifier_fields(config: DecoderConfig, padding: Padding) -> dict[str, Any]:
-    """The fields of config.json in which a classifier differs from a language model."""
+    """The fields of config.json that make a folder a classifier instead of a language model."""
     return {
         "architectures": [FAMILIES[config.family].classifier],
         "id2label": {"0": LABEL},
@@ -37,25 +37,26 @@ def classifier_fields(config: DecoderConfig, padding: Padding) -> dict[str, Any]
 
 
 def padding(config: DecoderConfig, files: Path | None) -> Padding:
-    """The padding of a reward model: the folder's own, the tokenizer's, any token named so, BOS.
+    """The padding of a reward model: the first that no sequence ends with of the folder's padding id, the tokenizer's
+    padding token, any added token with `pad` in its name, and BOS.
 
     Args:
-        config: names the ids of the folder.
+        config: has the special ids of the folder's config.json.
         files: folder of the tokenizer's files, or None.
     """
     stops = dict(config.stops)
     eos = stops.get("eos_token_id")
     ends = set(eos if isinstance(eos, tuple) else (eos,))
     added = _added_tokens(files)
-    told = added.get(str(_text(_tokenizer_config(files).get("pad_token"))))
+    padded = added.get(str(_text(_tokenizer_config(files).get("pad_token"))))
     named = [number for token, number in added.items() if "pad" in token.lower()]
-    candidates = (stops.get("pad_token_id"), told, *named, stops.get("bos_token_id"))
+    candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
     chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
     return Padding(chosen, next((token for token, number in added.items() if number == chosen), None))
 
 
 def write_padding(folder: Path, padding: Padding) -> None:
-    """Has the tokenizer in `folder`, if there is one, pad with the same token."""
+    """Sets the padding token of the tokenizer in `folder`, if there is one."""
     raw = _tokenizer_config(folder)
     if raw and padding.token is not None:
         changed = {**raw, "pad_token": padding.token}
@@ -68,12 +69,12 @@ def _tokenizer_config(files: Path | None) -> dict[str, Any]:
 
 
 def _added_tokens(files: Path | None) -> dict[str, int]:
-    """Special and added tokens -> ids."""
+    """Special and added tokens of a tokenizer.json -> ids."""
     if files is None or not (files / TOKENIZER).is_file():
         return {}
     return {token["content"]: token["id"] for token in read_json(files / TOKENIZER).get("added_tokens", [])}
 
 
 def _text(token: str | Mapping[str, Any] | None) -> str | None:
-    """A token as older folders spell it (an object) or newer ones (its text)."""
+    """The text of a token, which older folders write as an object and newer ones as text."""
     return token["content"] if isinstance(token, Mapping) else token

@@ -1,11 +1,11 @@
-"""Rounded weights that take few bits in a file, too: compressed-tensors, which transformers and vLLM read.
+"""Rounded weights stored in few bits: the compressed-tensors format, which transformers and vLLM read.
 
-In the place of a matrix `X.weight` stand its rounded values and `X.weight_scale`, `[K, C / tile]` in float32. Values
-are `X.weight` where a server multiplies them as they are (fp8, and int8 beside rounded inputs), else 32-bit words in
-`X.weight_packed`, which `X.weight_shape` unfolds: numbers are raised by half their range and lie one after the other
-from the lowest bit on. `models/quantization/schemes.py` has what config.json says of it. Loads without jax.
+A matrix `X.weight` is replaced by its rounded values and `X.weight_scale`, `[O, I / tile]` in float32. Values are
+`X.weight` where a server multiplies them as they are (fp8, and int8 with rounded inputs), else 32-bit words in
+`X.weight_packed`, with the matrix's shape in `X.weight_shape`: numbers are raised by half their range and packed one
+after the other from the lowest bit on. `models/quantization/schemes.py` writes config.json's part. Loads without jax.
 
-Axes: C inputs, K outputs.
+Axes: I inputs, O outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +24,15 @@ VALUES, PACKED, SCALES, SHAPE = "weight", "weight_packed", "weight_scale", "weig
 
 
 def entries(module: str, packing: Packing, rounded: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Iterator[Entry]:
-    """The tensors that one matrix is written as.
+    """The tensors that a matrix is written as.
 
     Args:
         module: the name of the matrix in the file, up to `weight`.
-        rounded: makes its values, `[K C]` of the rule's type, and its scales, `[K C/tile]`.
+        packing: how it is packed.
+        rounded: computes its values, `[O I]` of the rule's type, and its scales, `[O I/tile]`.
     """
     assert packing.rule.weights is not None
-    # Values and scales are rounded for each anew: kept between the two, all matrices would be on the host at last.
+    # Rounded once for the values and again for the scales: kept in between, all matrices would be on the host at once.
     (outputs, inputs), kind = packing.shape, packing.rule.weights
     if format_of(packing.rule) == WORDS:
         packed = (outputs, -(-inputs * BITS[kind] // 32))
@@ -42,16 +43,16 @@ def entries(module: str, packing: Packing, rounded: Callable[[], tuple[np.ndarra
     yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", lambda: rounded()[1])
 
 
-def words(values: Int[np.ndarray, "K C"], bits: int) -> Int[np.ndarray, "K words"]:
-    """Signed numbers of a few bits in 32-bit words."""
+def words(values: Int[np.ndarray, "O I"], bits: int) -> Int[np.ndarray, "O words"]:
+    """Packs signed numbers of a few bits into 32-bit words; `unfolded` is the inverse."""
     each = 32 // bits
     raised = np.pad((values.astype(np.int64) + (1 << bits - 1)), ((0, 0), (0, -values.shape[1] % each)))
     lanes = raised.reshape(len(values), -1, each) << (np.arange(each) * bits)
     return lanes.sum(axis=2).astype(np.uint32).view(np.int32)
 
 
-def unfolded(packed: Int[np.ndarray, "K words"], inputs: int) -> Int[np.ndarray, "K C"]:
-    """The numbers in 32-bit words."""
+def unfolded(packed: Int[np.ndarray, "O words"], inputs: int) -> Int[np.ndarray, "O I"]:
+    """Unpacks the signed numbers in 32-bit words; `words` is the inverse."""
     bits = next(bits for bits in (4, 8) if -(-inputs * bits // 32) == packed.shape[1])
     lanes = packed.view(np.uint32)[:, :, None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
     lifted = (lanes & ((1 << bits) - 1)).astype(np.int32) - (1 << bits - 1)
@@ -60,7 +61,7 @@ def unfolded(packed: Int[np.ndarray, "K words"], inputs: int) -> Int[np.ndarray,
 
 @dataclass(frozen=True)
 class Rounded(Stored):
-    """A matrix whose file holds few bits, and which is read as the numbers that they stand for."""
+    """A matrix that a file holds in few bits, and that is read as the float32 numbers it stands for."""
 
     values: Stored
     scales: Stored
@@ -68,7 +69,7 @@ class Rounded(Stored):
 
     @contextmanager
     def open(self) -> Iterator[Piece]:
-        """The numbers, to be read by slices while the block runs."""
+        """Opens the matrix, to be read by slices while the block runs."""
         with self.values.open() as values, self.scales.open() as scales:
             yield _Numbers(values, scales, self.shape, self.packed)
 
@@ -80,9 +81,9 @@ class _Numbers:
     shape: tuple[int, ...]
     packed: bool
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Float[np.ndarray, "k c"]:
+    def __getitem__(self, index: tuple[slice, ...]) -> Float[np.ndarray, "o i"]:
         rows, columns = index
-        values: Shaped[np.ndarray, "k c"] = self.values[rows, :]
+        values: Shaped[np.ndarray, "o i"] = self.values[rows, :]
         if self.packed:
             values = unfolded(np.ascontiguousarray(values), self.shape[1])
         scales = self.scales[rows, :].astype(np.float32)
@@ -91,7 +92,7 @@ class _Numbers:
 
 
 def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A folder's tensors with rounded matrices in the place of their parts.
+    """A folder's tensors, with each rounded matrix in place of its parts.
 
     Raises:
         UserError: a part is missing, or the parts do not fit each other.
@@ -113,11 +114,11 @@ def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     return found
 
 
-def _shape(told: Stored | None, packed: Stored) -> tuple[int, ...]:
-    """A packed matrix's own shape."""
-    if told is None or told.shape != (2,):
+def _shape(stored: Stored | None, packed: Stored) -> tuple[int, ...]:
+    """The shape that a packed matrix has unpacked, read from its file."""
+    if stored is None or stored.shape != (2,):
         raise UserError(f"{packed.file}: {packed.key} is there without its shape. Download the folder again.")
-    with told.open() as piece:
+    with stored.open() as piece:
         outputs, inputs = (int(size) for size in piece[(slice(0, 2),)])
     if packed.shape[0] != outputs or packed.shape[1] not in (-(-inputs * bits // 32) for bits in (4, 8)):
         raise UserError(

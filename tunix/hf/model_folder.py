@@ -1,15 +1,16 @@
-"""Hugging Face folders in and out, tensor by tensor.
+"""Reads and writes Hugging Face model folders, tensor by tensor.
 
-In: every tensor that the config asks for is looked up, its shape checked, and only then is anything read. A layer's
+Reading: every tensor that the config requires is looked up and its shape checked before anything is read. A layer's
 tensor goes shard by shard from the file to the devices and into its place in the stacked array, which is updated in
-place; so the host holds about one tensor beyond the model itself. A matrix that is quantized is rounded on that way, so
-that the model is never there as it was. Out: the same way back, into an atomic folder.
+place; so the host holds about one tensor beyond the model itself. A matrix that is quantized is rounded on the way, so
+that the unrounded model is never in memory. Writing: the same way back, into an atomic folder.
 """
 
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,19 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tunix.config import DType, Family
+from tunix.config import DType
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
 from tunix.hf.safetensors_io import (
-    INDEX,
-    SINGLE,
     Entry,
     Stored,
     check_tensors,
     some,
     tensors_of_folder,
-    write_tensors,
+    write_shards,
 )
 from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
@@ -57,21 +56,21 @@ BESIDE_WEIGHTS = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files that an export takes over from the folder that training started from."""
+"""Files that an export copies from the folder that training started from."""
 
 HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|masked_bias)$")
-"""Buffers that older folders saved although the model computes them."""
+"""Buffers that older folders contain although the model computes them."""
 
 STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 TIE_CHUNK = 1 << 24
-"""Elements compared at a time where a tied folder also holds a head."""
+"""Elements compared at a time where a folder with tied embeddings also contains a head."""
 
 
 def resolve_folder(path: str) -> Path:
-    """A local folder as it is, or the snapshot of a hub id (downloaded once, without pickles and code).
+    """The path of a local folder, or of a hub id's snapshot (downloaded once, without pickles and code).
 
     Raises:
-        UserError: there is no such folder, or the hub cannot give it.
+        UserError: there is no such folder, or the hub cannot provide it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -106,14 +105,14 @@ def _download(name: str) -> Path:
 
 
 def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
-    """The weights of a folder, in their target dtype and place; those that the model has quantized are rounded.
+    """Loads a folder's weights onto the mesh in their target dtype; those that the model quantizes are rounded.
 
     Args:
-        model: says which tensors there must be; its adapters, if any, are no part of the folder, nor is a value head
-            that is not asked for.
-        folder: `model.safetensors`, or shards with their index.
-        dtypes: dtype by name of the parameters wanted: all of the base, or some.
-        mesh: where they live.
+        model: determines which tensors there must be; adapters, and a value head that is not in `dtypes`, are not part
+            of the folder.
+        folder: contains `model.safetensors`, or shards with their index.
+        dtypes: dtype by name of the wanted parameters: all of the base, or some.
+        mesh: where they are placed.
 
     Raises:
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
@@ -124,13 +123,14 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     loaded: Params = {}
     for name, dtype in dtypes.items():
         if is_scale(name):
-            continue  # comes with its values
+            continue  # loaded with its values
         if name.startswith("layers/"):
-            layers = [stored[table[name].key(layer)] for layer in range(model.shapes[name][0])]
+            number, *shape = model.shapes[name]
+            layers = [[stored[key] for key in table[name].keys(layer, tuple(shape))] for layer in range(number)]
             loaded |= _load_stacked(model, name, table[name], layers, dtype, mesh)
         else:
             place = sharding(model.axes[name], model.shapes[name], mesh)
-            loaded[name] = _read(stored[table[name].name], table[name], model.shapes[name], place).astype(dtype)
+            loaded[name] = _read([stored[table[name].name]], table[name], model.shapes[name], place).astype(dtype)
     return loaded
 
 
@@ -144,7 +144,7 @@ def has_score(folder: Path) -> bool:
 
 
 def reward_model(folder: Path) -> UserError:
-    """What is said where a folder should speak and scores."""
+    """The error for a reward model's folder where a language model is needed."""
     return UserError(
         f"{folder} is a reward model: it has {SCORE} and gives scores, not words. Name it as reward.model, or go on "
         "training it with `algorithm: {name: reward}`"
@@ -152,9 +152,9 @@ def reward_model(folder: Path) -> UserError:
 
 
 def _load_stacked(
-    model: Model, name: str, tensor: Tensor, layers: Sequence[Stored], dtype: DType, mesh: Mesh
+    model: Model, name: str, tensor: Tensor, layers: Sequence[Sequence[Stored]], dtype: DType, mesh: Mesh
 ) -> Params:
-    """A parameter of the layers, with its scales where it is quantized."""
+    """Loads a stacked parameter of the layers, with its scales where it is quantized."""
     quantized = name in model.quantized
     names = (name, name + SCALE) if quantized else (name,)
     places = tuple(sharding(model.axes[one], model.shapes[one], mesh) for one in names)
@@ -165,8 +165,8 @@ def _load_stacked(
     put = _put(places, model.rounding(name) if quantized else None)
     shape = model.shapes[name][1:]
     single = sharding(model.axes[name][1:], shape, mesh)
-    for layer, file in enumerate(layers):
-        stacks = put(stacks, _read(file, tensor, shape, single), layer)
+    for layer, files in enumerate(layers):
+        stacks = put(stacks, _read(files, tensor, shape, single), layer)
         # Without waiting, reading would run ahead and hold several tensors.
         jax.block_until_ready(stacks)
     return dict(zip(names, stacks, strict=True))
@@ -174,9 +174,9 @@ def _load_stacked(
 
 @cache
 def _put(places: tuple[NamedSharding, ...], rounding: tuple[Quantization, int] | None) -> Callable[..., Any]:
-    """Writes a layer's tensor into its stack, or its values and scales into theirs.
+    """The compiled function that writes a layer's tensor into its stack, or its values and scales into theirs.
 
-    One function for all parameters and folders, so that it is compiled once for each shape and place.
+    All parameters and folders share it, so that it is compiled once for each shape and placement.
     """
 
     def put(stacks: tuple[jax.Array, ...], value: jax.Array, layer: jax.Array | int) -> tuple[jax.Array, ...]:
@@ -189,16 +189,17 @@ def _put(places: tuple[NamedSharding, ...], rounding: tuple[Quantization, int] |
     return jit(put, donate_argnums=0, out_shardings=places)
 
 
-def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
-    """A tensor in the file's dtype; each device's part is read by itself."""
-    with stored.open() as piece:
-        part = cast(Callable[[Any], np.ndarray], partial(tensor.read, piece, shape))
+def _read(stored: Sequence[Stored], tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
+    """Reads a weight in the file's dtype, from one tensor or one per expert; each device's part is read separately."""
+    with ExitStack() as stack:
+        pieces = [stack.enter_context(one.open()) for one in stored]
+        part = cast(Callable[[Any], np.ndarray], partial(tensor.read, pieces, shape))
         return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
 
 
-def named_tensors(folder: Path, family: Family) -> dict[str, Stored]:
-    """A folder's tensors by their names in a text-only one; parts that are not text, and buffers, are left out.
-    Packed matrices are there as the numbers that they stand for.
+def named_tensors(folder: Path, family: str) -> dict[str, Stored]:
+    """A folder's tensors by the names that a text-only model gives them; other modalities and buffers are left out.
+    Packed matrices are included as the numbers that they stand for.
 
     Raises:
         UserError: it holds no weights, or a file is missing or damaged.
@@ -212,7 +213,7 @@ def named_tensors(folder: Path, family: Family) -> dict[str, Stored]:
 
 
 def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
-    """A tensor's name in a text-only folder; None where it belongs to a part that is left out."""
+    """A tensor's name in a text-only model; None where it belongs to a part that is left out."""
     for theirs, ours in prefixes:
         if key.startswith(theirs):
             return None if ours is None else ours + key.removeprefix(theirs)
@@ -220,26 +221,27 @@ def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
 
 
 def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a folder must hold for parameters of ours -> their shapes there."""
+    """The tensors that a folder must contain for our parameters -> their shapes in the file."""
     table = FAMILIES[config.family].tensors
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name.startswith("layers/"):
-            wanted |= {table[name].key(layer): table[name].their_shape(shape[1:]) for layer in range(shape[0])}
+            keys = [key for layer in range(shape[0]) for key in table[name].keys(layer, shape[1:])]
+            wanted |= dict.fromkeys(keys, table[name].their_shape(shape[1:]))
         else:
             wanted[table[name].name] = table[name].their_shape(shape)
     return wanted
 
 
 def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
-    if model.speaks and SCORE in stored:
+    if model.has_lm_head and SCORE in stored:
         raise reward_model(folder)
-    held = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
-    base = {name: shape for name, shape in held.items() if name in asked or not is_own(name)}
+    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
+    base = {name: shape for name, shape in unscaled.items() if name in asked or not is_own(name)}
     wanted = expected(model.config, base)
     check_tensors(stored, wanted, folder)
     extra = [name for name in stored if name not in wanted]
-    if not model.speaks:  # a language model's head is not needed for scores
+    if not model.has_lm_head:  # a language model's head is not needed for scores
         extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
     _check_extra(model.config, extra, stored, folder)
 
@@ -288,21 +290,21 @@ def save_folder(
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
 
-    The folder appears whole or not at all. One tensor at a time is on the host.
+    The folder appears complete or not at all. Only one tensor at a time is on the host.
 
     Args:
-        path: where; must not exist, or be an empty folder.
-        config: the model.
-        params: base weights only (`lora.merge` first, where there are adapters).
+        path: the new folder; must not exist, or be an empty folder.
+        config: the model's structure.
+        params: base weights only (call `lora.adapt.merge` first, where there are adapters).
         source: the folder that training started from, or None.
-        dtype: of the written weights; None for the one that each has.
-        scores: the value head is written, as a reward model's; a critic's is no part of a language model.
-        rules: how the weights are rounded; the folder says it.
-        packed: they are yet to be rounded, and are written in few bits.
-        max_shard_bytes: above this, several files and an index.
+        dtype: dtype of the written weights; None keeps each weight's own.
+        scores: whether the value head is written, as for a reward model; a critic's is not part of a language model.
+        rules: how the weights are rounded, which the folder records; None where they are not.
+        packed: whether the weights are rounded here and written in few bits.
+        max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
-        UserError: something is at `path`, the disk refuses, or a type has no packed format.
+        UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
@@ -322,12 +324,12 @@ def save_folder(
             head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
             fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
+        write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
 
 
 def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
-    """How the layers' matrices are packed, by our short names."""
-    assert rules is not None, "rules say what is packed"
+    """How each of the layers' matrices is packed, by our short names."""
+    assert rules is not None, "packing follows rules"
     check_packs(rules)
     table, found = FAMILIES[config.family].tensors, {}
     for ours, how in simulated(rules):
@@ -341,17 +343,20 @@ def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rule
 def _entries(
     config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
 ) -> Iterator[Entry]:
-    """The tensors in the order of the model: embedding, layer by layer, norm, head."""
+    """The tensors to write in the order of the model: embedding, layer by layer, norm, head."""
     table, packed = FAMILIES[config.family].tensors, {f"layers/{ours}/w": how for ours, how in packing.items()}
 
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
+        place = () if layer is None else (layer,)
         if name in packed:
-            rounded = partial(_rounded, params[name], layer, tensor, packed[name])
+            rounded = partial(_rounded, params[name], place, tensor, packed[name])
             yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], rounded)
         else:
-            make = partial(_to_host, params[name], layer, tensor.write, written)
-            yield Entry(tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[written], make)
+            for number, key in enumerate(tensor.keys(layer, shape)):
+                own = (*place, number) if tensor.by_expert else place
+                make = partial(_to_host, params[name], own, tensor.write, written)
+                yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], make)
 
     ends = {name: array.shape for name, array in params.items() if not name.startswith("layers/")}
     inner = {name: array.shape[1:] for name, array in params.items() if name.startswith("layers/")}
@@ -363,35 +368,23 @@ def _entries(
         yield from entry(name, None, shape)
 
 
-def _to_host(array: jax.Array, layer: int | None, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:
-    return write(np.asarray(_of_layer(array, layer).astype(dtype)))
+Place = tuple[int, ...]
+"""Index of a file's tensor in our stacked array: () for a table, (layer,), or (layer, expert)."""
 
 
-def _rounded(array: jax.Array, layer: int | None, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
-    """Values and scales of a layer's matrix as they lie in a file."""
+def _to_host(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:
+    return write(np.asarray(_taken(array, place).astype(dtype)))
+
+
+def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of a layer's matrix in the layout of a file."""
     assert how.rule.weights is not None
     rounding = Quantization(how.rule.weights, how.tile)
-    values, scales = jit(quantize, static_argnums=(1, 2))(_of_layer(array, layer), rounding, tensor.contracted)
+    values, scales = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
     return tensor.write(np.asarray(values)), np.asarray(scales).reshape(len(scales), -1).T
 
 
-def _of_layer(array: jax.Array, layer: int | None) -> jax.Array:
-    return array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
-
-
-def _write_shards(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
-    shards: list[list[Entry]] = [[]]
-    for entry in entries:
-        if shards[-1] and sum(held.size for held in shards[-1]) + entry.size > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(entry)
-    if len(shards) == 1:
-        write_tensors(folder / SINGLE, shards[0])
-        return
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / name, shard)
-        places |= {entry.key: name for entry in shard}
-    index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _taken(array: jax.Array, place: Place) -> jax.Array:
+    for index in place:
+        array = jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
+    return array

@@ -2,9 +2,9 @@
 
 Our A and B keep the axes of the weight that they adapt (`[L D r]` and `[L r N H]` for q); PEFT flattens them
 (`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. A reward model's adapter
-brings its scalar head along, as PEFT does for sequence classifiers, and tables that train come whole.
+includes its scalar head, as PEFT's does for sequence classifiers, and tables that train are saved whole.
 
-Axes: L layers, r rank, the others as in `models/decoder.py`.
+Axes: L layers, r rank, D model width, N query heads, H head dim.
 """
 
 import re
@@ -38,25 +38,25 @@ def save_adapter(
     config: DecoderConfig,
     base: str,
     scores: bool = False,
-    mark: str | None = None,
+    fingerprint: str | None = None,
 ) -> None:
     """Writes a PEFT folder that loads on transformers' model of the family.
 
     Args:
-        path: where; must not exist, or be an empty folder.
-        params: holds the adapters, and the tables that train beside them; others are left out.
-        adapter: what they are.
-        config: the model below.
-        base: hub id or path of the model below, as PEFT will look for it.
-        scores: the value head goes along, as a reward model's.
-        mark: what `lora.belonging` says of the base, if it is known.
+        path: the new folder; must not exist, or be an empty folder.
+        params: the adapter's weights and the tables that train with them; others are left out.
+        adapter: the adapter's settings.
+        config: the base model.
+        base: hub id or path of the base model, where PEFT will look for it.
+        scores: whether the value head is written too, as a reward model's.
+        fingerprint: the base's (`hf.base_fingerprint.fingerprint`), if it is known.
 
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
     with atomic_folder(path) as folder:
-        if mark is not None:
-            (folder / FILE).write_text(mark, encoding="utf-8")
+        if fingerprint is not None:
+            (folder / FILE).write_text(fingerprint, encoding="utf-8")
         (folder / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
         write_tensors(folder / WEIGHTS, list(_entries(params, adapter, config, scores)))
 
@@ -65,12 +65,12 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
     """Reads a PEFT folder.
 
     Args:
-        folder: adapter_config.json and adapter_model.safetensors.
-        config: the model that it shall sit on.
+        folder: holds adapter_config.json and adapter_model.safetensors.
+        config: the base model.
 
     Returns:
-        What it is, and its arrays by our names, stacked over layers; a reward model's has the value head too, and
-        tables that came whole are there by the base's names.
+        The adapter's settings, and its arrays by our names, stacked over layers. A reward model's includes the value
+        head; tables that were saved whole have the base's names.
 
     Raises:
         UserError: a file is missing or damaged, the adapter is of a kind that tunix does not compute, or its tensors do
@@ -119,7 +119,7 @@ def _drop_copy(
     config: DecoderConfig,
     folder: Path,
 ) -> None:
-    """A tied table may be in the file at both ends: one of them goes, if they are equal."""
+    """Removes one of a tied table's two copies (embedding and head) in the file, after checking that they are equal."""
     table = FAMILIES[config.family].tensors
     embed, head = table["embed/w"].name, table["head/w"].name
     if not (config.tied and adapter.also) or head not in stored:
@@ -137,16 +137,16 @@ def _drop_copy(
 
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
     with stored.open() as piece:
-        return tensor.read(piece, shape, tuple(slice(None) for _ in shape))
+        return tensor.read([piece], shape, tuple(slice(None) for _ in shape))
 
 
 Place = tuple[Tensor, tuple[int, ...]]
-"""Where a parameter is in a PEFT file, and its shape here, in one layer."""
+"""A parameter's tensor in a PEFT file, and its shape in our layout, in one layer."""
 
 
 def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
-    """The adapter's own parameters. The layouts of A and B follow from that of the weight: its input axes are those of
-    PEFT's last group."""
+    """The tensors of A, B and magnitudes. The layouts of A and B follow from that of the weight: its input axes are the
+    last group of PEFT's layout."""
     sizes, found = axis_sizes(config), {}
     for name, low in adapter.modules.items():
         base = FAMILIES[config.family].tensors[f"layers/{name}/w"]
@@ -165,7 +165,7 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
 
 
 def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
-    """What comes whole: tables that train, and a reward model's head."""
+    """The tensors that are saved whole: tables that train, and a reward model's head."""
     table = FAMILIES[config.family].tensors
     found = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
     return found | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})

@@ -1,6 +1,6 @@
-"""PEFT's adapter_config.json in and out: what an adapter is, and which of its kinds tunix computes. Loads without jax.
+"""Reads and writes PEFT's adapter_config.json: an adapter's settings, limited to the kinds that tunix supports.
 
-Every field that would change what the adapter computes is either understood or refused by name.
+Every field that would change what the adapter computes is either understood or refused by name. Loads without jax.
 """
 
 import json
@@ -18,9 +18,9 @@ from tunix.models.quantization.modules import MODULES, PROJECTIONS, matched
 
 CONFIG = "adapter_config.json"
 TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
-"""PEFT's name of what the model does, by whether it gives scores."""
+"""PEFT's task types, by whether the model is a reward model."""
 HEADS = (SCORE.removesuffix(".weight"), "classifier")
-"""What an adapter of a reward model saves whole: as we write it, and what PEFT adds by itself."""
+"""Names of the scalar head that a reward model's adapter saves whole: the one we write, and PEFT's alternative."""
 TABLES: tuple[Table, ...] = ("embed_tokens", "lm_head")
 
 HARMLESS = frozenset(
@@ -37,7 +37,7 @@ HARMLESS = frozenset(
         "runtime_config",
     )
 )
-"""Fields of adapter_config.json that change nothing in what the adapter computes."""
+"""Fields of adapter_config.json that do not affect what the adapter computes."""
 READ = frozenset(
     (
         "peft_type",
@@ -56,25 +56,26 @@ READ = frozenset(
 )
 
 Refuse = Callable[[str, str], UserError]
-"""(field, why) -> the error."""
+"""A function (field, reason) -> the error that refuses the field."""
 
 
 class Described(NamedTuple):
-    """What adapter_config.json says."""
+    """The content of an adapter_config.json."""
 
     adapter: AdapterConfig
     scores: bool
-    """Whether it is a reward model's, which brings its scalar head."""
+    """Whether the adapter is a reward model's, which includes its scalar head."""
 
 
 def text(adapter: AdapterConfig, base: str, scores: bool, tied: bool) -> str:
-    """The adapter_config.json of an adapter.
+    """The content of an adapter's adapter_config.json, as JSON text.
 
     Args:
-        adapter: PiSSA's is written as the plain one of twice the rank that it is, with the alphas that keep its scale.
-        base: hub id or path of the model below, as PEFT will look for it.
-        scores: the model below gives scores.
-        tied: its head is its embedding.
+        adapter: its settings; PiSSA is written as the equivalent plain adapter of twice the rank, with alphas that keep
+            its scale.
+        base: hub id or path of the base model, where PEFT will look for it.
+        scores: whether the model is a reward model.
+        tied: whether the base's head is its embedding.
     """
     wider = 2 if adapter.start == "pissa" else 1
     louder = math.sqrt(wider) if adapter.rslora else wider
@@ -104,13 +105,14 @@ def text(adapter: AdapterConfig, base: str, scores: bool, tied: bool) -> str:
 
 
 def described(file: Path, tied: bool) -> Described:
-    """What an adapter_config.json says.
+    """Reads an adapter_config.json.
 
     Args:
-        tied: whether the model below has one table for both ends.
+        file: its path.
+        tied: whether the base's head is its embedding.
 
     Raises:
-        UserError: it is missing or damaged, or of a kind that tunix does not compute.
+        UserError: it is missing or damaged, or describes a kind that tunix does not support.
     """
     raw = read_json(file)
 
@@ -151,7 +153,7 @@ def _positive(value: Any, kinds: Any) -> bool:
 
 
 def _pattern(given: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
-    """The patterns that mean an adapted module; PEFT passes over others."""
+    """The patterns that match an adapted module; PEFT ignores others."""
     found = {}
     for pattern, value in (given or {}).items():
         if not _positive(value, kinds):
@@ -182,7 +184,7 @@ def _targets(modules: Any, refuse: Refuse) -> tuple[str, ...]:
 
 
 def _whole(modules: Any, scores: bool, untied: bool, refuse: Refuse) -> tuple[Table, ...]:
-    """The tables that the adapter brings whole."""
+    """The tables that the adapter saves whole."""
     # PEFT itself adds `model.embed_tokens` where the head is tied to it.
     saved = [name.split(".")[-1] for name in modules or ()]
     known = {*TABLES, *(HEADS if scores else ())}

@@ -1,8 +1,9 @@
-"""Safetensors files without models: which tensors a folder holds, one tensor at a time in, one at a time out.
+"""Safetensors files, independent of models: which tensors a folder contains; reading and writing one at a time.
 
-Reading goes through the safetensors library. A file is mapped anew for each tensor, because mapped pages count as ours
-until the file is closed. Writing streams: the header needs only shapes, so one tensor is in memory at a time
-(format: https://huggingface.co/docs/safetensors, 8 bytes of header length, a JSON header, then the bytes in order).
+Reading goes through the safetensors library. A file is mapped again for each tensor, because mapped pages count as this
+process's memory until the file is closed. Writing streams: the header needs only shapes, so one tensor is in memory at
+a time (format: https://huggingface.co/docs/safetensors, 8 bytes of header length, a JSON header, then the bytes in
+order).
 """
 
 import json
@@ -26,7 +27,7 @@ from tunix.util.atomic_io import refuse_foreign
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
-"""The dtypes that weights may have in a file."""
+"""The dtypes that weights may have in a file that is loaded."""
 WRITTEN: Mapping[str, Any] = {
     **DTYPES,
     "I8": np.int8,
@@ -34,7 +35,7 @@ WRITTEN: Mapping[str, Any] = {
     "I64": np.int64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
-"""With those that rounded weights are written in."""
+"""The dtypes that can be written: `DTYPES` and those of rounded weights."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class Stored:
 
     file: Path
     key: str
-    """Its name in the file."""
+    """Name of the tensor in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors spells it: `BF16`."""
+    """The dtype as safetensors spells it, e.g. `BF16`."""
 
     @contextmanager
     def open(self) -> Iterator[Piece]:
-        """The tensor, to be read by slices while the block runs."""
-        if self.dtype == "F8_E4M3":  # which the library looks for in numpy, in vain
+        """Opens the tensor, to be read by slices while the block runs."""
+        if self.dtype == "F8_E4M3":  # the library looks for it in numpy, which has none
             yield cast(Piece, self._mapped())
         else:
             with _opened(self.file) as file:
@@ -69,13 +70,13 @@ class Entry:
     key: str
     shape: tuple[int, ...]
     dtype: str
-    """A key of WRITTEN."""
+    """The dtype in the file: a key of WRITTEN."""
     make: Callable[[], np.ndarray]
-    """Brings the values to the host, when it is their turn."""
+    """Copies the values to the host, called when they are written."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * np.dtype(WRITTEN[self.dtype]).itemsize
 
 
@@ -110,10 +111,10 @@ def tensors_of_file(file: Path) -> dict[str, Stored]:
     """The tensors of one file.
 
     Raises:
-        UserError: it is damaged, or not its folder's own.
+        UserError: it is damaged, or a link out of its folder.
     """
     refuse_foreign(file.parent, file.name)
-    with _opened(file) as opened:  # which checks it
+    with _opened(file) as opened:  # opening checks the file
         keys, (header, _) = list(opened.keys()), _header(file)
     return {key: Stored(file, key, tuple(header[key]["shape"]), header[key]["dtype"]) for key in keys}
 
@@ -124,7 +125,10 @@ def check_tensors(
     """Raises UserError unless each wanted tensor is there, in its shape and in a dtype that weights may have.
 
     Args:
-        hint: added where names or shapes do not fit.
+        stored: the tensors that there are.
+        wanted: names -> expected shapes.
+        where: file or folder for the message.
+        hint: added to the message where names or shapes do not fit.
     """
     missing = [name for name in wanted if name not in stored]
     if missing:
@@ -147,7 +151,7 @@ def check_tensors(
 
 
 def write_tensors(file: Path, entries: Sequence[Entry]) -> None:
-    """Writes one safetensors file; each tensor is made, written and forgotten."""
+    """Writes one safetensors file; each tensor is computed, written and freed in turn."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -170,7 +174,7 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a whole file says of its tensors, and the byte at which the first begins."""
+    """The header of a safetensors file, and the byte at which the first tensor begins."""
     with open(file, "rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         return json.loads(opened.read(length)), 8 + length
@@ -199,3 +203,22 @@ def _refuse_folder(folder: Path) -> NoReturn:
             "transformers' `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`."
         )
     raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there.")
+
+
+def write_shards(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+    """Writes a folder's tensors to one file, or above `max_shard_bytes` to several with an index."""
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(earlier.size for earlier in shards[-1]) + entry.size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    if len(shards) == 1:
+        write_tensors(folder / SINGLE, shards[0])
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / name, shard)
+        places |= {entry.key: name for entry in shard}
+    index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

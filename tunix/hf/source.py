@@ -1,35 +1,35 @@
-"""Where weights come from: a Hugging Face folder, a hub id, a finished run, or nowhere (random).
+"""Where weights come from: a Hugging Face folder, a hub id, a finished run, or random initialisation.
 
-A run's folder stands for what it exported. An adapter on top of a base, of a run or given beside it, is merged while
-the weights are loaded.
+A run's folder stands for what it exported. An adapter on a base, whether exported by a run or given in addition, is
+merged while the weights are loaded.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import DType, Family, ModelConfig
+from tunix.config import DType, ModelConfig
 from tunix.data.chat import with_template
 from tunix.data.sources import Rows
-from tunix.data.templates import TemplateName
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
 from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
 from tunix.hf.peft_adapter import HEAD, load_adapter
-from tunix.hf.peft_config import CONFIG
+from tunix.hf.peft_config import CONFIG, described
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import preset, small, with_sizes
+from tunix.models.families.table import FAMILIES, preset, small, with_sizes
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantization.fake_quant import simulated, supported
 from tunix.models.quantization.formats import SCALE, Quantization, check_supported, dequantize, quantize
@@ -38,48 +38,52 @@ from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
 from tunix.util.yaml_io import read_mapping
 
-TEMPLATES: dict[Family, TemplateName] = {
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3": "gemma",
-    "llama": "llama3",
-    "qwen2": "chatml",
-    "qwen3": "chatml",
-}
-"""Chat format of a family, for models from scratch."""
-
 TOKENIZER = "tokenizer"
-"""Folder within a run folder: the tokenizer that the run made or changed."""
+"""Folder within a run folder, with the tokenizer that the run made or changed."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model's structure, where its weights are, and its tokenizer."""
+    """A model's structure, the location of its weights, and its tokenizer."""
 
     decoder: DecoderConfig
     tokenizer: Tokenizer | None
-    """None where the folder has none: only token ids are served."""
+    """The tokenizer; None where the folder has none: then only token ids can be used."""
     folder: Path | None = None
     """Hugging Face folder; None for random weights."""
     merged: Path | None = None
     """PEFT folder that is merged into the weights."""
     rounding: Quantization | None = None
-    """How the weights were rounded when the adapter in `merged` was trained (QLoRA): it belongs to these."""
+    """How the weights were rounded when the adapter in `merged` was trained (QLoRA); it fits no others."""
     rules: Rules | None = None
-    """How the weights in `folder` were rounded, where they lie on a grid (QAT, or `tunix quantize`)."""
+    """How the weights in `folder` were rounded, where they are on a grid (QAT, or `tunix quantize`)."""
     name: str = ""
-    """What an adapter trained on these weights calls its base: a hub id or an absolute path; empty for random ones."""
+    """The base's name for adapters trained on it: a hub id or an absolute path; empty for random weights."""
     files: Path | None = None
-    """Folder whose tokenizer files an export takes along."""
+    """Folder whose tokenizer files an export copies."""
 
     @property
     def stands_alone(self) -> bool:
-        """Whether the weights are in a folder as they are, so that an adapter can name it as its base."""
+        """Whether a folder contains exactly these weights, so that an adapter can name it as its base."""
         return self.folder is not None and self.merged is None
+
+    @cached_property
+    def has_scalar_head(self) -> bool:
+        """Whether this is a reward model, according to its folder's tensors or the config of the merged adapter.
+
+        No weights are read, and the result is cached. `load_adapter` refuses an adapter whose tensors are not those
+        that its config describes.
+
+        Raises:
+            UserError: a file is missing or damaged, or its content is not supported.
+        """
+        if self.merged is not None and described(self.merged / CONFIG, self.decoder.tied).scores:
+            return True
+        return self.folder is not None and has_score(self.folder)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """What ends a completion: the tokenizer's stop tokens, or those of the folder's config.json."""
+        """Ids that end a completion: the tokenizer's stop tokens, or those of the folder's config.json."""
         if self.tokenizer is not None:
             return self.tokenizer.stop_ids
         ids = dict(self.decoder.stops).get("eos_token_id")
@@ -87,10 +91,10 @@ class Source:
 
 
 def pretrained(path: str, adapter: Path | None = None) -> Source:
-    """What a hub id, a folder or the folder of a run stands for; a PEFT folder, for its base with it.
+    """The source that a hub id, a model folder, a run's folder, or a PEFT folder (with its base) stands for.
 
     Args:
-        adapter: a PEFT folder on top.
+        adapter: a PEFT folder to merge into it.
 
     Raises:
         UserError: there is no such folder, the run has not exported yet, or the adapter belongs to another base.
@@ -114,10 +118,10 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
 
 
 def exported(run: Path) -> Path:
-    """The folder that a finished run exported; of the last stage where it has stages.
+    """The folder that a finished run exported; the last stage's, if the run has stages.
 
     Raises:
-        UserError: there is none yet.
+        UserError: the run has not exported yet.
     """
     stages = read_mapping(run / "recipe.yaml").get("stages") or []
     last = f"{len(stages) - 1}_*/export" if stages else "export"
@@ -128,18 +132,19 @@ def exported(run: Path) -> Path:
 
 
 def of_recipe(config: ModelConfig, chat_template: str | None, kept: Path, rows: Rows | None) -> Source:
-    """The model of a recipe, with the tokenizer that its run uses.
+    """The source of a recipe's model, with the tokenizer that its run uses.
 
-    A tokenizer that no folder of the user's holds as it is (made on the spot, or with another chat template) is written
-    to `kept` once and always read from there: a run that goes on, and an export, have the very same.
+    A tokenizer that exists in no folder of the user's (made for the run, or with another chat template) is written to
+    `kept` once and always read from there, so that a resumed run and an export use the same one.
 
     Args:
-        chat_template: replaces the tokenizer's own, where it is not None.
+        config: the recipe's `model` section.
+        chat_template: replaces the tokenizer's, where it is not None.
         kept: the run's tokenizer folder.
-        rows: training rows, read for `tokenizer: bpe`; None where `kept` is known to be there.
+        rows: training rows, read for `tokenizer: bpe`; None where `kept` is known to exist.
 
     Raises:
-        UserError: the model is not to be had, or its tokenizer does not fit it or the chat template.
+        UserError: the model cannot be found, or its tokenizer does not fit it or the chat template.
     """
     source = from_scratch(config) if config.path is None else pretrained(config.path)
     if not kept.is_dir():
@@ -156,14 +161,14 @@ def of_recipe(config: ModelConfig, chat_template: str | None, kept: Path, rows: 
 
 
 def from_scratch(config: ModelConfig) -> Source:
-    """The structure of a random model, without a tokenizer."""
+    """The source of a randomly initialised model, without a tokenizer."""
     decoder = preset(config.preset) if config.preset else small(_family(config))
     return Source(with_sizes(decoder, dict(config.sizes)), None)
 
 
 def _made(config: ModelConfig, decoder: DecoderConfig, rows: Rows | None) -> Tokenizer | None:
-    """The tokenizer that a recipe asks for beside a random model."""
-    template = TEMPLATES[decoder.family]
+    """The tokenizer that a recipe names for a randomly initialised model."""
+    template = FAMILIES[decoder.family].template
     if config.tokenizer == "bytes":
         return bytes_tokenizer(template)
     if config.tokenizer == "bpe":
@@ -179,10 +184,10 @@ def _with_template(tokenizer: Tokenizer | None, chat_template: str) -> Tokenizer
 
 
 def check_vocabulary(source: Source) -> None:
-    """Every id that the tokenizer gives must have a row in the table.
+    """Checks that every id of the tokenizer has a row in the embedding table.
 
     Raises:
-        UserError: it has not.
+        UserError: the tokenizer has more ids than the model.
     """
     if source.tokenizer and source.tokenizer.vocab_size > source.decoder.vocab_size:
         raise UserError(
@@ -192,7 +197,7 @@ def check_vocabulary(source: Source) -> None:
 
 
 def with_stops(source: Source) -> DecoderConfig:
-    """The structure, carrying the tokenizer's special ids into an exported config.json."""
+    """The structure with the tokenizer's special ids, which an exported config.json needs."""
     if source.folder or source.tokenizer is None:
         return source.decoder
     t = source.tokenizer
@@ -203,19 +208,20 @@ def with_stops(source: Source) -> DecoderConfig:
 def weights(
     source: Source, model: Model, mesh: Mesh, seed: int, trained: DType, frozen: DType, full: bool
 ) -> tuple[Params, Params]:
-    """`(trainable, frozen)` parameters, where they live.
+    """The `(trainable, frozen)` parameters, loaded or initialised, placed on the mesh.
 
     Args:
-        seed: of random values: all of a model from scratch, else the adapter's.
+        model: the model with its adapter, if it has one.
+        seed: seed of random values: of all weights without a folder, else of the adapter's.
         trained: dtype of the weights that train.
         frozen: dtype of those that do not.
-        full: all weights train; else only the adapter's.
+        full: whether all weights train, or only the adapter's.
     """
     dtypes: dict[str, DType] = {name: trained if full or is_own(name) else frozen for name in model.shapes}
     params: Params = {}
     if source.folder is not None:
-        held = {HEAD} if HEAD in dtypes and not model.speaks and has_score(source.folder) else set()
-        base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name in held or not is_own(name)}
+        head = {HEAD} if HEAD in dtypes and not model.has_lm_head and has_score(source.folder) else set()
+        base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name in head or not is_own(name)}
         params = _loaded(source, model, base, mesh)
     missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
     if missing:
@@ -225,35 +231,28 @@ def weights(
 
 
 def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
-    """The model with all of its weights, to be asked and not trained; a reward model has its scalar head alone.
+    """The model with all of its weights, for inference only; a reward model has a scalar head and no language head.
 
     Args:
-        dtype: of the computation and the weights.
+        dtype: precision of the computation and the weights.
     """
-    scores = gives_scores(source)
+    scores = source.has_scalar_head
     inputs = simulated(source.rules, weights=False)
-    model = Model(source.decoder, dtype=dtype, simulated=inputs, critic=scores, speaks=not scores)
+    model = Model(source.decoder, dtype=dtype, simulated=inputs, has_scalar_head=scores, has_lm_head=not scores)
     params, _ = weights(source, model, mesh, seed=0, trained=dtype, frozen=dtype, full=True)
     return model, params
 
 
-def gives_scores(source: Source) -> bool:
-    """Whether the source is a reward model: its folder, or the adapter on top, has a scalar head."""
-    if source.merged is not None and HEAD in load_adapter(source.merged, source.decoder)[1]:
-        return True
-    return source.folder is not None and has_score(source.folder)
-
-
 def must_speak(source: Source, name: str) -> None:
-    """Refuses a reward model where log-probs are asked for.
+    """Refuses a reward model where log-probs are needed.
 
     Args:
-        name: of the model, as it was asked for.
+        name: the model's name as the user wrote it.
 
     Raises:
-        UserError: it is one.
+        UserError: the model is a reward model.
     """
-    if gives_scores(source):
+    if source.has_scalar_head:
         raise UserError(
             f"{name} is a reward model: it gives scores and has no log-probs. `tunix eval {name} PAIRS` measures it, "
             "--reward-model uses it"
@@ -263,33 +262,42 @@ def must_speak(source: Source, name: str) -> None:
 def adapted(
     decoder: DecoderConfig, config: ModelConfig, adapter: AdapterConfig | None, rules: Rules | None = None
 ) -> Model:
-    """The model that a recipe trains.
+    """The structure of the model that a recipe trains, adapter included.
 
     Args:
-        rules: how it is rounded while it trains.
+        decoder: the base's structure.
+        adapter: the recipe's `adapter` section, if it has one.
+        rules: how the model is rounded while it trains; None where it is not.
 
     Raises:
-        UserError: this device cannot compute with what the base, or the model, is rounded to.
+        UserError: this device cannot compute with the type that the base, or the model, is rounded to.
     """
     adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
     if rounding is not None:
         check_supported(rounding)
-    how = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    return Model(decoder, dtype=config.dtype, remat=config.remat == "block", **how)
+    changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
+    return Model(decoder, dtype=config.dtype, remat=config.remat == "block", **changes)
 
 
 def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
-    """The weights of a source's folder, its adapter merged into them; quantized ones are rounded afterwards."""
+    """Loads the weights of a source's folder and merges its adapter; quantized weights are rounded afterwards.
+
+    Raises:
+        UserError: the adapter is a reward model's, and a language model is needed.
+    """
     assert source.folder is not None
     if source.merged is None:
         return load_params(model, source.folder, dtypes, mesh)
     whole, params = replace(model, quantization=None), Params()
+    adapter = load_adapter(source.merged, source.decoder)
+    if model.has_lm_head and HEAD in adapter[1]:
+        raise reward_model(source.merged)
     rest: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in model.kinds}
     places = model.shardings(mesh)
-    params |= _merged(load_params(whole, source.folder, rest, mesh), whole, source, mesh)
-    # One after the other, so that one matrix at a time is there as it was.
+    params |= _merged(load_params(whole, source.folder, rest, mesh), source, adapter, mesh)
+    # One after the other, so that only one matrix at a time is in memory unrounded.
     for name in (name for name in model.quantized if name in dtypes):
-        found = _merged(load_params(whole, source.folder, {name: dtypes[name]}, mesh), whole, source, mesh)
+        found = _merged(load_params(whole, source.folder, {name: dtypes[name]}, mesh), source, adapter, mesh)
         pair = (name, name + SCALE)
         rounded = jit(partial(_rounded, model, name), out_shardings=tuple(places[one] for one in pair))
         params |= zip(pair, jax.block_until_ready(rounded(found[name])), strict=True)
@@ -297,7 +305,7 @@ def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mes
 
 
 def as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
-    """The weights with the layers' matrices as they are after rounding, in the same dtype; takes their place."""
+    """The weights with the layers' matrices rounded and dequantized, in the same dtype; donates `params`."""
     return jit(partial(_as_rounded, decoder=decoder, how=how), donate_argnums=0)(params)
 
 
@@ -311,23 +319,23 @@ def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Pa
 
 
 def _rounded(model: Model, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Values and scales of a stacked matrix."""
+    """Rounded values and scales of a stacked matrix."""
     return jax.lax.map(lambda layer: quantize(layer, *model.rounding(name)), w)
 
 
-def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
-    """The base with the source's adapter added.
+def _merged(
+    params: Params, source: Source, adapter: tuple[AdapterConfig, Mapping[str, np.ndarray]], mesh: Mesh
+) -> Params:
+    """The base's weights with the source's adapter merged into them.
 
-    Raises:
-        UserError: the adapter makes a reward model of it, and a language model is wanted.
+    Args:
+        params: all of the base's weights, or some.
+        adapter: its settings and its arrays.
     """
-    assert source.merged is not None
-    config, arrays = load_adapter(source.merged, source.decoder)
-    if model.speaks and HEAD in arrays:
-        raise reward_model(source.merged)
+    config, arrays = adapter
     if source.rounding is not None:
         params = as_rounded(params, source.decoder, source.rounding)
-    places = Model(source.decoder, adapt=adapt(config, source.decoder), critic=True).shardings(mesh)
+    places = Model(source.decoder, adapt=adapt(config, source.decoder), has_scalar_head=True).shardings(mesh)
     arrays = {name: array.astype(params[name].dtype) if name in params else array for name, array in arrays.items()}
     placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
     params = {name: x for name, x in params.items() if name not in placed}
@@ -335,44 +343,46 @@ def _merged(params: Params, model: Model, source: Source, mesh: Mesh) -> Params:
 
 
 def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Params]:
-    """A PEFT folder's adapter beside weights that stay as they are: what it is, and its own parameters.
+    """Loads a PEFT folder's adapter alongside its base without merging: its settings and its parameters.
 
     Args:
-        model: of the base.
-        params: the base.
+        model: the base's.
+        params: the base's weights, which stay unchanged.
+        mesh: where the adapter is placed.
+        adapter: the PEFT folder.
 
     Raises:
-        UserError: the folder is not to be had, does not fit the base, or makes a reward model of it.
+        UserError: the folder is missing or damaged, does not fit the base, or is a reward model's adapter.
     """
     settings, arrays = load_adapter(adapter, model.config)
     if HEAD in arrays:
         raise reward_model(adapter)
     places = replace(model, adapt=adapt(settings, model.config)).shardings(mesh)
-    own = {
+    placed = {
         name: jax.device_put(jnp.asarray(array, params[name].dtype if name in params else None), places[name])
         for name, array in arrays.items()
     }
-    return settings, own
+    return settings, placed
 
 
 def _base(adapter: Path) -> str:
-    """The base of a PEFT folder that was given in the place of a model.
+    """The base of a PEFT folder that was given as a model.
 
     Raises:
-        UserError: it names none.
+        UserError: the folder names no base.
     """
     if not (named := named_base(adapter)):
         raise UserError(f"{adapter} is an adapter that names no base: give the base, and --adapter {adapter}")
     return named
 
 
-def _family(config: ModelConfig) -> Family:
+def _family(config: ModelConfig) -> str:
     assert config.family is not None  # the recipe is checked
     return config.family
 
 
 def _texts(rows: Rows) -> Iterator[str]:
-    """Every string of the rows, also those within messages."""
+    """Every string in the rows, including those within messages."""
     for index in range(len(rows)):
         yield from _strings(rows[index])
 

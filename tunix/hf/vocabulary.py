@@ -1,18 +1,20 @@
-"""Whether two models mean the same token by an id: where their probabilities of ids are compared, they have to."""
+"""Checks that two models give ids the same meaning, which comparing their probabilities of ids requires."""
 
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
 
 def check_tokens(key: str, name: str, theirs: Tokenizer, mine: Tokenizer) -> None:
-    """Refuses another model's tokenizer that differs from that of the model which trains.
+    """Refuses another model's tokenizer if its vocabulary differs from that of the model that trains.
 
     Args:
-        key: of the recipe, that names the other model.
-        name: of the other model.
+        key: the recipe's key that names the other model, e.g. `teacher.path`.
+        name: the other model's path or hub id.
+        theirs: its tokenizer.
+        mine: the tokenizer of the model that trains.
 
     Raises:
-        UserError: an id is another token there; the first one is told.
+        UserError: an id stands for another token there; the message names the first such id.
     """
     there, here = ({i: token for token, i in tokenizer.hf.get_vocab().items()} for tokenizer in (theirs, mine))
     place = next((i for i in range(max(*there, *here) + 1) if there.get(i) != here.get(i)), None)

@@ -2,8 +2,9 @@
 
 qwix's provider watches the einsums of a block once, before blocks are stacked, and gives each targeted projection an A
 (contracted axes x r, random) and a B (r x the rest, zeros), so that training starts at the base exactly. The products
-with A and B are the projection's own (`layers.project`): qwix's three-operand einsum took twice the step on a CPU.
-What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are there.
+with A and B are computed by the projection (`layers.project`): qwix's three-operand einsum took twice the step on a
+CPU. What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are
+loaded.
 """
 
 import math
@@ -19,28 +20,30 @@ from jaxtyping import Array, Float
 from tunix.config import DType
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig, Low
+from tunix.models.attention_inputs import Segments
+from tunix.models.blocks import PARTS, Block
 from tunix.models.config import DecoderConfig
-from tunix.models.decoder import Adapt, Block
-from tunix.models.layers import Adapter, Projection, Segments, rope_tables
+from tunix.models.decoder import Adapt
+from tunix.models.layers import Adapter, Projection, rope_tables
 from tunix.models.model import Model, Params, is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
 from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-"""PEFT's (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that published
-learning rates mean the same here. qwix's own, he_uniform, is sqrt(6) = 2.45 times as wide."""
+"""PEFT's initial A (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that
+published learning rates mean the same here. qwix's default, he_uniform, is sqrt(6) = 2.45 times as wide."""
 TABLES = {"embed_tokens": "embed/w", "lm_head": "head/w"}
 """Hugging Face's names of the tables -> ours."""
 
 
 def tables(adapter: AdapterConfig, decoder: DecoderConfig) -> tuple[str, ...]:
-    """The tables that train beside the adapter, by our names; a tied head is the embedding."""
+    """The tables that train along with the adapter, by our names; a tied head is the embedding."""
     asked = {"embed_tokens" if decoder.tied else name for name in adapter.also}
     return tuple(ours for name, ours in TABLES.items() if name in asked)
 
 
 def quantization(adapter: AdapterConfig | None) -> Quantization | None:
-    """How the base below an adapter is rounded; None where it is not (LoRA), or nothing is adapted."""
+    """How the base of an adapter is rounded; None where it is not (LoRA), or there is no adapter."""
     if adapter is None or adapter.base is None or adapter.tile is None:
         return None
     return Quantization(adapter.base, adapter.tile)
@@ -50,11 +53,12 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     """A function that adapts one block before blocks are stacked.
 
     Raises:
-        UserError: at its first call, that a rank is above what the matrix can have.
+        UserError: when it is first called, if a rank is above what the matrix can have.
     """
     mine = adapter.modules
     start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
-    rules = [qwix.LoraRule(module_path=name, rank=low.rank, **start) for name, low in mine.items()]
+    parts = "|".join(PARTS)
+    rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in mine.items()]
     provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
@@ -67,7 +71,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         here = jnp.zeros((1, 1), jnp.int32)
         rope = rope_tables(here, decoder.rope, decoder.head_dim)
         segments = Segments(here, here)
-        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, segments, rope, None, rngs=rngs))
+        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, rngs=rngs))
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
@@ -80,8 +84,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
 
 
 def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int) -> None:
-    """What a variant adds to A and B; `started` fills it in."""
-    axes, kept = projection.w.get_metadata("axes"), projection.w.shape[projection.contracted :]
+    """Adds the parameters that a variant has besides A and B; `started` fills them in."""
+    axes, outputs = projection.w.get_metadata("axes"), projection.w.shape[projection.contracted :]
     anchored = adapter.start == "pissa"
     projection.adapter = Adapter(low.scale, number, adapter.dropout, adapter.dora, anchored)
     if anchored:
@@ -89,7 +93,7 @@ def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int)
         projection.w_lora_a0 = nnx.Param(jnp.zeros(a.shape, jnp.float32), axes=axes)
         projection.w_lora_b0 = nnx.Param(jnp.zeros(b.shape, jnp.float32), axes=axes)
     if adapter.dora:
-        projection.w_lora_m = nnx.Param(jnp.ones(kept, jnp.float32), axes=axes[projection.contracted :])
+        projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
 
 
 def _check_rank(name: str, low: Low, projection: Projection) -> None:
@@ -100,16 +104,16 @@ def _check_rank(name: str, low: Low, projection: Projection) -> None:
 
 
 def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params, dtype: DType, mesh: Mesh) -> Params:
-    """The weights that train, with what follows from the base: a variant's start, and copies of the tables.
+    """The weights that train, with what depends on the base: a variant's start, and copies of the tables.
 
     DoRA's magnitudes are the lengths of the base's columns, as they multiply. PiSSA's A and B are the r largest
-    singular vectors, `A = U sqrt(S / s)` and `B = sqrt(S / s) V`. The paper takes their product off the base; here the
-    base stays as it is, for all that share it, and the adapter takes it off: `y = x W + s (x A B - x A0 B0)`.
+    singular vectors, `A = U sqrt(S / s)` and `B = sqrt(S / s) V`. The paper subtracts their product from the base; here
+    the base stays as it is, for all that share it, and the adapter subtracts it: `y = x W + s (x A B - x A0 B0)`.
 
     Args:
-        params: fresh weights of the adapter, and of a value head.
+        params: new weights of the adapter, and of a value head.
         frozen: the base.
-        dtype: of the tables that train.
+        dtype: the dtype of the tables that train.
     """
     names = [f"layers/{name}/w" for name in adapter.modules]
 
@@ -139,22 +143,22 @@ def contracted_axes(params: Params, name: str) -> int:
 
 
 def _principal(name: str, w: Float[Array, "L ..."], low: Low, contracted: int) -> Params:
-    """PiSSA's A and B of a stacked weight, and what takes their product off."""
+    """PiSSA's A and B of a stacked weight, and the A0 and B0 that subtract their product."""
     inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
 
-    def one(w: Float[Array, "C K"]) -> tuple[jax.Array, jax.Array]:
+    def one(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
         u, s, v = jnp.linalg.svd(w, full_matrices=False)
         root = jnp.sqrt(s[: low.rank] / low.scale)
         return u[:, : low.rank] * root, root[:, None] * v[: low.rank]
 
-    # Layer by layer: a decomposition wants several times its matrix.
+    # Layer by layer: a decomposition needs several times the memory of its matrix.
     a, b = jax.lax.map(one, w.reshape(len(w), math.prod(inputs), -1))
     a, b = a.reshape(len(w), *inputs, -1), b.reshape(len(w), -1, *outputs)
     return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
 
 
 def plain_pairs(params: Params, adapter: AdapterConfig) -> Params:
-    """The adapter without anchors: PiSSA's as the plain one of twice the rank that it is, `[A A0] [B; B0]`."""
+    """The adapter as pairs A, B alone: one of PiSSA becomes the equal one of twice its rank, `[A A0] [B; B0]`."""
 
     def joined(name: str, x: jax.Array) -> jax.Array:
         if not name.endswith(("_lora_a", "_lora_b")) or adapter.start != "pissa":
@@ -166,10 +170,10 @@ def plain_pairs(params: Params, adapter: AdapterConfig) -> Params:
 
 
 def merge(params: Params, adapter: AdapterConfig) -> Params:
-    """The base with `s A B` added to each adapted weight, in the base's dtype; adapters are gone. A quantized base is
-    dequantized first, to float32: what the adapter was trained on, exactly.
+    """The base with `s A B` added to each adapted weight, in the base's dtype and without the adapter's parameters.
 
-    A and B are contracted in float32: `[L ... r] x [L r ...]`. With DoRA each output's weights then get their length.
+    A quantized base is dequantized first, to float32: exactly what the adapter was trained on. A and B are contracted
+    in float32: `[L ... r] x [L r ...]`. With DoRA each output's weights are then scaled to their learned length.
     """
     params = plain_pairs(params, adapter)
     lows = adapter.modules
@@ -189,13 +193,13 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
 
 
 def unmerge(merged: Params, own: Params, adapter: AdapterConfig) -> Params:
-    """The base that `merge` made `merged` of, to within a rounding of its dtype: `s A B` is taken off again.
+    """The base from which `merge` made `merged`, to within a rounding of its dtype: `s A B` is subtracted again.
 
     Args:
         own: the adapter's weights.
 
     Raises:
-        ValueError: the base cannot be told from what was merged.
+        ValueError: the base cannot be computed from the merged weights.
     """
     if adapter.dora or adapter.also:
         raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
@@ -210,17 +214,17 @@ def unmerge(merged: Params, own: Params, adapter: AdapterConfig) -> Params:
     return {name: before(name, w) for name, w in merged.items()}
 
 
-def _delta(a: Float[Array, "L ..."], b: Float[Array, "L ..."], low: Low) -> Float[Array, "L D F"]:
+def _delta(a: Float[Array, "L ..."], b: Float[Array, "L ..."], low: Low) -> Float[Array, "L I O"]:
     """`s A B` of a stacked weight in float32, its inputs flattened and its outputs too."""
     flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
     return low.scale * jnp.einsum("LDr,LrF->LDF", flat_a.astype(jnp.float32), flat_b.astype(jnp.float32))
 
 
 def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:
-    """`merge` for a quantized base, one matrix after the other, into `dtype`: the model that was trained, written out.
+    """What `merge` returns for a quantized base, computed one matrix after the other and cast to `dtype`.
 
     Returns:
-        The weights, and what writing costs: the root mean square of what the cast moves, by that of the matrices.
+        The weights, and the error of the cast: the root mean square of the change, divided by that of the matrices.
     """
 
     def one(own: Params) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ Table = Literal["embed_tokens", "lm_head"]
 
 
 class Low(NamedTuple):
-    """What the adapter of one module is."""
+    """The rank and scale of one module's adapter."""
 
     rank: int
     scale: float
@@ -24,8 +24,8 @@ class AdapterConfig(Config):
     """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
 
     source: str | None = Field(default=None, alias="from")
-    """A PEFT folder, a hub id of one, or a run that exported an adapter: it goes on training, from its own A and B. Its
-    rank, alpha, patterns, targets and kind are read from there, and what is said here as well has to agree. The base
+    """A PEFT folder, a hub id of one, or a run that exported an adapter: training goes on from its A and B. Its rank,
+    alpha, patterns, targets and kind are read from there, and what is also set here has to agree. The base
     stays the reference. `model.path` is its base, or ends in the same adapter."""
     kind: Literal["lora", "qlora"] = "lora"
     """`qlora` rounds the layers' frozen matrices (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314): a
@@ -41,7 +41,7 @@ class AdapterConfig(Config):
     ranks: dict[str, Positive] = Field(default={})
     """Other ranks for some modules, such as {q_proj: 8, "mlp.*": 32}; the first pattern that matches counts."""
     alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """Likewise other alphas."""
+    """Other alphas for some modules, such as {q_proj: 16}; the first pattern that matches counts."""
     rslora: bool = False
     """Scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
@@ -57,15 +57,15 @@ class AdapterConfig(Config):
     """Modules as Hugging Face spells them (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or regular
     expressions such as "self_attn.*"."""
     also: tuple[Table, ...] = ()
-    """Tables that train whole beside the adapters: embed_tokens, lm_head. Where a model ties them they are one."""
+    """Tables that train in full along with the adapters: embed_tokens, lm_head. A model that ties them has one."""
 
     @model_serializer(mode="wrap")
     def _said(self, handler: Callable[["AdapterConfig"], dict[str, Any]]) -> dict[str, Any]:
         values = handler(self)
         values = {"from": values.pop("source", None), **values}
-        # What is left to the folder is not written down.
-        said = set(values) if self.source is None else {"from", *self.model_fields_set}
-        return {key: value for key, value in values.items() if key in said}
+        # Settings that are read from the folder are not written down.
+        written = set(values) if self.source is None else {"from", *self.model_fields_set}
+        return {key: value for key, value in values.items() if key in written}
 
     @model_validator(mode="before")
     @classmethod
@@ -126,19 +126,19 @@ class AdapterConfig(Config):
 
     @property
     def targeted(self) -> tuple[str, ...]:
-        """The adapted modules by the last word of their Hugging Face names, in our order."""
+        """The adapted modules by the last part of their Hugging Face names, in our order."""
         if self.targets == "all-linear":
             return tuple(PROJECTIONS)
-        found = {name for pattern in self.targets for name in matched(pattern)}
-        return tuple(name for name in PROJECTIONS if name in found)
+        names = {name for pattern in self.targets for name in matched(pattern)}
+        return tuple(name for name in PROJECTIONS if name in names)
 
     @property
     def modules(self) -> dict[str, Low]:
-        """Our name of each adapted module -> what its adapter is."""
+        """Our name of each adapted module -> the rank and scale of its adapter."""
         return {PROJECTIONS[name]: self._low(name) for name in self.targeted}
 
     def alpha_of(self, name: str) -> float:
-        """The alpha of a module by the last word of its name."""
+        """The alpha of a module, given the last part of its name."""
         return next((alpha for pattern, alpha in self.alphas.items() if name in matched(pattern)), self.alpha)
 
     def _low(self, name: str) -> Low:

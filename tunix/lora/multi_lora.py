@@ -1,11 +1,11 @@
-"""Several adapters beside one base, for decoding: each row of a batch multiplies with its own.
+"""Several adapters on one base, for decoding: each row of a batch uses its own.
 
-Side by side they are one wide adapter. Their A's are joined along the channels, their B's too, and
+Together they form one wide adapter. Their A's are joined along the channels, their B's too, and
 `y = x W + ((x A) * share) B`: a row's share is its adapter's scale in that adapter's channels and 0 in the others. So
-ranks, scales and targets may differ, only a short row is gathered, the products stay dense, and a row without an
-adapter is the base's exactly. It costs what one adapter costs whose rank is the sum of theirs.
+ranks, scales and targets may differ, only a row's short share is gathered, the products stay dense, and a row without
+an adapter is exactly the base's. The cost is that of one adapter whose rank is the sum of theirs.
 
-Axes: M adapters, R channels of all of them, L layers, K outputs.
+Axes: r rank (of all adapters together), L layers, O outputs.
 """
 
 from collections.abc import Sequence
@@ -19,46 +19,46 @@ from flax import nnx
 
 from tunix.lora.adapt import adapt, plain_pairs
 from tunix.lora.config import AdapterConfig
-from tunix.models.decoder import Block
+from tunix.models.blocks import Block
 from tunix.models.kv_cache import LAYERS, Weights, gains, unstack
 from tunix.models.layers import Adapter
 from tunix.models.model import Model, Params, is_adapter
 from tunix.util.exact import jit
 
 
-class Laid(NamedTuple):
-    """An adapter beside a base."""
+class LoadedAdapter(NamedTuple):
+    """An adapter that is loaded with a base."""
 
     settings: AdapterConfig
     params: Params
-    """Its own, as a model that is adapted so names them; tables are no part of it."""
+    """Its weights, named as in a model with this adapter; without tables."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """The adapters' structure; their values come later, and may change."""
+    """The structure of several adapters on one base; their values come later, and may change."""
 
     base: Model
     settings: tuple[AdapterConfig, ...]
-    """Of each adapter, in the order of their numbers, which start at 1."""
+    """The settings of each adapter, in the order of their numbers, which start at 1."""
 
     def __post_init__(self) -> None:
         if self.base.adapt is not None:
-            raise ValueError("the model has an adapter already: lay all of them beside its base")
+            raise ValueError("the model has an adapter already: load all of them with its base")
 
     @cached_property
     def model(self) -> Model:
         """The base with all of them."""
         return replace(self.base, adapt=partial(_adapted, self.settings))
 
-    def laid(self, base: Weights, params: Sequence[Params]) -> Weights:
-        """The base's views, not copied, and the adapters' beside them.
+    def with_adapters(self, base: Weights, params: Sequence[Params]) -> Weights:
+        """Weights for decoding: the base's, not copied, with the adapters' added to each layer.
 
         Args:
-            params: of each adapter.
+            params: the weights of each adapter.
 
         Raises:
-            ValueError: one brings more than an adapter.
+            ValueError: they contain weights of a base, such as tables.
         """
         for more in (sorted(name for name in own if not is_adapter(name)) for own in params):
             if more:
@@ -68,12 +68,12 @@ class Mixture:
 
     @cached_property
     def alone(self) -> tuple[Model, ...]:
-        """The base with each of them alone."""
+        """For each adapter, the base with that one alone."""
         return tuple(replace(self.base, adapt=adapt(one, self.base.config)) for one in self.settings)
 
 
 def _adapted(settings: Sequence[AdapterConfig], block: Block, _: nnx.Rngs) -> Block:
-    """A block with room for all adapters, side by side."""
+    """A block with the parameters of all adapters, joined."""
     for number, (name, projection) in enumerate(block.projections().items()):
         if not (width := sum(_ranks(settings, name))):
             continue
@@ -98,10 +98,10 @@ def _ranks(settings: Sequence[AdapterConfig], name: str) -> list[int]:
 
 @partial(jit, static_argnames="mixture")
 def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple[Params, ...]:
-    """What each layer gets beside the base."""
+    """The weights that the adapters add to each layer."""
     settings, stacked = mixture.settings, Params()
     pairs = [plain_pairs(own, one) for own, one in zip(params, settings, strict=True)]
-    found = [_gains(model, base, own) for model, own in zip(mixture.alone, params, strict=True)]
+    gains_of = [_gains(model, base, own) for model, own in zip(mixture.alone, params, strict=True)]
     for name in {name: None for one in settings for name in one.modules}:
         stem = f"{LAYERS}{name}/w_lora_"
         mine = [own for own in pairs if f"{stem}a" in own]
@@ -109,15 +109,15 @@ def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple
         stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in mine], axis=1)
         share = jnp.asarray(_share(settings, name))
         stacked[f"{stem}share"] = jnp.broadcast_to(share, (mixture.base.config.num_layers, *share.shape))
-        if any(found):
+        if any(gains_of):
             ones = jnp.ones(stacked[f"{stem}b"].shape[:1] + stacked[f"{stem}b"].shape[2:])
-            entries = [ones, *(gain.get(f"{stem}m", ones) for gain in found)]
+            entries = [ones, *(gain.get(f"{stem}m", ones) for gain in gains_of)]
             stacked[f"{stem}gain"] = jnp.stack(entries, axis=1)
     return unstack(mixture.model, stacked).layers
 
 
 def _share(settings: Sequence[AdapterConfig], name: str) -> np.ndarray:
-    """`[M + 1 R]`: what each adapter takes of each channel; of none, nothing."""
+    """`[adapters + 1, r]`: the factor of each adapter on each channel; the first row, for no adapter, is 0."""
     ranks = _ranks(settings, name)
     share = np.zeros((len(settings) + 1, sum(ranks)), np.float32)
     ends = np.cumsum(ranks)
@@ -128,10 +128,10 @@ def _share(settings: Sequence[AdapterConfig], name: str) -> np.ndarray:
 
 
 def _gains(model: Model, base: Weights, own: Params) -> Params:
-    """DoRA's gains under one adapter alone, `[L *K]`, by the names of its magnitudes; nothing where it has none."""
+    """DoRA's gains under one adapter alone, `[L *O]`, by the names of its magnitudes; nothing where it has none."""
     if not any(name.endswith("_lora_m") for name in own):
         return {}
     views = unstack(model, own).layers
     layers = tuple({**frozen, **mine} for frozen, mine in zip(base.layers, views, strict=True))
-    found = gains(model, base._replace(layers=layers))
-    return {f"{LAYERS}{name}": jnp.stack([layer[name] for layer in found]) for name in found[0]}
+    by_layer = gains(model, base._replace(layers=layers))
+    return {f"{LAYERS}{name}": jnp.stack([layer[name] for layer in by_layer]) for name in by_layer[0]}

@@ -1,1 +1,1 @@
-"""Decoder-only language models: one text for all families, for training, prefill and decoding."""
+"""Decoder-only language models: one implementation for all families, for training, prefill and decoding."""

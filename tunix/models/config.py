@@ -1,12 +1,10 @@
-"""What distinguishes one dense decoder from another, as plain numbers and switches."""
+"""The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from tunix.config import Family
-
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
-"""(field, id or ids): tuples, so that a config can be a key of compiled functions."""
+"""Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +16,7 @@ class Rope:
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     """How frequencies are scaled beyond the original length."""
     factor: float = 1.0
+    """Divides the frequencies: all of them (linear), or the low ones (llama3, yarn)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_length / this are divided by `factor`."""
     high_freq_factor: float = 4.0
@@ -27,16 +26,26 @@ class Rope:
     beta_fast: float = 32.0
     """yarn: dimensions that turn more often than this over the original length stay as they are."""
     beta_slow: float = 1.0
-    """yarn: those that turn less often are divided by `factor`."""
+    """yarn: dimensions that turn less often than this are divided by `factor`."""
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None for 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """One dense decoder. Every field changes the computation; `families` fill it from config.json or a preset."""
+class LayerKind:
+    """The settings in which layers of one decoder differ. Known while a program is traced: never an array."""
 
-    family: Family
+    rope: Rope
+    window: int | None = None
+    """Positions that a token sees, itself included; None for all of its sequence."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The configuration of one decoder; `families` fill it from config.json or a preset."""
+
+    family: str
+    """The family's name in the table of `models/families/table.py`, e.g. `gemma3`."""
     vocab_size: int
     d_model: int
     num_layers: int
@@ -47,9 +56,9 @@ class DecoderConfig:
     activation: Literal["silu", "gelu_tanh"]
     norm_eps: float
     tied: bool
-    """The head is the embedding table."""
+    """Whether the head is the embedding table."""
     max_positions: int
-    """Longest sequence that the folder promises; kept for export."""
+    """Longest sequence that the folder states, in tokens; carried to the export."""
     rope: Rope
     norm_offset: bool = False
     """Gemma: norms multiply by 1 + w."""
@@ -66,17 +75,33 @@ class DecoderConfig:
     attention_softcap: float | None = None
     """Gemma 2: cap * tanh(scores / cap)."""
     logit_softcap: float | None = None
-    """Gemma 2: the same on the logits."""
+    """Gemma 2: cap * tanh(logits / cap)."""
     window: int | None = None
     """Positions that a local layer sees, itself included."""
     local_layers: tuple[bool, ...] = ()
     """For each layer whether it is local; empty where none is."""
     rope_local: Rope | None = None
     """Gemma 3: rope of the local layers; None for `rope`."""
+    mixer: str = "attention"
+    """The mixer of tokens, by its name in `MIXERS` of `models/blocks.py`."""
+    feed_forward: str = "gated"
+    """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
     stops: Stops = ()
     """bos_token_id, eos_token_id, pad_token_id of the folder, carried to the export."""
 
     @property
     def scale(self) -> float:
-        """What q.k is multiplied by."""
+        """The factor on q.k."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        far = LayerKind(self.rope)
+        near = far if self.window is None else LayerKind(self.rope_local or self.rope, self.window)
+        return tuple(near if local else far for local in self.local_layers or (False,) * self.num_layers)
+
+    @property
+    def distinct_kinds(self) -> tuple[LayerKind, ...]:
+        """Each kind of layer once, in the order in which they first appear."""
+        return tuple(dict.fromkeys(self.kinds))

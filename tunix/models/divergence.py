@@ -1,14 +1,15 @@
-"""How far two heads are from each other at every token that counts, without ever holding logits `[B T V]`.
+"""The divergence of student and teacher at every needed token, without ever holding logits `[B T V]`.
 
-A student's and a teacher's states `[B T D]` and `[B T E]` meet their own tables, block by block of tokens and chunk by
-chunk of the vocabulary (`vocab_chunks.py`). A first sweep over the chunks finds both masses and, for `top_k`, the logit
-that an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass makes each
-chunk's logits once more; the gradient goes to the student alone.
+Their states `[B T D]` and `[B T Te]` are multiplied by their own tables, block by block of tokens and chunk by chunk of
+the vocabulary (`vocab_chunks.py`). A first sweep over the chunks computes both masses and, for `top_k`, the logit that
+an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass recomputes each
+chunk's logits; only the student gets a gradient.
 
 Every divergence here is a sum over ids of `f(log p, log q)`, p the student's and q the teacher's probability. With
-`g = df/dp`, its derivative by the student's logit k is `p_k (g_k - s)` where `s = sum_v p_v g_v`.
+`g = df/dp`, its derivative with respect to the student's logit k is `p_k (g_k - s)` where `s = sum_v p_v g_v`.
 
-Axes: B rows, T time, C tokens of a block, V ids that both know, W ids of a chunk, D student's width, E teacher's.
+Axes: B rows, T time, C tokens at a time, V vocabulary, W ids of a chunk, D model width (the student's), Te teacher's
+width.
 """
 
 from functools import partial
@@ -37,7 +38,7 @@ from tunix.models.vocab_chunks import (
 from tunix.types import Compared, Divergence
 
 LEAST = 1e-37
-"""Mass that an empty remainder counts as: its logarithm is a number, and it weighs nothing."""
+"""Lowest probability of all other ids together, so that its logarithm is finite; it adds nothing to the sum."""
 
 
 class Side(NamedTuple):
@@ -52,37 +53,37 @@ class Side(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """What is known when a program is compiled."""
+    """The settings that are known when a program is compiled."""
 
     student: Bend
     teacher: Bend
     how: Divergence
 
 
-class _Found(NamedTuple):
-    """What the sweeps say of each token `[B C]`; then of all, in the order of the visit `[B P]`."""
+class _Results(NamedTuple):
+    """The sweeps' results: for each token of a block `[B C]`, then for all in visiting order `[B places]`."""
 
     divergence: jax.Array
     taken: jax.Array
     """The teacher's log-prob of the target."""
     agree: jax.Array
-    """1 where both find the same id the most likely one."""
+    """1 where both have the same most likely id."""
     student: Mass
     teacher: Mass
     mean: jax.Array
     """`s`: the mean of g under the student."""
     least: jax.Array
-    """Teacher's logit from which on an id is among the k."""
+    """The teacher's logit from which on an id is among the k most likely."""
     rest: jax.Array
-    """Log of the student's mass on the other ids."""
+    """Log of the student's probability of all other ids together."""
     pull: jax.Array
-    """p g of the other ids together."""
+    """`p g` of all other ids together."""
 
 
 def compared(
     student: Side, teacher: Side, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], how: Divergence
 ) -> Compared:
-    """The divergence of teacher and student, both softmaxed at `how.temperature` over the ids that both tables hold.
+    """The divergence of teacher and student at each token, both at `how.temperature` over the ids that both have.
 
     forward_kl: `KL(q || p) = sum_v q_v log(q_v / p_v)`, q the teacher's distribution and p the student's.
     reverse_kl: `KL(p || q)`.
@@ -90,11 +91,11 @@ def compared(
     et al. 2023, https://arxiv.org/abs/2306.13649, eq. 1). Divided by beta it tends to forward_kl for beta -> 0, divided
     by 1 - beta to reverse_kl for beta -> 1; at either end itself it is 0, so the two are named instead.
 
-    With `top_k` the teacher's k most likely ids (and what ties with the last one) stand for themselves and all others
-    are one bucket. That is a divergence again: never above the full one, 0 where p and q agree on the k ids.
+    With `top_k` the teacher's k most likely ids (and what ties with the last one) are counted one by one, all others
+    as one bucket. That is a divergence again: never above the full one, 0 where p and q agree on the k ids.
 
     Returns:
-        float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, and only by the student.
+        float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, with respect to the student alone.
     """
     vocab = min(len(student.table), len(teacher.table))
     rows, length = needed.shape
@@ -102,40 +103,41 @@ def compared(
     bends = [Bend(side.softcap, how.temperature, vocab) for side in (student, teacher)]
     own, other = (in_chunks(side.table[:vocab], chunk) for side in (student, teacher))
     pair = _Pair(bends[0], bends[1], how)
-    found = _compared(pair, student.hidden, own, teacher.hidden, other, targets, needed)
-    return Compared(*cast(tuple[jax.Array, ...], found))
+    results = _compared(pair, student.hidden, own, teacher.hidden, other, targets, needed)
+    return Compared(*cast(tuple[jax.Array, ...], results))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compared(pair, hidden, chunks, teacher, teacher_chunks, targets, needed):
     visit = visit_of(needed)
-    return _told(_values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit), visit, needed)
+    return _in_place(_values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit), visit, needed)
 
 
-def _told(found: _Found, visit: Visit, needed: jax.Array) -> tuple[jax.Array, ...]:
-    """What is handed out, each token in its place."""
-    return tuple(jnp.where(needed, pick(x, visit.back), 0.0) for x in (found.divergence, found.taken, found.agree))
+def _in_place(results: _Results, visit: Visit, needed: jax.Array) -> tuple[jax.Array, ...]:
+    """The fields of `Compared`, each token back in its place; 0 where not needed."""
+    fields = (results.divergence, results.taken, results.agree)
+    return tuple(jnp.where(needed, pick(x, visit.back), 0.0) for x in fields)
 
 
-def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _Found:
-    """Both sweeps of every block."""
+def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _Results:
+    """The results of both sweeps over every block of tokens."""
     rows, places = visit.order.shape
     block = block_length(*targets.shape)
 
-    def body(i, found):
+    def body(i, results):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
         own, other = (pick(x, order) for x in states)
         values = _block(pair, (own, other), chunks, pick(targets, order))
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1), found, values)
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1), results, values)
 
     empty = jnp.zeros((rows, places), jnp.float32)
     nothing = Mass(empty, empty)
-    start = _Found(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
+    start = _Results(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
     return jax.lax.fori_loop(0, visit.number, body, start)
 
 
-def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
-    """One block of tokens against the whole vocabulary."""
+def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
+    """The results of both sweeps of the vocabulary for one block of tokens."""
     number, width, _ = chunks[0].shape
     zero = jnp.zeros(wanted.shape, jnp.float32)
 
@@ -154,7 +156,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
     (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
     masses = Mass(top, jnp.log(total)), Mass(teacher_top, jnp.log(teacher_total))
     taken = masses[1].log_p(taken)
-    # Between the k-th and the next: rounding that differs from sweep to sweep does not move an id across.
+    # Halfway between the k-th and the next: rounding that differs between sweeps does not move an id across.
     least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.how.top_k else zero + NEVER
 
     def second(index, running):
@@ -174,7 +176,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Found:
         rest_f, rest_pull = _summands(pair.how, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)
-    return _Found(divergence, taken, agree, *masses, mean, least, log_rest, rest_pull)
+    return _Results(divergence, taken, agree, *masses, mean, least, log_rest, rest_pull)
 
 
 def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
@@ -185,13 +187,13 @@ def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
 
 
 def _joined(running, logits: jax.Array, index) -> tuple[jax.Array, ...]:
-    """The largest logit so far, the sum of exponentials under it, and the id it belongs to."""
+    """The largest logit so far, the sum of exponentials relative to it, and its id."""
     top, total, best = running
     here = jnp.max(logits, -1)
     new = jnp.maximum(top, here)
     total = total * jnp.exp(top - new) + jnp.sum(jnp.exp(logits - new[..., None]), -1)
-    found = index * logits.shape[-1] + jnp.argmax(logits, -1).astype(jnp.int32)
-    return new, total, jnp.where(here > top, found, best)
+    id_here = index * logits.shape[-1] + jnp.argmax(logits, -1).astype(jnp.int32)
+    return new, total, jnp.where(here > top, id_here, best)
 
 
 def _summands(how: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -213,15 +215,15 @@ def _forward(pair, hidden, chunks, teacher, teacher_chunks, targets, needed):
         x.value for x in (hidden, chunks, teacher, teacher_chunks, targets, needed)
     )
     visit = visit_of(needed)
-    found = _values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit)
-    # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
-    saved = ((hidden, teacher), (chunks, teacher_chunks), needed, visit, found, () if trained else None)
-    return _told(found, visit, needed), saved
+    results = _values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit)
+    # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
+    saved = ((hidden, teacher), (chunks, teacher_chunks), needed, visit, results, () if trained else None)
+    return _in_place(results, visit, needed), saved
 
 
 def _backward(pair, saved, cotangents):
-    """Gradients by the student's states and, where it trains, by its table."""
-    states, chunks, needed, visit, found, trained = saved
+    """Gradients with respect to the student's states and, where it trains, its table."""
+    states, chunks, needed, visit, results, trained = saved
     hidden, length = states[0], needed.shape[1]
     block = block_length(*needed.shape)
     number, width, size = chunks[0].shape
@@ -230,7 +232,8 @@ def _backward(pair, saved, cotangents):
 
     def body(i, gradients):
         d_hidden, d_chunks = gradients
-        order, own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block, 1), (visit.order, found))
+        sliced = partial(jax.lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
+        order, own = jax.tree.map(sliced, (visit.order, results))
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
         d = jnp.where(real, pick(cotangent, order), 0.0)
@@ -239,7 +242,7 @@ def _backward(pair, saved, cotangents):
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
             d_logits = d[..., None] * _by_logits(pair, here, chunks, index, own)
-            # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
+            # The barrier makes XLA compute the logits' gradient once, not fuse (and recompute) it in each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks[0].dtype))
             d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[0][index], preferred_element_type=jnp.float32)
             if trained is None:
@@ -260,16 +263,16 @@ def _backward(pair, saved, cotangents):
     return d_hidden, d_table, None, None, nothing, nothing
 
 
-def _by_logits(pair: _Pair, states, chunks, index, found: _Found) -> jax.Array:
-    """`[B C W]` derivatives of the divergence by the student's product of state and table."""
+def _by_logits(pair: _Pair, states, chunks, index, results: _Results) -> jax.Array:
+    """`[B C W]` derivatives of the divergence with respect to the student's product of state and table."""
     z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
     y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
-    log_p, log_q = found.student.per_id().log_p(z), found.teacher.per_id().log_p(y)
+    log_p, log_q = results.student.per_id().log_p(z), results.teacher.per_id().log_p(y)
     pull = _summands(pair.how, log_p, log_q)[1]
     if pair.how.top_k:
-        share = jnp.exp(log_p - found.rest[..., None])
-        pull = jnp.where(y >= found.least[..., None], pull, share * found.pull[..., None])
-    return (pull - jnp.exp(log_p) * found.mean[..., None]) * slope
+        share = jnp.exp(log_p - results.rest[..., None])
+        pull = jnp.where(y >= results.least[..., None], pull, share * results.pull[..., None])
+    return (pull - jnp.exp(log_p) * results.mean[..., None]) * slope
 
 
 _compared.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,9 +1,9 @@
-"""The pieces of a decoder block: projections, norms, rope and attention.
+"""The pieces of a decoder block: projections, norms and rope.
 
-Each weight's shape, dtype, logical axes and initialiser stand where the module is built. Projections are einsums with
-their contracted axes first, which is what the adapters of `lora/` rely on.
+Each weight's shape, dtype, logical axes and initialiser are stated where the module is built. Projections are einsums
+with their contracted axes first, which is what the adapters of `lora/` rely on.
 
-Axes: B rows, T time, D model, F ffn, N query heads, K kv heads, G = N / K, H head dim.
+Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim.
 """
 
 import math
@@ -15,23 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from tunix.mesh import Axes
 from tunix.models.config import Rope
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, check_tile, dequantize, quantize, scale_axes
 
-BLOCK_Q = 128
-"""Queries of an attention block at least: a block skips the keys after its last query, nearly half of all scores."""
-MOST_BLOCKS = 4
-"""Blocks of a row at most; each is compiled on its own."""
-HIDDEN = -1e30
-"""Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
-
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
-    """A normal-initialised float32 weight that knows its logical axes."""
+    """A normal-initialised float32 weight that carries its logical axes."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
@@ -40,7 +33,7 @@ TokenKeys = Key[Array, "B T"]
 
 
 class Adapter(NamedTuple):
-    """How a projection is adapted; `lora/` says it."""
+    """How a projection is adapted; set by `lora/`."""
 
     scale: float
     """Multiplies x A B."""
@@ -48,11 +41,11 @@ class Adapter(NamedTuple):
     """Which of a layer's projections this is; dropout differs between them."""
     dropout: float = 0.0
     magnitude: bool = False
-    """DoRA."""
+    """Whether outputs are scaled by learned magnitudes (DoRA)."""
     anchored: bool = False
-    """PiSSA."""
+    """Whether the product of the initial A and B is subtracted (PiSSA)."""
     mixed: bool = False
-    """Several lie side by side, and each row takes its own (`lora/mixture.py`)."""
+    """Whether several adapters are joined, of which each row uses its own (`lora/multi_lora.py`)."""
 
 
 class Projection(nnx.Module):
@@ -60,15 +53,15 @@ class Projection(nnx.Module):
 
     w_lora_a: nnx.Variable
     w_lora_b: nnx.Variable
-    """An adapter's A and B, where qwix has made one."""
+    """The adapter's A and B, where there is an adapter (qwix creates them)."""
     w_lora_a0: nnx.Variable
     w_lora_b0: nnx.Variable
-    """What A and B began as, B's with the other sign (PiSSA); they do not train."""
+    """The initial A, and the initial B with the opposite sign (PiSSA); they do not train."""
     w_lora_m: nnx.Variable
     """The magnitude of each output (DoRA)."""
     w_lora_share: nnx.Variable
     w_lora_gain: nnx.Variable
-    """Where adapters lie side by side: how much of each channel a row takes, and DoRA's gain of its adapter."""
+    """For several joined adapters: a row's factor on each channel, and the DoRA gain of its adapter."""
     w_scale: nnx.Variable
     """The scales of a quantized `w`."""
 
@@ -82,61 +75,73 @@ class Projection(nnx.Module):
         contracted: int,
         bias: bool = False,
     ):
-        """Args:
-        contracted: how many of the first axes are summed over.
+        """Creates the weights with random values.
+
+        Args:
+            contracted: how many of the first axes are summed over.
         """
         self.spec, self.contracted = spec, contracted
         self.w = weight(rngs, shape, axes, std=math.prod(shape[:contracted]) ** -0.5)
         self.b = nnx.Param(jnp.zeros(shape[contracted:], jnp.float32), axes=axes[contracted:]) if bias else None
         self.watched = False
-        """While qwix looks for products to adapt: it sees `jnp.einsum` only."""
+        """Set while qwix looks for products to adapt: it recognises `jnp.einsum` only."""
         self.quantized = False
         self.simulated: Simulated | None = None
-        """What it computes as if it were rounded; `on_grid` is for whoever hands the weights in."""
+        """What is rounded in simulation (QAT): inputs here, weights by `on_grid`, which whoever casts them calls."""
         self.adapter: Adapter | None = None
         self.settled = False
-        """Whether `w_lora_m` holds what `gain` returns, as for decoding."""
+        """Whether `w_lora_m` holds the results of `gain`, computed once for decoding."""
         self.turned = False
-        """Whether `w` lies with its contracted axes last (`Model.turned`)."""
+        """Whether `w` is stored with its contracted axes last (`Model.turned`)."""
 
-    def __call__(self, x: jax.Array, drawn: TokenKeys | None = None) -> jax.Array:
-        """Args:
-        drawn: a key for each token, where an adapter with dropout trains.
+    def __call__(self, x: jax.Array, dropout_keys: TokenKeys | None = None) -> jax.Array:
+        """The product with the matrix, with adapter and bias where there are any.
+
+        Args:
+            dropout_keys: a key for each token, where an adapter with dropout trains.
         """
         x = x if self.simulated is None else self.simulated.inputs(x)
         y: jax.Array = (jnp.einsum if self.watched else project)(self.spec, x, self.weight(x))
         if self.adapter is not None:
-            y = y + self.adapter.scale * self._adapter(x, self.adapter, drawn)
+            y = y + self.adapter.scale * self._adapter(x, self.adapter, dropout_keys)
             if self.adapter.magnitude:
                 y = (self.gain(x) * y).astype(y.dtype)
         return y if self.b is None else y + self.b[...]
 
-    def quantize(self, name: str, how: Quantization) -> None:
-        """From now on the matrix is held as rounded values and their scales.
+    def quantize(self, name: str, quantization: Quantization) -> None:
+        """Replaces the matrix by its rounded values and their scales.
+
+        Args:
+            name: of the projection in its layer, for the error.
 
         Raises:
-            UserError: no tile fits it; `name` is how the layer calls it.
+            UserError: no tile fits the matrix.
         """
-        check_tile(name, math.prod(self.w.shape[: self.contracted]), how)
+        check_tile(name, math.prod(self.w.shape[: self.contracted]), quantization)
         axes = self.w.get_metadata("axes")
-        values, scales = quantize(self.w[...], how, self.contracted)
+        values, scales = quantize(self.w[...], quantization, self.contracted)
         self.w = nnx.Param(values, axes=axes)
         self.w_scale = nnx.Param(scales, axes=scale_axes(axes, self.contracted))
         self.quantized = True
 
-    def simulate(self, name: str, how: Simulated) -> None:
-        """From now on it computes as if it were rounded.
+    def simulate(self, name: str, rounding: Simulated) -> None:
+        """Makes the projection compute as if its matrix or its inputs were rounded.
+
+        Args:
+            name: of the projection in its layer, for the error.
 
         Raises:
-            UserError: no tile fits its matrix; `name` is how the layer calls it.
+            UserError: no tile fits the matrix.
         """
-        if how.weights is not None:
-            check_tile(name, math.prod(self.w.shape[: self.contracted]), how.weights, key="quantization.rules")
-        self.simulated = how
+        if rounding.weights is not None:
+            check_tile(name, math.prod(self.w.shape[: self.contracted]), rounding.weights, key="quantization.rules")
+        self.simulated = rounding
 
     def on_grid(self, w: jax.Array) -> jax.Array:
-        """Its matrix as it multiplies, before it is cast: on a grid where one is simulated. Whoever casts weights asks:
-        the trainer in each pass, the sampler when they are published."""
+        """The matrix `w` with its simulated rounding, if there is one, before it is cast.
+
+        Called where weights are cast: by the trainer in each forward pass, by the sampler when they are published.
+        """
         return w if self.simulated is None else self.simulated.weight(w, self.contracted)
 
     def weight(self, x: jax.Array) -> jax.Array:
@@ -144,13 +149,16 @@ class Projection(nnx.Module):
         if not self.quantized:
             w = self.w[...]
             return jnp.moveaxis(w, range(-self.contracted, 0), range(self.contracted)) if self.turned else w
-        # Tied to x: a loop that draws tokens would otherwise dequantize all layers before it starts, and hold them.
+        # Tied to x: a sampling loop would otherwise dequantize all layers before it starts, and hold them.
         values, _ = jax.lax.optimization_barrier((self.w[...], jax.lax.stop_gradient(x)))
         return dequantize(values, self.w_scale[...]).astype(x.dtype)
 
     def gain(self, x: jax.Array) -> jax.Array:
-        """DoRA's `m / |W + s A B|` of each output, in float32; the length is that of the weights that multiply `x`, and
-        has no gradient (section 4.3 of https://arxiv.org/abs/2402.09353)."""
+        """DoRA's gain `m / |W + s A B|` of each output, in float32.
+
+        The length is that of the weights in the dtype that multiplies `x`, and has no gradient (section 4.3 of
+        https://arxiv.org/abs/2402.09353).
+        """
         assert self.adapter is not None
         if self.adapter.mixed:
             return self.w_lora_gain[...][:, None]
@@ -162,21 +170,21 @@ class Projection(nnx.Module):
         length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(self.contracted))))
         return self.w_lora_m[...] / jax.lax.stop_gradient(length)
 
-    def _adapter(self, x: jax.Array, adapter: Adapter, drawn: TokenKeys | None) -> jax.Array:
-        """`x A B`, through the r channels between."""
+    def _adapter(self, x: jax.Array, adapter: Adapter, dropout_keys: TokenKeys | None) -> jax.Array:
+        """The adapter's product `x A B`, not yet scaled."""
         of_x, of_w, of_y = axes_of(self.spec)
         summed = "".join(axis for axis in of_w if axis in of_x)
-        kept = "".join(axis for axis in of_w if axis not in of_x)
+        outputs = "".join(axis for axis in of_w if axis not in of_x)
         a, b = self._pair(adapter)
-        if adapter.dropout and drawn is not None:
-            x = dropped(x, drawn, adapter)
+        if adapter.dropout and dropout_keys is not None:
+            x = dropped(x, dropout_keys, adapter)
         narrow = project(f"{of_x},{summed}r->BTr", x, a)
         if adapter.mixed:
             narrow = narrow * self.w_lora_share[...][:, None]
-        return project(f"BTr,r{kept}->{of_y}", narrow, b)
+        return project(f"BTr,r{outputs}->{of_y}", narrow, b)
 
     def _pair(self, adapter: Adapter) -> tuple[jax.Array, jax.Array]:
-        """A and B, beside what they began as where that is taken off."""
+        """A and B, joined with their initial values where the product of those is subtracted (PiSSA)."""
         a, b = self.w_lora_a[...], self.w_lora_b[...]
         if adapter.anchored:
             a0, b0 = jax.lax.stop_gradient((self.w_lora_a0[...], self.w_lora_b0[...]))
@@ -184,15 +192,15 @@ class Projection(nnx.Module):
         return a, b
 
 
-def dropped(x: Float[Array, "B T *inputs"], drawn: TokenKeys, adapter: Adapter) -> jax.Array:
-    """Inputs with a share of them zeroed and the others larger, so that their mean stays.
+def dropped(x: Float[Array, "B T *inputs"], dropout_keys: TokenKeys, adapter: Adapter) -> jax.Array:
+    """Inputs after dropout: a share of them zeroed, the others scaled up to keep the mean.
 
-    What is zeroed follows from the token's key and the projection alone: packing, passes and devices cannot change it.
+    What is zeroed follows from the token's key and the projection alone: packing, micro-batches and devices do not
+    change it.
     """
-
     share = 1 - adapter.dropout
     draw = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, share, x.shape[2:])))
-    return jnp.where(draw(fold_tokens(drawn, adapter.number)), x / share, 0).astype(x.dtype)
+    return jnp.where(draw(fold_tokens(dropout_keys, adapter.number)), x / share, 0).astype(x.dtype)
 
 
 def fold_tokens(keys: TokenKeys, number: Int[Array, ""] | int) -> TokenKeys:
@@ -208,10 +216,10 @@ def axes_of(spec: str) -> list[str]:
 def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """`einsum(spec, x, w)` with a backward pass that is fast on CPUs.
 
-    XLA's CPU products want their left operand row by row, and fuse whatever made it into the copy that turns it around.
+    XLA's CPU products need their left operand row by row, and fuse what computes it into the copy that transposes it.
     For the gradient of a wide layer's weights JAX puts the wide operand there, and the gated activation's derivative is
-    made again in strides: four fifths of a small model's step. Here both operands are made once, and the narrow one
-    is turned.
+    recomputed with strides: four fifths of a small model's step. Here both operands are computed once, and the narrow
+    one is transposed.
     """
     return cast(jax.Array, _project(spec, x, w))
 
@@ -226,8 +234,10 @@ def _project_forward(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, 
 
 
 def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`jnp.einsum`, which sums over several axes in the order of the alphabet: where they lie in another one, XLA would
-    turn both operands around first. So the summed axes are renamed in the order of the matrix."""
+    """`jnp.einsum` with its summed axes renamed, so that their alphabetical order is that of the matrix.
+
+    `jnp.einsum` sums over several axes in alphabetical order; in any other order XLA would transpose both operands.
+    """
     summed = [axis for axis in axes_of(spec)[1] if axis not in axes_of(spec)[2]]
     names = dict(zip(summed, sorted(summed), strict=True))
     return jnp.einsum("".join(names.get(letter, letter) for letter in spec), x, w)
@@ -306,70 +316,3 @@ def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Ar
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-
-
-def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
-    """Queries as they meet keys, multiplied in float32: Gemma 2 27B's 144^-0.5 in bfloat16 is 0.195 % too large."""
-    return (q.astype(jnp.float32) * scale).astype(q.dtype)
-
-
-class Segments(NamedTuple):
-    """Which tokens of a row see each other; made once for all layers."""
-
-    ids: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
-    parents: Int[Array, "B T"] | None = None
-    """See `types.Batch`."""
-
-    def seen(self, start: int, stop: int, window: Int[Array, ""] | None) -> Bool[Array, "B Q K"]:
-        """Of the queries `start` to `stop` and the keys before `stop`."""
-        query, key = np.s_[:, start:stop, None], np.s_[:, None, :stop]
-        behind = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
-        seen = self.ids[query] == self.ids[key]
-        if self.parents is not None:
-            seen |= self.parents[query] == self.ids[key]
-        seen &= behind >= 0
-        if window is None:
-            return seen
-        # Between a segment and its parent others may lie, so that columns do not tell the distance.
-        return seen & ((behind if self.parents is None else self.positions[query] - self.positions[key]) < window)
-
-
-def attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segments: Segments,
-    *,
-    window: Int[Array, ""] | None,
-    scale: float,
-    softcap: float | None,
-) -> Float[Array, "B T N H"]:
-    """Causal attention within segments, block by block of queries so that keys of the future are never multiplied.
-
-    Args:
-        window: positions that a query sees, itself included; None for all of its segment.
-        scale: multiplies q.k.
-        softcap: `softcap * tanh(scores / softcap)` before the mask.
-    """
-    rows, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    # Heads first, and the queries of a group as one matrix: plain batched products, which every backend does best.
-    q = scaled(q, scale).reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    blocks = []
-    size = max(BLOCK_Q, -(-length // MOST_BLOCKS))
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        queries = q[:, :, :, start:stop].reshape(rows, kv_heads, -1, dim)
-        scores = jnp.einsum("BKMH,BKTH->BKMT", queries, k[:, :, :stop], preferred_element_type=jnp.float32)
-        scores = scores.reshape(rows, kv_heads, -1, stop - start, stop)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        seen = segments.seen(start, stop, window)
-        # A finite bias: it is added once per pair, where a select would compare again for every head.
-        scores += jnp.where(seen, 0.0, HIDDEN)[:, None, None]
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(rows, kv_heads, -1, stop)
-        mixed = jnp.einsum("BKMT,BKTH->BKMH", weights, v[:, :, :stop])
-        blocks.append(mixed.reshape(rows, kv_heads, -1, stop - start, dim))
-    return jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, dim)

@@ -1,10 +1,10 @@
-"""A decoder as pure functions over a flat dict of arrays: the only way the rest of the house meets a model.
+"""A decoder as pure functions over a flat dict of arrays: the only interface through which other modules use a model.
 
 `Model` splits the NNX module once. Its parameters are `{"layers/q/w": array, ...}`: one flat dict that jits, shards,
 checkpoints and filters by name. Adapters of `lora/` appear in it as `layers/q/w_lora_a` and `..._lora_b`; a variant
 adds `_lora_a0` and `_lora_b0` (PiSSA) or `_lora_m` (DoRA).
 
-Axes: B rows, T time, D model.
+Axes: B rows, T time, D model width, V vocabulary, L layers.
 """
 
 import math
@@ -20,17 +20,21 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType
 from tunix.mesh import Axes, sharding
+from tunix.models.attention_inputs import Segments
+from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
-from tunix.models.decoder import Adapt, Block, Decoder
-from tunix.models.layers import Projection, Segments, TokenKeys
+from tunix.models.decoder import Adapt, Decoder
+from tunix.models.layers import Projection, TokenKeys
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
 from tunix.models.token_logprobs import token_logprobs
 from tunix.util.exact import jit
 
 Params = dict[str, jax.Array]
+Path = tuple[str, ...]
+"""Where a variable is in the module, e.g. `("layers", "mixer", "q", "w")`."""
 TOGETHER = 1 << 26
-"""Bytes of random matrices that are made in one program, before they are rounded."""
+"""Bytes, in float32, of the random matrices that one program creates before they are rounded, at most."""
 
 
 def is_adapter(name: str) -> bool:
@@ -39,7 +43,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Whether no folder of a base holds a parameter: an adapter's and a value head's are added, and always train."""
+    """Whether a parameter is an adapter's or a value head's: no folder of a base has it, and it always trains."""
     return is_adapter(name) or name.startswith("value/")
 
 
@@ -53,55 +57,64 @@ class Model:
 
     config: DecoderConfig
     dtype: DType = "float32"
-    """Of the computation."""
+    """Dtype of the computation."""
     remat: bool = False
     """Recompute each layer in the backward pass."""
     adapt: Adapt | None = None
-    """How blocks are adapted (`lora.adapt`), if they are."""
+    """Adapts each block (`lora.adapt`); None for no adapter."""
     quantization: Quantization | None = None
-    """How the layers' matrices are rounded, if they are."""
+    """How the layers' matrices are stored in few bits; None stores them as they are."""
     simulated: tuple[tuple[str, Simulated], ...] = ()
-    """How some projections compute as if they were rounded, by name (QAT); `models.simulated.simulated` makes it."""
-    critic: bool = False
-    """Has a value head."""
-    speaks: bool = True
-    """Gives log-probs; False for a reward model, and a critic of its own, which have the value head alone."""
+    """Projections with simulated rounding (QAT) by name, and what each rounds; made by `fake_quant.simulated`."""
+    has_scalar_head: bool = False
+    """Whether there is a scalar head: the value head of a critic, or the score of a reward model."""
+    has_lm_head: bool = True
+    """Whether it gives log-probs; False for a reward model or a separate critic, which have the scalar head alone."""
 
     @cached_property
-    def _split(self) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
+    def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
         abstract = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
-        return graph, {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+        return graph, {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+    @cached_property
+    def _paths(self) -> dict[str, Path]:
+        """The path in the module of each parameter, by the parameter's name."""
+        return {name_of(path): path for path in self._split[1]}
+
+    @cached_property
+    def _variables(self) -> dict[str, nnx.Variable]:
+        return {name_of(path): variable for path, variable in self._split[1].items()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter; stacked ones start with L."""
-        return {name: variable.shape for name, variable in self._split[1].items()}
+        return {name: variable.shape for name, variable in self._variables.items()}
 
     @cached_property
     def quantized(self) -> tuple[str, ...]:
-        """The parameters that are held as rounded values; `is_scale` tells those that hold their scales."""
+        """Names of the parameters stored as rounded values; `is_scale` recognises those that hold their scales."""
         return tuple(name for name in self.shapes if name + SCALE in self.shapes)
 
     @cached_property
     def kinds(self) -> dict[str, jnp.dtype]:
-        """The dtype of each parameter that has one of its own: of rounded values, and of their scales."""
+        """Dtypes of the parameters whose dtype is fixed: rounded values and their scales."""
         fixed = {*self.quantized, *filter(is_scale, self.shapes)}
-        return {name: variable.dtype for name, variable in self._split[1].items() if name in fixed}
+        return {name: variable.dtype for name, variable in self._variables.items() if name in fixed}
 
     @cached_property
     def axes(self) -> dict[str, Axes]:
         """Logical axes of each parameter; an adapter's follow its base's."""
-        return {name: _axes(name, variable) for name, variable in self._split[1].items()}
+        return {name: _axes(name, variable) for name, variable in self._variables.items()}
 
     def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
-        """Where each parameter lives on a mesh."""
+        """The sharding of each parameter on a mesh."""
         return {name: sharding(self.axes[name], shape, mesh) for name, shape in self.shapes.items()}
 
     def init(self, key: PRNGKeyArray, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
-        """Random values for the parameters named in `dtypes`, made where they live; the others are never computed.
+        """Random values for the parameters named in `dtypes`, created with their sharding; others are never computed.
 
-        Those that are quantized, and their scales, keep the dtype that they have.
+        Quantized values and their scales keep their fixed dtype (`kinds`).
         """
 
         def made(names: list[str]) -> Params:
@@ -114,7 +127,7 @@ class Model:
         return {name: params[name] for name in dtypes}
 
     def _together(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Matrices that may be there together as they were before rounding: small ones, or one alone."""
+        """Groups of matrices that may exist unrounded at the same time: TOGETHER bytes at most, or one matrix."""
         group: list[str] = []
         for name in names:
             if group and sum(4 * math.prod(self.shapes[one]) for one in (*group, name)) > TOGETHER:
@@ -133,11 +146,36 @@ class Model:
         *,
         parents: Int[Array, "B T"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
-        drawn: TokenKeys | None = None,
+        dropout_keys: TokenKeys | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm; `parents` as in `types.Batch`, `noise` and `drawn` as in `Decoder`."""
-        decoder = nnx.merge(self._split[0], _nest(params))
-        return decoder(tokens, Segments(segment_ids, positions, parents), dtype=self.dtype, noise=noise, drawn=drawn)
+        """Hidden states after the final norm.
+
+        `parents` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
+        """
+        hidden, _ = self.forward(
+            params, tokens, positions, segment_ids, parents=parents, noise=noise, dropout_keys=dropout_keys
+        )
+        return hidden
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        *,
+        parents: Int[Array, "B T"] | None = None,
+        noise: Float[Array, "B T D"] | None = None,
+        dropout_keys: TokenKeys | None = None,
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """Hidden states after the final norm, and the auxiliary terms of the layers, summed over layers.
+
+        Dense models have none (`blocks.FeedForward`). To train on them, let the trainer's step call this instead of
+        `hidden`, and add each term to the loss as a `Term`, scaled as the family prescribes.
+        """
+        decoder = nnx.merge(self._split[0], _nest({self._paths[name]: x for name, x in params.items()}))
+        segments = Segments(segment_ids, positions, parents)
+        return decoder(tokens, segments, dtype=self.dtype, noise=noise, dropout_keys=dropout_keys)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""
@@ -146,7 +184,7 @@ class Model:
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def table(self, params: Params) -> Float[Array, "V D"]:
-        """The head's table in the compute dtype."""
+        """The table of the language-model head, in the compute dtype."""
         return params["embed/w" if self.config.tied else "head/w"].astype(self.dtype)
 
     def logprobs(
@@ -176,10 +214,10 @@ class Model:
         entropy: bool = False,
         temperature: float = 1.0,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """`logprobs` from hidden states that are there already."""
-        # The state at t - 1 predicts token t; the first token of a segment is predicted by nothing.
+        """Log-probs and entropies as `logprobs` returns them, from given hidden states."""
+        # The state at t - 1 predicts token t; nothing predicts the first token of a segment.
         needed = (needed & (positions > 0))[:, 1:]
-        found = token_logprobs(
+        shifted = token_logprobs(
             hidden[:, :-1],
             self.table(params),
             tokens[:, 1:],
@@ -188,31 +226,34 @@ class Model:
             entropy=entropy,
             temperature=temperature,
         )
-        logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in found)
+        logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
         return logprobs, spread
 
     def values_of(
         self, params: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T"]:
-        """At t the value of the state before token t is drawn, float32; 0 at the first token of a segment."""
+        """Values in float32: at t that of the state before token t is sampled; 0 at the first token of a segment."""
         values = hidden.astype(jnp.float32) @ params["value/w"].astype(jnp.float32)
         values = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         return jnp.where(positions > 0, values, 0.0)
 
     def rounding(self, name: str) -> tuple[Quantization, int]:
-        """How one layer's matrix is rounded, by its stacked name, and how many of its axes are inputs."""
+        """The quantization of a layer's matrix, given its stacked name, and how many of its axes are inputs."""
         assert self.quantization is not None
         return self.quantization, len(self.shapes[name]) - len(self.shapes[name + SCALE]) + 1
 
     def on_grid(self, name: str, w: jax.Array) -> jax.Array:
-        """One layer's parameter as it multiplies, before it is cast, by its stacked name: see `Projection.on_grid`."""
+        """A layer's parameter with its simulated rounding, before it is cast, given its stacked name.
+
+        See `Projection.on_grid`.
+        """
         return self._simulating[name].on_grid(w) if name in self._simulating else w
 
     @cached_property
     def _simulating(self) -> dict[str, Projection]:
-        """The projections that round, by the name of their matrix."""
-        found = self._layers.projections()
-        return {f"layers/{name}/w": found[name] for name, _ in self.simulated}
+        """The projections with simulated rounding, by the name of their matrix."""
+        projections = self._layers.projections()
+        return {f"layers/{name}/w": projections[name] for name, _ in self.simulated}
 
     @cached_property
     def _layers(self) -> Block:
@@ -223,22 +264,23 @@ class Model:
         return nnx.split(self._layers)[0]
 
     def layer(self, weights: Params, settled: bool = True) -> Block:
-        """One block from its own weights, named as in `layers/` but without the axis L.
+        """One block built from its weights, which are named as in `layers/` and have no axis L.
 
         Args:
-            settled: the weights hold DoRA's gains in the place of its magnitudes, as those for decoding do.
+            settled: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
-        block: Block = nnx.merge(self._layer_graph, _nest(weights))
+        placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
+        block: Block = nnx.merge(self._layer_graph, _nest(placed))
         for name, projection in block.projections().items():
             projection.settled, projection.turned = settled, name in self.turned
         return block
 
     @cached_property
     def turned(self) -> frozenset[str]:
-        """Projections whose matrix is kept with its contracted axes last for sampling: wide ones, on a CPU.
+        """Projections whose matrix is stored with its contracted axes last for sampling: wide ones, on a CPU.
 
         There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
-        as long as with the same matrix turned around, which has shorter ones.
+        as long as with the transposed matrix, whose rows are shorter.
         """
         if jax.default_backend() != "cpu":
             return frozenset()
@@ -256,8 +298,8 @@ class Model:
             quantization=self.quantization,
             simulated=dict(self.simulated),
             remat=self.remat,
-            critic=self.critic,
-            speaks=self.speaks,
+            has_scalar_head=self.has_scalar_head,
+            has_lm_head=self.has_lm_head,
         )
 
 
@@ -265,7 +307,7 @@ class Model:
 def _maker(
     model: Model, kinds: tuple[tuple[str, DType | jnp.dtype], ...], mesh: Mesh
 ) -> Callable[[PRNGKeyArray], Params]:
-    """The compiled program that makes the named random values in their dtypes; the same for models that are equal."""
+    """The compiled program that creates the named random parameters in their dtypes; equal models share it."""
     places = model.shardings(mesh)
 
     def make(key: PRNGKeyArray) -> Params:
@@ -285,10 +327,14 @@ def _axes(name: str, variable: nnx.Variable) -> Axes:
     return ("layers", *axes) if name.startswith("layers/") else axes
 
 
-def _nest(flat: Mapping[str, jax.Array]) -> dict:
+def name_of(path: Path) -> str:
+    """The name of a parameter: its path in the module without the parts of a block, e.g. `layers/q/w`."""
+    return "/".join(part for part in path if part not in PARTS)
+
+
+def _nest(flat: Mapping[Path, jax.Array]) -> dict:
     nested: dict = {}
-    for name, value in flat.items():
-        *path, last = name.split("/")
+    for (*path, last), value in flat.items():
         node = nested
         for part in path:
             node = node.setdefault(part, {})
@@ -296,11 +342,9 @@ def _nest(flat: Mapping[str, jax.Array]) -> dict:
     return nested
 
 
-def _flatten(nested: dict, prefix: str = "") -> Params:
+def _flatten(nested: dict, path: Path = ()) -> Params:
     flat: Params = {}
-    for name, value in nested.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}/")
-        else:
-            flat[prefix + name] = value
+    for key, value in nested.items():
+        here = (*path, key)
+        flat |= _flatten(value, here) if isinstance(value, dict) else {name_of(here): value}
     return flat

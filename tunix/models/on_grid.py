@@ -1,4 +1,4 @@
-"""A whole model's matrices put on their grids: what a QAT run exports, and what `tunix quantize` writes.
+"""Rounds a whole model's matrices to their grids: for the export of a QAT run, and for `tunix quantize`.
 
 Axes: L layers.
 """
@@ -15,14 +15,14 @@ from tunix.util.exact import jit
 
 
 def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:
-    """The weights as a model with `simulated` multiplies them, one matrix after the other.
+    """The weights rounded as a model with `simulated` computes with them, one matrix after the other.
 
     Returns:
-        All weights, and of each rounded matrix by how much it has moved in the compute dtype: the root mean square of
-        the change, by that of the matrix.
+        All weights, and for each rounded matrix its change in the compute dtype: the root mean square of the change,
+        divided by that of the matrix.
     """
     changed, moved = dict(params), {}
-    for name in (f"layers/{one}/w" for one, how in model.simulated if how.weights):
+    for name in (f"layers/{one}/w" for one, rounding in model.simulated if rounding.weights):
         changed[name], error = _rounded(model, name, params[name])
         moved[name] = math.sqrt(float(error))
     return changed, moved

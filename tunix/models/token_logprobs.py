@@ -1,11 +1,11 @@
-"""Log-probs of the taken tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
+"""Log-probs of the target tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
 
 Blocks of tokens and chunks of the vocabulary are those of `vocab_chunks.py`: logits `[B C W]` -> a running maximum and
-the sum of exponentials under it -> log-prob. The backward pass makes each chunk's logits again, and writes each chunk
-of the table's gradient once a block. Under a frozen table (LoRA) it has nothing to make: the forward pass gathers each
-log-prob's own gradient by the state, `[B T D]`, beside the sum.
+the sum of exponentials under it -> log-prob. The backward pass recomputes each chunk's logits, and updates each chunk
+of the table's gradient once per block. With a frozen table (LoRA) it recomputes nothing: the forward pass accumulates
+the gradient of each log-prob with respect to its state, `[B T D]`, along with the sum.
 
-Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
+Axes: B rows, T time, C tokens at a time, V vocabulary, W ids of a chunk, D model width.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ from tunix.models.vocab_chunks import (
 
 
 class _Head(NamedTuple):
-    """What is known when a program is compiled."""
+    """The settings that are known when a program is compiled."""
 
     bend: Bend
     entropy: bool
@@ -75,12 +75,11 @@ def _token_logprobs(head, hidden, chunks, targets, needed):
 
 
 def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
-    """Log-probs and entropies `[B T]`; in the order of the visit each token's `Mass` `[B P]` and, if asked, its pull
-    `[B P D]`.
+    """Log-probs and entropies `[B T]`, and in visiting order each token's `Mass` `[B places]` and pull `[B places D]`.
 
-    A pull is the gradient of a token's log-prob by its state, `w_target - sum_v p_v w_v` (each times its slope). Like
-    the mass it is gathered chunk by chunk, and shrunk whenever a larger logit turns up. Everything is counted from the
-    largest logit so far: an offset that all logits share takes no digit away.
+    A pull (computed if `pulled`) is the gradient of a token's log-prob with respect to its state, `w_target - sum_v p_v
+    w_v` (each times its slope). Like the mass it is accumulated chunk by chunk, and scaled down whenever a larger logit
+    appears. Everything is relative to the largest logit so far: an offset that all logits share costs no precision.
     """
     block = block_length(*needed.shape)
     number, width, size = chunks.shape
@@ -96,13 +95,13 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
             shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
             p = jnp.exp(below)
             if head.entropy:
-                # What was counted from the old top stands lower under the new one.
+                # The sum was relative to the old maximum; it becomes relative to the new one.
                 weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
             total = total * shrink + jnp.sum(p, -1)
             here = taken_in(wanted, width, index)
             taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
             if pulled:
-                # The barrier has these made once, not fused (and made again) into the product.
+                # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
                 weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
                 new = jnp.einsum("BCW,WD->BCD", weights, chunks[index], preferred_element_type=jnp.float32)
                 mixed = mixed * shrink[..., None] + new
@@ -120,11 +119,12 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
         logprob = Mass(top, log_total).log_p(taken)
         return logprob, log_total - weighted / total if head.entropy else zero, top, log_total, pull
 
-    def body(i, found):
+    def body(i, results):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
         values = over_vocabulary(pick(hidden, order), pick(targets, order))
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(old, new, i * block, 1) for old, new in zip(found, values, strict=True)
+            jax.lax.dynamic_update_slice_in_dim(old, new, i * block, 1)
+            for old, new in zip(results, values, strict=True)
         )
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
@@ -136,14 +136,14 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
 
 def _forward(head, hidden, chunks, targets, needed):
     trained = chunks.perturbed
-    # The entropy's gradient is another sum over the vocabulary: with it the backward pass makes the logits again.
+    # The entropy's gradient is another sum over the vocabulary: with it the backward pass recomputes the logits.
     pulled = not trained and not head.entropy
     hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
     visit = visit_of(needed)
     logprobs, spread, mass, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
     if pulled:
         return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
-    # What is saved holds arrays only: () says that the table trains, None that it is frozen under an adapter.
+    # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
     return (logprobs, spread), (hidden, chunks, targets, needed, visit, mass, spread, () if trained else None)
 
 
@@ -153,7 +153,7 @@ def _backward(head, saved, cotangents):
     if len(saved) == 3:
         pull, targets, needed = saved
         d = jnp.zeros(needed.shape) if d_logprobs is None else jnp.where(needed, d_logprobs, 0.0)
-        # where, not a product alone: the pull of a token that does not count was never made.
+        # where, not a product alone: the pull of a token that is not needed was never computed.
         d_hidden = jnp.where(needed[..., None], d[..., None] * pull, 0).astype(pull.dtype)
     else:
         targets, needed = saved[2:4]
@@ -190,7 +190,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
             if head.entropy:
                 d_logits -= pull_spread * p * (log_p + own_spread)
             d_logits *= slope
-            # The barrier has the gradient of the logits made once, not fused (and made again) into each product.
+            # The barrier makes XLA compute the logits' gradient once, not fuse (and recompute) it in each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))
             d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[index], preferred_element_type=jnp.float32)
             if trained is None:

@@ -1,11 +1,11 @@
-"""How a head meets its tokens without ever holding logits `[B T V]`: in blocks of tokens and chunks of the vocabulary.
+"""A head applied in blocks of tokens and chunks of the vocabulary, without ever holding logits `[B T V]`.
 
-The tokens that count are moved to the front of each row. Blocks of `[B C]` of them meet the table one after the other;
-their number is found at run time, so that a prompt that is not trained costs nothing here. Within a block the
-vocabulary goes by in chunks of W: logits `[B C W]`. `token_logprobs.py` makes log-probs of them, `divergence.py`
-compares two.
+The needed tokens are moved to the front of each row. Blocks `[B C]` of them are multiplied by the table one after the
+other; how many is computed at run time, so that a prompt that is not trained costs nothing here. Within a block the
+vocabulary is processed in chunks of W: logits `[B C W]`. `token_logprobs.py` turns them into log-probs, `divergence.py`
+compares those of two models.
 
-Axes: B rows, T time, C tokens of a block, V vocabulary, W vocabulary of a chunk, D model.
+Axes: B rows, T time, C tokens at a time, V vocabulary, W ids of a chunk, D model width.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.mesh import constrain
 
 BLOCK_TOKENS = 2048
-"""Tokens of a block, over all rows: enough that reading the table does not matter beside multiplying by it."""
+"""Tokens of a block, over all rows: enough that multiplying by the table takes far longer than reading it."""
 BLOCKS = 2
 """Blocks of a row at least, so that a prompt that fills half of it costs nothing here."""
 CHUNK_LOGITS = 1 << 22
@@ -27,19 +27,21 @@ NEVER = -1e30
 
 
 class Bend(NamedTuple):
-    """What becomes of the product of state and table; known when a program is compiled."""
+    """How the product of state and table becomes logits; known when a program is compiled."""
 
     softcap: float | None
     """`softcap * tanh(logits / softcap)` (Gemma 2), or None."""
     temperature: float
     """Divides the logits."""
     vocab: int
-    """V: ids that are real."""
+    """V: ids without the padding of the last chunk."""
 
 
 class Mass(NamedTuple):
-    """The log-sum-exp of a token's logits in two parts: their sum would keep the digits of the larger one alone. Under
-    an offset of 1e4 that all logits share, log-probs by the sum are off by 5e-4, by the parts by 5e-7."""
+    """The log-sum-exp of a token's logits in two parts, whose sum would round away digits of the smaller one.
+
+    With an offset of 1e4 that all logits share, log-probs from the sum are off by 5e-4, from the parts by 5e-7.
+    """
 
     top: Float[Array, "..."]
     """The largest logit."""
@@ -51,19 +53,19 @@ class Mass(NamedTuple):
         return logits - self.top - self.log_total
 
     def per_id(self) -> "Mass":
-        """With an axis for the ids of a chunk."""
+        """Both parts with a last axis that broadcasts over the ids of a chunk."""
         return Mass(self.top[..., None], self.log_total[..., None])
 
 
 class Visit(NamedTuple):
-    """The order in which tokens are visited."""
+    """The order in which the tokens of each row are visited, needed ones first."""
 
-    order: Int[Array, "B P"]
-    """Token indices, those that count first; P is T rounded up to whole blocks."""
+    order: Int[Array, "B places"]
+    """Token indices, needed ones first; `places` is T rounded up to whole blocks."""
     back: Int[Array, "B T"]
-    """Where token t stands in `order`."""
+    """Index of token t in `order`."""
     number: Int[Array, ""]
-    """Blocks that hold a token that counts."""
+    """Number of blocks that hold a needed token."""
 
 
 def block_length(rows: int, length: int) -> int:
@@ -77,7 +79,7 @@ def chunk_width(tokens: int, vocab: int) -> int:
     return vocab if chunks == 1 else -(-vocab // (128 * chunks)) * 128
 
 
-def in_chunks(table: Float[Array, "V D"], chunk: int) -> Float[Array, "N W D"]:
+def in_chunks(table: Float[Array, "V D"], chunk: int) -> Float[Array, "chunks W D"]:
     """The table in chunks of W ids, the last one padded with zeros."""
     vocab, width = table.shape
     padded = jnp.pad(constrain(table, None, None), ((0, -vocab % chunk), (0, 0)))
@@ -85,7 +87,7 @@ def in_chunks(table: Float[Array, "V D"], chunk: int) -> Float[Array, "N W D"]:
 
 
 def visit_of(needed: Bool[Array, "B T"]) -> Visit:
-    """The tokens that count come first."""
+    """The order that visits the needed tokens of each row first."""
     rows, length = needed.shape
     block = block_length(rows, length)
     order = jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32)
@@ -95,15 +97,15 @@ def visit_of(needed: Bool[Array, "B T"]) -> Visit:
 
 
 def pick(values: jax.Array, order: jax.Array) -> jax.Array:
-    """Rows' values at `order`, for `[B T]` and `[B T D]`."""
+    """Each row's values at the indices `order`, for `[B T]` and `[B T D]`."""
     index = order if values.ndim == 2 else order[..., None]
     return jnp.take_along_axis(values, index, axis=1)
 
 
 def chunk_logits(
-    bend: Bend, hidden: Float[Array, "B C D"], chunks: Float[Array, "N W D"], index: Int[Array, ""]
+    bend: Bend, hidden: Float[Array, "B C D"], chunks: Float[Array, "chunks W D"], index: Int[Array, ""]
 ) -> tuple[Float[Array, "B C W"], Float[Array, "B C W"] | float]:
-    """Float32 logits of one chunk of the vocabulary, and their derivative by the product `h w`."""
+    """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`."""
     logits = jnp.einsum("BCD,WD->BCW", hidden, chunks[index], preferred_element_type=jnp.float32)
     logits = constrain(logits, "rows", None, "vocab")
     slope: jax.Array | float = 1.0
@@ -119,5 +121,5 @@ def chunk_logits(
 
 
 def taken_in(targets: Int[Array, "B C"], width: int, index: Int[Array, ""]) -> Bool[Array, "B C W"]:
-    """Where a chunk holds the target."""
+    """True at each token's target id, where chunk `index` holds it."""
     return targets[..., None] == index * width + jnp.arange(width)

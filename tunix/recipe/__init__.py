@@ -1,1 +1,1 @@
-"""From a YAML file to a checked recipe, without jax: stages apart, then the tiny form, then rules across sections."""
+"""Reads a YAML file as a checked recipe, without jax: resolves stages, shrinks it for `--tiny`, checks all sections."""

@@ -1,6 +1,6 @@
-"""What `algorithm.name` may be: one of ours, or a class of the user's own. Loads without jax.
+"""Resolves `algorithm.name`: the name of a built-in algorithm, or a custom class. Loads without jax.
 
-`ALGORITHMS` at the end is the table of ours.
+`ALGORITHMS` at the end is the table of built-in ones.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from tunix.util.yaml_io import shown
 
 
 def algorithm_config(section: Mapping[str, Any]) -> type[AlgorithmConfig]:
-    """The model of an `algorithm` section, by its name. A class of the user's own is imported and names it as `Config`.
+    """The config class of an `algorithm` section. A custom algorithm is imported and has it as its `Config`.
 
     Raises:
-        UserError: no algorithm has this name, or the user's class names no config.
+        UserError: no algorithm has this name, or the custom class has no `Config`.
     """
-    name = str(section.get("name", "sft"))
+    name = str(section.get("name", DEFAULT))
     if name in ALGORITHMS:
         return ALGORITHMS[name][0]
     algorithm = algorithm_class(name)
@@ -38,24 +38,26 @@ def algorithm_config(section: Mapping[str, Any]) -> type[AlgorithmConfig]:
 
 
 def algorithm_class(name: str) -> type:
-    """The class that runs an algorithm: one of ours, or `file.py:Class`. Imports it, and jax with it.
+    """The class of an algorithm: a built-in one, or `file.py:Class`. Imports it, and jax with it.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: no algorithm has this name.
     """
     if name in ALGORITHMS:
-        place, _, ours = ALGORITHMS[name][1].partition(":")
-        return vars(importlib.import_module(place))[ours]  # what fails here is a defect of ours, and rises
+        module, _, attribute = ALGORITHMS[name][1].partition(":")
+        return vars(importlib.import_module(module))[attribute]  # an error here is a defect of tunix, and is raised
     if not is_reference(name):
         hint = nearest(name, ALGORITHMS)
         known = ", ".join(ALGORITHMS)
         raise UserError(f"name is {shown(name)}, not one of {known}, nor a class of yours as file.py:Class.{hint}")
-    found = load_object(name)
-    if not isinstance(found, type):
+    loaded = load_object(name)
+    if not isinstance(loaded, type):
         raise UserError(f"name is {name!r}, which is no class")
-    return found
+    return loaded
 
 
+DEFAULT = "sft"
+"""The algorithm of a section without a name."""
 ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
     "sft": (SFTConfig, "tunix.algorithms.sft.algorithm:SFT"),
     "ppo": (PPOConfig, "tunix.algorithms.ppo.algorithm:PPO"),
@@ -65,4 +67,4 @@ ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], str]] = {
     "kto": (KTOConfig, "tunix.algorithms.kto.algorithm:KTO"),
     "reward": (RewardModelConfig, "tunix.algorithms.reward.algorithm:RewardModel"),
 }
-"""`algorithm.name` -> the model of its section, and the class that runs it (imported only then)."""
+"""`algorithm.name` -> the config class of its section, and the algorithm's class (imported only when it is used)."""

@@ -1,7 +1,7 @@
-"""A recipe: everything that makes a run, read from YAML and checked before any device wakes. Loads without jax.
+"""`Recipe`: all settings of a run, read from YAML and checked before any device is initialized. Loads without jax.
 
-A file and its overrides -> plain sections -> its stages (`stages.py`) -> `Recipe`, a frozen value. `tiny()` is the same
-recipe with a model and data that a laptop has at hand. Every mistake is reported at once, by its key.
+A file and its overrides -> plain sections -> resolved stages (`stages.py`) -> `Recipe`, a frozen value. `tiny()` is the
+same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
 """
 
 import re
@@ -14,14 +14,15 @@ from pydantic import ValidationError, model_validator
 
 from tunix.config import AlgorithmConfig, Config
 from tunix.errors import UserError, nearest
+from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import algorithm_config
 from tunix.recipe.rules import complaints
 from tunix.recipe.sections import Sections
 from tunix.recipe.stages import SOURCE, resolved_stages
-from tunix.recipe.tiny import CAPPED, shrunk, tiny_model
-from tunix.util.yaml_io import outranked, overridden, problems, read_mapping, write_yaml
+from tunix.recipe.tiny import shrunk, tiny_model, tiny_overrides
+from tunix.util.yaml_io import overridden, problems, read_mapping, without_effect, write_yaml
 
-# Keys in which a resumed run may differ: none of them changes a weight up to the step that was reached.
+# Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
     r"(stages\.\d+\.)?(output|logging|checkpoint|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
     r"|data\.eval|data\.eval_split)(\.|$)"
@@ -29,10 +30,10 @@ _FREE = re.compile(
 
 
 class Recipe(Sections):
-    """One run as a value. With `stages`, its own sections are those of the first stage."""
+    """All settings of one run. With `stages`, the sections of the recipe are those of the first stage."""
 
     stages: tuple["Recipe", ...] = ()
-    """Resolved stages, run one after the other; empty where the recipe is a single run."""
+    """Resolved stages, run one after the other; empty for a single run."""
 
     @model_validator(mode="after")
     def _agree(self, info: Any) -> "Recipe":
@@ -43,32 +44,32 @@ class Recipe(Sections):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = (), tiny: bool = False) -> "Recipe":
-        """The recipe in a YAML file.
+        """Loads a recipe from a YAML file.
 
         Args:
-            path: the file; or, where there is none, the bare name of a recipe that tunix brings, such as `quickstart`.
-            overrides: `section.key=value` each, as on the command line; `stages.0.steps=3` reaches into a stage.
-            tiny: a model and data for a laptop; see `tiny`. Overrides of what it caps are kept as they are.
+            path: the file; if there is none, the bare name of a recipe that tunix includes, such as `quickstart`.
+            overrides: each `section.key=value`, as on the command line; `stages.0.steps=3` overrides within a stage.
+            tiny: a model and data for a laptop; see `tiny`. Overrides of keys that it caps take precedence.
 
         Raises:
             UserError: every mistake in the file and the overrides, one line each.
         """
-        path, overrides = _found(Path(path).expanduser()), list(overrides)
+        path, overrides = _resolved_path(Path(path).expanduser()), list(overrides)
         sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
-        if unheard := outranked(sections, overrides):
-            raise UserError("\n".join(f"{path}: {line}" for line in unheard))
+        if ineffective := without_effect(sections, overrides):
+            raise UserError("\n".join(f"{path}: {line}" for line in ineffective))
         recipe = cls.build(sections, str(path))
         if not tiny:
             return recipe
-        kept = [override for override in overrides if CAPPED.match(override)]
-        return cls.build(overridden(recipe.tiny(str(path)).sections(), kept), str(path))
+        uncapped = tiny_overrides(overrides, [stage.algorithm for stage in recipe.stages or (recipe,)])
+        return cls.build(overridden(recipe.tiny(str(path)).sections(), uncapped), str(path))
 
     @classmethod
     def build(cls, sections: Mapping[str, Any], where: str = "recipe") -> "Recipe":
-        """The recipe that plain sections make, with stages resolved.
+        """Builds a checked recipe from plain sections, with stages resolved.
 
         Args:
-            sections: what a YAML file holds.
+            sections: the content of a YAML file.
             where: the file's name, for messages.
 
         Raises:
@@ -88,7 +89,7 @@ class Recipe(Sections):
         return recipes[0].model_copy(update={"output": sections["output"], "stages": recipes}) if staged else recipes[0]
 
     def sections(self) -> dict[str, Any]:
-        """Plain values of every key, from which `build` makes an equal recipe."""
+        """The plain values of all keys, from which `build` makes an equal recipe."""
         if not self.stages:
             return self.model_dump(mode="json", exclude={"stages"})
         first, *later = self.stages
@@ -97,24 +98,24 @@ class Recipe(Sections):
         return {"output": self.output, "stages": [first.model_dump(mode="json", exclude={"stages", "output"}), *dumped]}
 
     def to_yaml(self) -> str:
-        """The resolved recipe as YAML; `load` reads an equal one back."""
+        """The resolved recipe as YAML, from which `load` reads an equal one."""
         return write_yaml(self.sections())
 
     def difference(self, other: "Recipe") -> list[str]:
-        """The keys in which two recipes differ so that one cannot go on with the other's run."""
-        mine, theirs = dict(_flat(self.sections())), dict(_flat(other.sections()))
-        keys = [*mine, *(key for key in theirs if key not in mine)]
-        differing = [key for key in keys if mine.get(key) != theirs.get(key)]
+        """The differing keys that prevent one recipe from resuming the other's run."""
+        ours, theirs = dict(_flat(self.sections())), dict(_flat(other.sections()))
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        differing = [key for key in keys if ours.get(key) != theirs.get(key)]
         return [key for key in differing if not _FREE.match(key)]
 
     def tiny(self, where: str = "recipe") -> "Recipe":
-        """The same recipe for a laptop: a two-layer random model of the family, a few made rows, at most 20 steps.
+        """This recipe for a laptop: a two-layer random model of the family, a few generated rows, at most 20 steps.
 
         Args:
             where: the file's name, for messages.
 
         Raises:
-            UserError: the family cannot be told from the recipe.
+            UserError: the family does not follow from the recipe.
         """
         sections, output = self.sections(), f"{self.output}-tiny"
         try:
@@ -130,49 +131,49 @@ class Recipe(Sections):
         return Recipe.build({"output": output, "stages": [{**first, "model": model}, *later]}, where)
 
 
-def brought() -> dict[str, Path]:
-    """The recipes that tunix brings, by name: inside of the package where a wheel put them, else beside it."""
+def included_recipes() -> dict[str, Path]:
+    """The included recipes by name: inside the installed package, or next to it in a source checkout."""
     package = Path(__file__).parents[1]
     places = (package / "recipes", package.parent / "recipes")
     return {file.stem: file for place in places for file in sorted(place.glob("*.yaml"))}
 
 
-def _found(path: Path) -> Path:
-    """The file itself, or the one of ours that a bare name stands for.
+def _resolved_path(path: Path) -> Path:
+    """The file itself, or that of the included recipe with this bare name.
 
     Raises:
-        UserError: neither is there.
+        UserError: neither exists.
     """
     if path.exists() or path.suffix or len(path.parts) > 1:
         return path
-    if path.name not in (known := brought()):
+    if path.name not in (known := included_recipes()):
         names = ", ".join(known)
         raise UserError(f"{path}: no such file, nor a recipe that tunix brings: {names}.{nearest(path.name, known)}")
     return known[path.name]
 
 
 def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":
-    """The recipe, or what is wrong with it.
+    """The recipe, or messages about what is wrong with it.
 
     Args:
-        staged: what is set may be meant for another stage than this one.
+        staged: whether it is a stage, whose keys may be meant for another stage.
     """
     try:
-        return Recipe.model_validate(sections, context={"staged": staged})
+        return Recipe.model_validate(sections, context={"staged": staged, "families": tuple(FAMILIES)})
     except ValidationError as error:
         return problems(error, _keys(sections.get("algorithm")))
 
 
 def _gathered(checked: List["Recipe | list[str]"]) -> list[str]:
-    """The problems of all stages; those that all of them share stand above the stages, and are told once."""
+    """The problems of all stages; those of keys that all stages share are reported once."""
     faults = [fault if isinstance(fault, list) else [] for fault in checked]
     common = [line for line in faults[0] if all(line in fault for fault in faults)]
-    own = [f"stages.{index}.{line}" for index, fault in enumerate(faults) for line in fault if line not in common]
-    return common + own
+    single = [f"stages.{index}.{line}" for index, fault in enumerate(faults) for line in fault if line not in common]
+    return common + single
 
 
 def _keys(algorithm: Any) -> dict[str, list[str]]:
-    """The known keys of each section, for hints; the algorithm's are those of its own config."""
+    """The known keys of each section, for hints; those of `algorithm` follow from its name."""
     keys = {"": list(Recipe.model_fields)}
     for name, field in Recipe.model_fields.items():
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
@@ -181,13 +182,13 @@ def _keys(algorithm: Any) -> dict[str, list[str]]:
     if isinstance(algorithm, Mapping):
         try:
             keys["algorithm"] = list(algorithm_config(algorithm).model_fields)
-        except UserError:  # the name itself is the mistake, and already told
+        except UserError:  # the name itself is the mistake, and already reported
             keys["algorithm"] = list(AlgorithmConfig.model_fields)
     return keys
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a tree with its dotted path."""
+    """Yields every leaf of nested mappings with its dotted path."""
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if path == "stages" else ()
     if not inner:
         yield path, value

@@ -1,9 +1,8 @@
-"""Rules across sections: what contradicts, what changes nothing, what is missing. Loads without jax."""
+"""Rules across sections: contradictions, settings without effect, missing sections. Loads without jax."""
 
 from collections.abc import Iterator
-from typing import cast
 
-from tunix.config import EvalConfig, Family
+from tunix.config import EvalConfig, RowKind
 from tunix.errors import UserError
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.recipe.algorithms import ALGORITHMS
@@ -12,22 +11,22 @@ from tunix.rollout.config import RolloutConfig
 
 
 def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
-    """What is wrong between the sections, one sentence each, with its key.
+    """Messages about sections that do not fit together, each with its key.
 
     Args:
-        staged: what is set may be meant for another stage than this one.
+        staged: whether the recipe is a stage, whose keys may be meant for another stage.
     """
     yield from _disagreements(recipe)
-    yield from _unread(recipe, staged)
-    yield from _untaught(recipe, staged)
+    yield from _ineffective_rewards(recipe, staged)
+    yield from _teacher_mismatch(recipe, staged)
 
 
 def _disagreements(recipe: Sections) -> Iterator[str]:
-    """The rules across sections, and those that ask the families."""
+    """Messages about sections that contradict each other, and about models that a family does not support."""
     model = recipe.model
     if model.init == "random":
         try:
-            decoder = preset(model.preset) if model.preset else small(cast(Family, model.family))
+            decoder = preset(model.preset) if model.preset else small(str(model.family))
             with_sizes(decoder, model.sizes)
         except UserError as error:
             yield f"model.{error}"
@@ -51,39 +50,39 @@ def _disagreements(recipe: Sections) -> Iterator[str]:
             "are frozen: leave one of them out. `adapter: {kind: qlora}` rounds a frozen base; `tunix quantize` rounds "
             "a model whose adapter is merged"
         )
-    if recipe.data.cuts and recipe.algorithm.reads != "completions":
+    if recipe.data.cuts and not recipe.algorithm.reads.is_text:
         yield (
             f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
-            f"{recipe.algorithm.reads}, which stay whole; take true or false"
+            f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
         )
     if recipe.adapter is not None and recipe.adapter.source and model.init == "random":
         yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
-    if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == "prompts":
+    if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == RowKind.PROMPT:
         yield (
             f"adapter.dropout: {recipe.adapter.dropout:g} would have the trainer compute other log-probs than the "
-            f"sampler drew with, which {recipe.algorithm.name} learns from; set it to 0"
+            f"sampler used, which {recipe.algorithm.name} learns from; set it to 0"
         )
     if recipe.eval != EvalConfig() and not (recipe.data.eval or recipe.data.eval_split):
-        usual = EvalConfig()
-        changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(usual, key)]
+        default = EvalConfig()
+        changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(default, key)]
         names = ", ".join(f"eval.{key}" for key in sorted(changed))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
 
 
-def _unread(recipe: Sections, staged: bool) -> Iterator[str]:
-    """What is asked of rewards and rollouts where there are none, and what they lack.
+def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
+    """Messages about settings of rewards and rollouts that are missing or have no effect.
 
     Args:
-        staged: what is set may be meant for another stage than this one.
+        staged: whether the recipe is a stage, whose keys may be meant for another stage.
     """
-    if not recipe.algorithm.speaks and not staged:
-        yield from _unsaid(recipe)
+    if not recipe.algorithm.has_lm_head and not staged:
+        yield from _ineffective_completions(recipe)
         return
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
-    writes = recipe.algorithm.reads == "prompts"
+    writes = recipe.algorithm.reads == RowKind.PROMPT
     yield from recipe.algorithm.complaints(recipe.batch_size)
     if recipe.algorithm.learns_from_rewards:
         if not rewarded:
@@ -99,25 +98,25 @@ def _unread(recipe: Sections, staged: bool) -> Iterator[str]:
         return
     if rewarded and not held_out and not (writes and recipe.reward is None):
         yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
-    for key in _unread_lengths(recipe):
+    for key in _ineffective_lengths(recipe):
         if getattr(recipe.data, key) and not (rewarded or writes):
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not (rewarded or writes) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
 
 
-def _unread_lengths(recipe: Sections) -> tuple[str, ...]:
-    """Limits of completions that nobody has where the model writes none; the sides of given pairs have one."""
-    return ("prompt_length",) if recipe.algorithm.reads == "pairs" else ("prompt_length", "completion_length")
+def _ineffective_lengths(recipe: Sections) -> tuple[str, ...]:
+    """Limits that have no effect where the model writes no completions; given pairs have a `completion_length`."""
+    return ("prompt_length",) if recipe.algorithm.reads == RowKind.PAIRS else ("prompt_length", "completion_length")
 
 
-def _unsaid(recipe: Sections) -> Iterator[str]:
-    """What is asked of completions where the model writes none."""
+def _ineffective_completions(recipe: Sections) -> Iterator[str]:
+    """Messages about settings of completions for a model that writes none."""
     why = f"{recipe.algorithm.name} trains a model that gives scores and writes nothing"
     for key in ("reward", "rollout"):
         if getattr(recipe, key) != Sections.model_fields[key].get_default():
             yield f"{key}: changes nothing, since {why}; leave the section out"
-    for key in _unread_lengths(recipe):
+    for key in _ineffective_lengths(recipe):
         if getattr(recipe.data, key):
             yield f"data.{key}: changes nothing, since {why}; max_length is the limit"
     if recipe.adapter is not None and "lm_head" in recipe.adapter.also:
@@ -126,11 +125,11 @@ def _unsaid(recipe: Sections) -> Iterator[str]:
         yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
 
 
-def _untaught(recipe: Sections, staged: bool) -> Iterator[str]:
-    """A student without a teacher, and a teacher without a student.
+def _teacher_mismatch(recipe: Sections, staged: bool) -> Iterator[str]:
+    """Messages about a missing teacher, and about one that the algorithm does not use.
 
     Args:
-        staged: the teacher may be meant for another stage than this one.
+        staged: whether the recipe is a stage; the teacher may be meant for another stage.
     """
     name = recipe.algorithm.name
     if recipe.algorithm.learns_from_teacher:

@@ -1,6 +1,6 @@
-"""The sections that one run is described by. Loads without jax.
+"""`Sections`: the sections of the recipe of one run, each checked by itself. Loads without jax.
 
-`Recipe` (`recipe.py`) adds stages, files and the tiny form; `rules.py` says which sections do not go together.
+`Recipe` (`recipe.py`) adds stages, files and the tiny form; `rules.py` checks which sections do not fit together.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfi
 
 
 class Sections(Config):
-    """One run's sections, each by itself."""
+    """The sections of one run."""
 
     model: ModelConfig
     adapter: AdapterConfig | None = None
     quantization: QuantizationConfig | None = None
-    """Trains a model that is to be rounded, with the rounding in it."""
+    """Simulates rounding during training (QAT), for a model that will be quantized."""
     data: DataConfig
     algorithm: SerializeAsAny[AlgorithmConfig] = SFTConfig()
     teacher: TeacherConfig | None = None
-    """Of whom a student learns; for `algorithm: {name: distill}`."""
+    """The model that the student learns from, with `algorithm: {name: distill}`."""
     reward: RewardConfig | None = None
-    """What completions that the model writes are worth: to train on, and on the rows of `data.eval`."""
+    """How completions of the model are scored: for training, and on the rows of `data.eval`."""
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
@@ -40,21 +40,21 @@ class Sections(Config):
     logging: LoggingConfig = LoggingConfig()
     eval: EvalConfig = EvalConfig()
     batch_size: Positive = 32
-    """Sequences per update, over all devices; prompts per step where the policy writes the completions."""
+    """Sequences per update over all devices; prompts per step where the policy writes the completions."""
     micro_batch_size: Positive | None = None
-    """Sequences per compiled pass; never changes the result."""
+    """Sequences per micro-batch (gradient accumulation); does not change the result."""
     steps: Positive | None = None
-    """Updates; or give `epochs`. One epoch where neither is given."""
+    """Number of updates; or set `epochs`. One epoch where neither is set."""
     epochs: Positive | None = None
-    """Passes over the training rows, instead of `steps`."""
+    """Number of epochs over the training rows, instead of `steps`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of everything random: first weights, order of the rows, noise."""
+    """Seed of everything random: initial weights, order of the rows, noise, sampling."""
     output: str
-    """The run folder; where a file does not say it, `runs/` and the file's name."""
+    """The run folder; by default `runs/` and the name of the recipe's file."""
 
     @property
     def sequences_per_update(self) -> int:
-        """Sequences that one optimizer update sees."""
+        """Number of sequences in one optimizer update."""
         return self.algorithm.sequences_per_update(self.batch_size)
 
     @field_validator("algorithm", mode="before")

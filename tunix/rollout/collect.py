@@ -1,8 +1,8 @@
-"""From prompts to scored episodes: what an on-policy algorithm is given each step.
+"""From prompts to scored episodes: the input of each step of an on-policy algorithm.
 
-`Rollouts` stands for one step: its prompts, further ones where groups are to be replaced, and `collect`, which has the
-client answer them (an environment going on with each answer, where there is one) and the rewards score the answers.
-Every draw follows from the run's seed and the position in the data, so a run that goes on draws what it would have.
+`Rollouts` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
+completions (over several turns where an environment answers) and the rewards score them. Every random number follows
+from the run's seed and the position in the data, so a resumed run samples what an uninterrupted one would have.
 
 Axes: P prompts, G group, T time.
 """
@@ -23,7 +23,7 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import Prompt, Prompts
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.protocols import Client, Sampler
+from tunix.protocols import SamplingClient
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
@@ -32,64 +32,64 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.types import Batch, Completion, Sampling, Sequence
 
 ADDED = ("completion_ids", "completion_tokens")
-"""Columns that a rollout gives to rewards beside the row's own: the ids, and the number of drawn tokens."""
+"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One completion and what it is worth."""
+    """One completion and its rewards."""
 
     prompt: Prompt
     completion: Completion
     text: str
     """The completion as rewards read it: without special tokens; empty where there is no tokenizer."""
     rewards: Mapping[str, float]
-    """By name; NaN where it failed."""
+    """Reward by name, e.g. `{"exact_match": 1.0}`; NaN where it failed."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Reward -> why it failed."""
+    """Name of a reward that failed -> the reason."""
     turn_rewards: tuple[float, ...] = ()
-    """What the environment gave for each turn; their sum is its reward."""
+    """The environment's reward for each turn; their sum is its reward for the episode."""
 
     @property
     def truncated(self) -> bool:
-        """Whether the limit cut it off."""
+        """Whether the token limit cut the completion off."""
         return self.completion.finish == "length"
 
 
 class Clock(dict[str, float]):
-    """Seconds by the name of what was done."""
+    """Seconds spent, by the name of the activity."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Adds the time of what is inside."""
+        """Adds the time spent in the `with` block."""
         began = time.monotonic()
         yield
         self[name] = self.get(name, 0.0) + time.monotonic() - began
 
 
 class Player:
-    """Makes the episodes of an environment."""
+    """Starts the episodes of an environment."""
 
     def __init__(
         self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
     ):
-        """Reads the environment.
+        """Loads the environment's class.
 
         Raises:
-            UserError: as `read_environment`.
+            UserError: see `read_environment`.
         """
         self._make, self._turns = read_environment(config), config.turns
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs or {}
         first = self._make()
         self.scores: bool = first.scores
-        """Whether it gives rewards."""
+        """Whether the environment gives rewards."""
         self.stop_strings: tuple[str, ...] = first.stop_strings
         """Texts that end a turn."""
 
     def __call__(self, rows: List[Mapping[str, Any]], seed: int) -> Episodes:
-        """An episode for each row; the randomness of the i-th follows from (seed, i)."""
+        """Starts an episode for each row; the random numbers of the i-th follow from (seed, i)."""
         return Episodes(
             [
                 Episode(
@@ -107,47 +107,47 @@ class Player:
 
 @dataclass(frozen=True)
 class Judge:
-    """A reward in this process that is given tokens, such as a reward model."""
+    """A reward that reads tokens and runs in this process, such as a reward model."""
 
     name: str
-    """In metrics and messages."""
+    """Name in metrics and messages, e.g. `model`."""
     weight: float
-    """Multiplies its scores in the sum."""
+    """Factor of its scores in the weighted sum."""
     scores: Callable[[List[Prompt], List[Completion], List[str]], list[Score]]
-    """Of prompts, completions and their texts: a score of each, or why it has none."""
+    """(prompts, completions, their texts) -> for each completion its score, or the reason why it has none."""
 
 
 @dataclass(frozen=True)
 class Collector:
-    """How prompts become episodes; the same for all steps of a run."""
+    """Samples and scores the episodes of prompts; one for all steps of a run."""
 
     tokenizer: Tokenizer | None
     sampling: Sampling
     scorer: Scorer | None
-    """None where no function says what an episode is worth."""
+    """The reward functions; None where there are none."""
     play: Player | None = None
-    """Makes an environment's episodes, where one answers the model."""
+    """Starts an environment's episodes; None where no environment answers the model."""
     length: int | None = None
-    """Tokens of an environment's prompt and all that follows, which it has to leave room in; other prompts are cut when
-    they are read."""
+    """Tokens of an environment's prompt and all that follows it at most: the prompt has to leave room for an answer.
+    Other prompts are cut when they are read."""
     judge: Judge | None = None
-    """A reward model, where there is one."""
+    """A reward model; None where there is none."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of each reward in the sum."""
-        own = {ENVIRONMENT: 1.0} if self.play and self.play.scores else {}
+        """Weight of each reward in the sum, by its name."""
+        environment = {ENVIRONMENT: 1.0} if self.play and self.play.scores else {}
         judged = {self.judge.name: self.judge.weight} if self.judge else {}
-        return {**own, **(self.scorer.weights if self.scorer else {}), **judged}
+        return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
     def collect(
-        self, sampler: Sampler, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
+        self, sampler: SamplingClient, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
     ) -> list[list[Scored]]:
-        """`n` episodes of each prompt.
+        """Samples and scores `n` episodes of each prompt.
 
         Args:
-            seed: of the draws and of the environments.
-            clock: is told how long sampling (`rollout`) and scoring (`reward`) took.
+            seed: for the sampler and the environments.
+            clock: receives the seconds of sampling (`rollout`) and of scoring (`reward`).
         """
         clock = Clock() if clock is None else clock
         owners = [prompt for prompt in prompts for _ in range(n)]
@@ -187,10 +187,10 @@ class Collector:
         return dict(self.scorer.score([owner.text for owner in owners], list(texts), columns))
 
     def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
-        """The prompt as the environment says it.
+        """The prompt with the tokens that the environment starts with.
 
         Raises:
-            UserError: it leaves no room for an answer.
+            UserError: they leave no room for an answer.
         """
         if self.length is not None and len(start) >= self.length:
             raise UserError(
@@ -206,7 +206,7 @@ class Collector:
 
 @dataclass
 class Rollouts:
-    """One step's prompts, and the means to make episodes of them."""
+    """One step's prompts, and what samples and scores their completions."""
 
     prompts: list[Prompt]
     collector: Collector
@@ -214,55 +214,61 @@ class Rollouts:
     size: int
     """Prompts of a full step."""
     seed: int
-    """Of the run."""
+    """The run's seed."""
     first: bool
     """Whether this is the first step of the run: the policy is still the reference."""
     length: int
-    """T of packed rows."""
+    """T: tokens of a packed row."""
     packing: bool
     tolerance: float
-    """The largest difference between the trainer's and the sampler's log-probs that is let pass."""
-    members: int = 1
-    """Sequences that are compared with each other, and share a row: 2 where completions are made pairs."""
+    """Largest difference between the trainer's and the sampler's log-probs with which a run goes on."""
+    sequences_per_example: int = 1
+    """Sequences that are compared with each other and share a row, e.g. 2 where completions are made into pairs."""
     together: int = 1
-    """Completions of a prompt that share a row, and the prompt there."""
+    """Completions of one prompt that share a row and, in it, the prompt's tokens."""
     shown: int = 1
     """Groups that are written to `samples.jsonl`."""
     clock: Clock = field(default_factory=Clock)
-    """How long the parts of this step took."""
+    """Seconds spent in each part of this step."""
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def accounting(self) -> Accounting:
-        """Of all prompts read so far."""
+        """What became of all prompts read so far."""
         return self.stream.accounting
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of each reward in the sum."""
+        """Weight of each reward in the sum, by its name."""
         return self.collector.weights
 
     def more(self, number: int) -> list[Prompt]:
-        """Further prompts; fewer where the data gives out."""
+        """Reads `number` further prompts; fewer where the data is exhausted."""
         return self.stream.take(number)
 
-    def collect(self, client: Client, prompts: List[Prompt], n: int) -> list[list[Scored]]:
+    def collect(self, client: SamplingClient, prompts: List[Prompt], n: int) -> list[list[Scored]]:
         """`n` scored episodes of each prompt; see `Collector.collect`."""
+        return self.collector.collect(client, prompts, n, self.next_seed(), self.clock)
+
+    def next_seed(self) -> int:
+        """A seed for the next call of the sampler, e.g. 2968811710: it follows from the run's seed, the position in the
+        data and how many calls this step has made."""
         place = self.stream.get_state()["next_index"]
-        draws = np.random.SeedSequence([self.seed, place, next(self._calls)]).generate_state(1)
-        return self.collector.collect(client, prompts, n, int(draws[0]), self.clock)
+        return int(np.random.SeedSequence([self.seed, place, next(self._calls)]).generate_state(1)[0])
 
     def packed(self, sequences: List[Sequence], size: int) -> Batch:
-        """A batch of up to `size` sequences in rows of this run's length."""
-        return pack(sequences, size, self.length, self.packing, self.members, self.together)
+        """Packs up to `size` sequences into rows of this run's length."""
+        return pack(sequences, size, self.length, self.packing, self.sequences_per_example, self.together)
 
 
 class RolloutStream:
     """The steps of an on-policy run, with a position that can be saved."""
 
     def __init__(self, like: Rollouts):
-        """Args:
-        like: what all steps have in common; its prompts are replaced.
+        """Starts at the stream's position.
+
+        Args:
+            like: what all steps have in common; its prompts are replaced.
         """
         self._like, self._first = like, True
 
@@ -277,17 +283,19 @@ class RolloutStream:
         return replace(self._like, prompts=prompts, first=first, clock=Clock(), _calls=itertools.count())
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last step handed out and the prompts it took beyond its own."""
+        """The position after the last step that was handed out, the further prompts that it took included."""
         return self._like.stream.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position."""
+        """Continues from a position that `get_state` returned."""
         self._first = False
         self._like.stream.set_state(state)
 
     def close(self) -> None:
-        """The stream ends here."""
+        """Ends the threads and processes that read rows and score completions."""
         self._like.stream.close()
+        if self._like.collector.scorer is not None:
+            self._like.collector.scorer.close()
 
 
 def _episode(
@@ -299,7 +307,7 @@ def _episode(
 
 
 def require_scores(groups: List[List[Scored]]) -> None:
-    """Refuses a step of which not one sample was scored.
+    """Stops a run in which not one sample of a step could be scored.
 
     Raises:
         UserError: why the first one failed.
@@ -309,5 +317,5 @@ def require_scores(groups: List[List[Scored]]) -> None:
         reason = next(iter(failures[0].values()))
         raise UserError(
             f"reward: none of the {len(failures)} samples of a step could be scored, the first because {reason}. What "
-            "was trained before is saved: mend the reward and run the same command."
+            "was trained before is saved: fix the reward and run the same command."
         )

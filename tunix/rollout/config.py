@@ -9,21 +9,21 @@ from tunix.rollout.environments.config import EnvironmentConfig
 
 
 class RolloutConfig(Config):
-    """How a policy writes completions. Only settings that the loss mirrors: it sees the distribution drawn from."""
+    """How a policy samples completions. Only settings that the loss mirrors: it needs the distribution sampled from."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in the sampler and in the loss."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the model's stop tokens."""
+    """Texts that end a completion, in addition to the model's stop tokens."""
     slots: Positive | None = None
-    """Completions that are decoded at a time; null: as many as fill this kind of device. Never changes a result."""
+    """Completions that are sampled at a time; null: as many as fill this kind of device. Never changes a result."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
-    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone makes some."""
+    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone causes some."""
     environment: EnvironmentConfig | None = None
-    """What answers the model; null for single answers."""
+    """The environment that answers the model between its turns; null for single-turn completions."""
     samples: Annotated[int, Field(ge=0)] = 1
-    """Groups of each step that are written to samples.jsonl."""
+    """Groups of completions of each step that are written to samples.jsonl."""
 
     @model_validator(mode="before")
     @classmethod
@@ -32,6 +32,6 @@ class RolloutConfig(Config):
             if isinstance(value, dict) and key in value:
                 raise ValueError(
                     f"{key} cuts the distribution off, which the loss cannot mirror: the ratio of trainer and sampler "
-                    "would not be 1. Set temperature instead; tunix generate and tunix chat know it"
+                    "would not be 1. Set temperature instead; tunix generate and tunix chat accept it"
                 )
         return value

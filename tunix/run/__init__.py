@@ -1,1 +1,1 @@
-"""A recipe becomes a run: `build` makes the parts, `loop` turns, `train` keeps the folder."""
+"""Runs a recipe: `build` creates the parts, `loop` trains and evaluates, `train` manages the run folder."""

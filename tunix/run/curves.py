@@ -1,7 +1,7 @@
-"""The curves of a run as a picture: `curves.svg`, drawn from the rows of `metrics.jsonl` with nothing but text.
+"""Draws the curves of a run as `curves.svg`, from the rows of `metrics.jsonl` and without a plotting library.
 
-Rows -> `Curve`s (stages one behind the other) -> panels of related ones -> SVG. Grey letters on no background and two
-mid-tone colours, so that it reads on light pages and on dark ones.
+Rows -> `Curve`s (stages one after the other) -> panels of related curves -> SVG. Grey text on a transparent background
+and two mid-tone colours are readable on light and on dark pages.
 """
 
 import math
@@ -26,14 +26,14 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("entropy of the policy, nats per token", ("policy/entropy",)),
     ("tokens of an answer", ("rollout/length",)),
 )
-"""What is drawn: title, and the metrics that share its axes; training first, held-out rows second."""
+"""The panels: title, and the metrics that share its axes; training first, held-out rows second."""
 COLOURS, GREY = ("#4a90d9", "#e0862f"), "#808080"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 190, 62, 16, 30, 26
-"""Of a panel and its margins, in pixels."""
+"""Size of a panel and its margins, in pixels."""
 LETTER = 7
-"""Pixels that a letter takes at most, on average, in any of the fonts that may be there."""
+"""Upper bound of the average width of a letter in pixels, in any common font."""
 MOST = 400
-"""Points of a curve at most: a longer one is drawn through the means of neighbours."""
+"""Maximum number of points of a curve; a longer one is drawn through the means of neighbours."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Curve:
     """One metric over the steps of a run."""
 
     name: str
-    """E.g. `eval/reward`."""
+    """Name of the metric, e.g. `eval/reward`."""
     parts: tuple[tuple[Point, ...], ...]
-    """(step, value) of each stage that measured it, steps counted through all of them. What a loss means differs from
-    stage to stage, so no line leads from one to the next."""
+    """(step, value) points of each stage that logged it, with steps counted across stages. The meaning of a loss
+    differs between stages, so no line connects them."""
 
     @property
     def points(self) -> list[Point]:
-        """Those of all parts."""
+        """The points of all parts."""
         return [point for part in self.parts for point in part]
 
 
 def write_curves(folder: Path, stages: List[Stage]) -> Path | None:
-    """Draws the stages' metrics into `curves.svg` of a folder; its path, or None where nothing was measured."""
+    """Writes `curves.svg` of the stages' metrics to a folder; returns its path, or None without metrics."""
     picture = svg(folder.name, stages)
     if picture is None:
         return None
@@ -63,7 +63,7 @@ def write_curves(folder: Path, stages: List[Stage]) -> Path | None:
 
 
 def svg(title: str, stages: List[Stage]) -> str | None:
-    """The picture as text, or None where nothing was measured twice."""
+    """The picture as SVG text, or None where no metric was logged twice."""
     starts = _starts(stages)
     panels = [
         (name, [curve for metric in metrics if (curve := curve_of(metric, stages)).points]) for name, metrics in PANELS
@@ -87,17 +87,17 @@ def svg(title: str, stages: List[Stage]) -> str | None:
 
 
 def curve_of(name: str, stages: List[Stage]) -> Curve:
-    """A metric's points over all stages; a step without a finite value has none."""
+    """A metric's points over all stages; steps without a finite value are left out."""
     parts: list[tuple[Point, ...]] = []
     for start, (_, rows) in zip(_starts(stages), stages, strict=True):
         values = [(start + row["step"], row.get(name)) for row in rows]
-        found = [(float(step), float(x)) for step, x in values if x is not None and math.isfinite(x)]
-        parts += [tuple(thinned(found))] if found else []
+        points = [(float(step), float(x)) for step, x in values if x is not None and math.isfinite(x)]
+        parts += [tuple(thinned(points))] if points else []
     return Curve(name, tuple(parts))
 
 
 def thinned(points: List[Point]) -> list[Point]:
-    """At most `MOST` points; each the mean of as many neighbours as it takes."""
+    """Reduces points to at most `MOST`, each the mean of neighbouring ones."""
     size = math.ceil(len(points) / MOST)
     if size <= 1:
         return list(points)
@@ -111,7 +111,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers between two, 1, 2 or 5 times a power of ten apart; roughly `about` of them."""
+    """Round numbers in a range, spaced by 1, 2 or 5 times a power of ten; roughly `about` of them."""
     rough = (high - low) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -120,7 +120,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def _starts(stages: List[Stage]) -> list[float]:
-    """Steps that were done before each stage."""
+    """The number of steps done before each stage."""
     starts = [0.0]
     for _, rows in stages:
         starts.append(starts[-1] + max((row["step"] for row in rows), default=0))
@@ -128,11 +128,11 @@ def _starts(stages: List[Stage]) -> list[float]:
 
 
 def _range(curves: Iterable[Curve]) -> tuple[float, float]:
-    """The lowest and the highest value, with a little air; a flat curve lies in the middle."""
+    """The lowest and the highest value with a margin; a flat curve is centred."""
     values = [value for curve in curves for _, value in curve.points]
     low, high = min(values), max(values)
-    air = (high - low) * 0.06 or max(abs(high), 1.0) * 0.1
-    return low - air, high + air
+    margin = (high - low) * 0.06 or max(abs(high), 1.0) * 0.1
+    return low - margin, high + margin
 
 
 def _panel(
@@ -140,13 +140,13 @@ def _panel(
 ) -> Iterator[str]:
     """The lines of one panel, `index` panels below the top."""
     low, high = _range(curves)
-    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def x(step: float) -> float:
         return LEFT + (right - LEFT) * step / max(last, 1)
 
     def y(value: float) -> float:
-        return floor - (floor - TOP) * (value - low) / (high - low)
+        return bottom - (bottom - TOP) * (value - low) / (high - low)
 
     yield f'<g transform="translate(0 {index * HEIGHT})">'
     yield f'<text x="{LEFT}" y="18" font-weight="600">{escape(title)}</text>'
@@ -154,9 +154,9 @@ def _panel(
         yield f'<path d="M{LEFT} {y(value):.1f}H{right}" stroke="{GREY}" stroke-opacity="0.25"/>'
         yield f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
     for step in (tick for tick in ticks(0.0, max(last, 1.0), 8) if tick == int(tick)):
-        yield f'<text x="{x(step):.1f}" y="{floor + 17}" text-anchor="middle">{step:g}</text>'
+        yield f'<text x="{x(step):.1f}" y="{bottom + 17}" text-anchor="middle">{step:g}</text>'
     for start, name in boundaries:
-        yield f'<path d="M{x(start):.1f} {TOP}V{floor}" stroke="{GREY}" stroke-dasharray="3 3" stroke-opacity="0.7"/>'
+        yield f'<path d="M{x(start):.1f} {TOP}V{bottom}" stroke="{GREY}" stroke-dasharray="3 3" stroke-opacity="0.7"/>'
         if index == 0:
             yield f'<text x="{x(start) + 4:.1f}" y="{TOP + 10}" font-size="11">{escape(name)}</text>'
     legend = right
@@ -169,7 +169,7 @@ def _panel(
 
 
 def _line(curve: Curve, parts: List[List[Point]], label: str, legend: int) -> Iterator[str]:
-    """A curve, and its label that ends at `legend`. What is measured now and then is dotted."""
+    """A curve and its label, which ends at x = `legend`. Held-out metrics, which are sparse, get dots."""
     held_out = curve.name.startswith("eval/")
     colour = COLOURS[held_out]
     for part in parts:

@@ -1,4 +1,4 @@
-"""What is measured on held-out rows while a run goes on: the loss of given completions, the reward of the model's own.
+"""Evaluation of a run on held-out rows: the loss of given completions, the reward of sampled ones.
 
 Axes: B rows, T time.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.on_policy import rewards_of
+from tunix.algorithms.episodes import rewards_of
 from tunix.data.pipeline import Packed, Prompt
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector, require_scores
@@ -19,34 +19,34 @@ from tunix.types import Batch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out rows of a run and how they are looked at."""
+    """The held-out rows of a run and how they are evaluated."""
 
     algorithm: Algorithm
     held_out: list[Packed] = field(default_factory=list)
-    """Given completions, for `eval/loss`; empty where there are none."""
+    """Batches of given completions, for `eval/loss`; empty without any."""
     prompts: list[Prompt] = field(default_factory=list)
-    """Answered greedily and scored, for `eval/reward`; empty without rewards."""
+    """Prompts that are answered greedily and scored, for `eval/reward`; empty without rewards."""
     collector: Collector | None = None
     until: Mapping[str, float] = field(default_factory=dict)
-    """Metric -> value at which the run has reached what it is for."""
+    """`eval.until`: metric -> value at which the run ends early, e.g. `{"eval/reward": 0.9}`."""
 
     def __bool__(self) -> bool:
         return bool(self.held_out or self.prompts)
 
     @property
     def batches(self) -> list[Batch]:
-        """The given completions, packed."""
+        """The packed batches of given completions."""
         return [packed.batch for packed in self.held_out]
 
     def values(self, client: Client) -> dict[str, float]:
-        """`eval/loss` and the loss's metrics, `eval/reward` and each reward's own."""
-        found = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
-        return found | (self._rewards(client) if self.prompts else {})
+        """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
+        metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
+        return metrics | (self._rewards(client) if self.prompts else {})
 
     def reached(self, values: Mapping[str, float]) -> str | None:
-        """The first metric that is where `until` wants it: a loss at or below, a reward at or above."""
-        for name, wanted in self.until.items():
-            if name in values and (values[name] <= wanted if "loss" in name else values[name] >= wanted):
+        """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
+        for name, target in self.until.items():
+            if name in values and (values[name] <= target if "loss" in name else values[name] >= target):
                 return name
         return None
 

@@ -1,4 +1,4 @@
-"""The run folder: claimed for one recipe and one process, cleared of what a kill left, opened for more steps."""
+"""The run folder: locked for one recipe and one process, cleaned up after a kill, reopened for more steps."""
 
 import fcntl
 import shutil
@@ -17,47 +17,51 @@ from tunix.util.atomic_io import write_text_atomic
 
 @contextmanager
 def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
-    """The run folder, made or recognised as this recipe's own, and kept from other processes meanwhile.
+    """Creates the run folder, or checks that it belongs to this recipe, and locks it against other processes.
 
     Raises:
-        UserError: it holds something else, another process works in it, or it cannot be written.
+        UserError: it holds something else, another process uses it, or it cannot be written.
     """
     folder = Path(recipe.output).expanduser()
-    kept = folder / "recipe.yaml"
-    if not kept.is_file() and _foreign(folder):
+    stored = folder / "recipe.yaml"
+    if not stored.is_file() and _foreign(folder):
         raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
-    if fresh and kept.is_file():
+    if fresh and stored.is_file():
         with locked(folder):
-            moved_aside(folder)
+            move_aside(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with locked(folder):
-        # Without a checkpoint there is nothing to lose: a recipe that was mended may take the folder over.
-        if kept.is_file() and _trained(folder) and (differing := recipe.difference(Recipe.load(kept))):
+        # Without a checkpoint there is nothing to lose: a corrected recipe may take over the folder.
+        if stored.is_file() and _trained(folder) and (differing := recipe.difference(Recipe.load(stored))):
             raise UserError(
                 f"{folder} holds the run of another recipe: {', '.join(differing)} differ. Give this one another "
                 "output=..., or start again with --fresh (the old run is moved aside)."
             )
-        write_text_atomic(kept, recipe.to_yaml())
+        write_text_atomic(stored, recipe.to_yaml())
         yield folder
 
 
 def prepare(folder: Path, start: int | None) -> None:
-    """Leaves of earlier starts what belongs to the checkpoint that the run goes on from."""
-    for path in folder.glob("*.tmp-*"):  # what a kill left half written; nobody else writes here
+    """Deletes what earlier starts wrote after the checkpoint that the run resumes from."""
+    for path in folder.glob("*.tmp-*"):  # half written when a process was killed; the folder is locked
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     forget_after(folder / "samples.jsonl", start)
     if start is None and (folder / TOKENIZER).is_dir():
-        shutil.rmtree(folder / TOKENIZER)  # made from rows that may have been mended since
+        shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
 
 
 def reopen(folder: Path, after: Path | None, display: Display, step: int) -> None:
-    """Before training goes on, lays the export of fewer steps aside.
+    """Moves the export of fewer steps aside before training continues.
+
+    Args:
+        after: folder of the next stage, which starts from this export; None without one.
+        step: steps that are done.
 
     Raises:
-        UserError: another stage has started from it.
+        UserError: the next stage has already started from the export.
     """
     if step:
         display.say(f"going on from step {step}")
@@ -68,10 +72,10 @@ def reopen(folder: Path, after: Path | None, display: Display, step: int) -> Non
             f"{folder} was asked for more steps, but {after} has started from its weights already: start again with "
             "--fresh or another output"
         )
-    moved_aside(folder / "export")
+    move_aside(folder / "export")
 
 
-def moved_aside(folder: Path) -> Path:
+def move_aside(folder: Path) -> Path:
     """Renames a folder to the first free `folder.old-N`, so that nothing is lost."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
@@ -81,10 +85,10 @@ def moved_aside(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a second process off the folder; the lock ends with this process, however it ends.
+    """Locks the folder against a second process; the lock ends with this process, however it ends.
 
     Raises:
-        UserError: another process works in it, or the folder cannot be written.
+        UserError: another process uses the folder, or it cannot be written.
     """
     with _lock_file(folder) as file:
         try:
@@ -104,7 +108,7 @@ def _lock_file(folder: Path) -> IO[str]:
 
 
 def _foreign(folder: Path) -> bool:
-    """Whether a folder holds what no start of a run has left there."""
+    """Whether a folder holds files that are not those of a run that never trained."""
     ours = (".lock", "recipe.yaml")
     return folder.is_dir() and not all(file.name.startswith(ours) for file in folder.iterdir())
 

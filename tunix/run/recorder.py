@@ -1,4 +1,4 @@
-"""The numbers of a run: read one step late, completed with speed and accounting, sent to the sinks and the screen."""
+"""Records the metrics of a run: reads them one step late, adds speed and accounting, logs and displays them."""
 
 import math
 import time
@@ -20,10 +20,10 @@ from tunix.trainer.progress import Display, evaluated
 
 
 class Recorder:
-    """Makes one row per step. `push` hands over a step; `add` gives it more values; `flush` completes it.
+    """Logs one row per step. `push` registers a step, `add` adds values to it, `flush` completes it.
 
     Args of the constructor:
-        adapter: what trains on a frozen base, if that is so: it has other FLOPs.
+        adapter: the adapter that trains on a frozen base, for the count of FLOPs; None where all weights train.
     """
 
     def __init__(
@@ -43,36 +43,38 @@ class Recorder:
         self._before = 0.0
         self._last_row = self._started
         self._tokens, self._flops, self._steps = 0, 0.0, 0
-        self._warm: set[str] = set()
-        self._told: dict[str, int] = {}
+        self._warmed_up: set[str] = set()
+        self._note_counts: dict[str, int] = {}
 
     @property
     def seconds(self) -> float:
-        """Time spent on this run, earlier starts included."""
+        """Seconds spent on this run, earlier starts included."""
         return self._before + time.monotonic() - self._started
 
     def resume(self, seconds: float) -> None:
-        """Goes on with a run on which `seconds` were spent before."""
+        """Continues a run on which `seconds` were spent before."""
         self._before = seconds
 
     def push(self, step: int, update: Update, accounting: Accounting) -> None:
-        """A step that the device has been given; the one before it is completed, which waits for that one only.
+        """Registers a dispatched step; completes the one before it, and waits for that one only.
 
         Args:
+            step: its number, from 1.
+            update: its metrics, which the device may still be computing, and its batches.
             accounting: of the rows read up to this step.
         """
-        self._settle("update")
+        self._count_warmup("update")
         self.flush()
         self._count(update)
         waited = not any(isinstance(value, jax.Array) for value in update.metrics.values())
-        # An update that has waited for the device itself (it sampled) is over: its time must not grow any more.
+        # An update that has waited for the device itself (it sampled) is over: later time must not be added to it.
         speed = self._speed() if waited and step % self._every == 0 else {}
         self._pending = (step, update, accounting, speed)
-        self._tell(step, update.notes)
+        self._show_notes(step, update.notes)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """More values for a step's row: an evaluation's. A step that was no update gets a row of its own."""
-        self._settle("evaluation")
+        """Adds the values of an evaluation to a step's row, or logs a new row where no step is pending."""
+        self._count_warmup("evaluation")
         _check(step, values)
         self._extra |= values
         self._display.say(f"step {step}: {evaluated(values)}")
@@ -80,12 +82,12 @@ class Recorder:
             self._write(step, {})
 
     def say(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Displays a line of text."""
         self._display.say(text)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work whose time is not the steps': waits for the step last pushed, and stops the clock meanwhile."""
+        """Excludes the enclosed work from the time of steps, after waiting for the step last pushed."""
         if self._pending is not None:
             jax.block_until_ready(dict(self._pending[1].metrics))
         began = time.monotonic()
@@ -93,7 +95,7 @@ class Recorder:
         self._last_row += time.monotonic() - began
 
     def flush(self) -> None:
-        """Completes the row of the step last pushed; waits for the device."""
+        """Completes and logs the row of the step last pushed; waits for the device."""
         if self._pending is None:
             return
         (step, update, accounting, speed), self._pending = self._pending, None
@@ -105,17 +107,17 @@ class Recorder:
             self._write(step, values)
         self._display.update(step, values)
 
-    def _settle(self, kind: str) -> None:
-        """The first update and the first evaluation compile; what compiles after them should not."""
-        if kind not in self._warm:
-            self._warm.add(kind)
+    def _count_warmup(self, kind: str) -> None:
+        """Marks compilations of the first update and the first evaluation as warm-up; later ones are reported."""
+        if kind not in self._warmed_up:
+            self._warmed_up.add(kind)
             self._compilations.settled()
 
-    def _tell(self, step: int, notes: tuple[str, ...]) -> None:
-        """Says each kind of note when it first comes up, and then ever more rarely."""
+    def _show_notes(self, step: int, notes: tuple[str, ...]) -> None:
+        """Displays each kind of note at its 1st, 2nd, 4th, 8th, ... occurrence."""
         for note in notes:
             kind = note.translate(_DIGITS)
-            self._told[kind] = count = self._told.get(kind, 0) + 1
+            self._note_counts[kind] = count = self._note_counts.get(kind, 0) + 1
             if count & (count - 1) == 0:
                 self._display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
 
@@ -126,7 +128,7 @@ class Recorder:
         self._steps += 1
 
     def _speed(self) -> dict[str, float]:
-        """Tokens (without padding), time per step and share of the peak since the last row."""
+        """Tokens per second (without padding), seconds per step and share of the peak since the last row."""
         now = time.monotonic()
         elapsed, self._last_row = max(now - self._last_row, 1e-9), now
         speed = {
@@ -147,16 +149,16 @@ class Recorder:
             sink.write(step, row)
 
     def close(self) -> None:
-        """Lets the sinks finish."""
+        """Closes the sinks."""
         for sink in self._sinks:
             sink.close()
 
 
 def _check(step: int, values: Mapping[str, float]) -> None:
-    """Stops a run whose weights are lost, before a checkpoint of them is written.
+    """Stops a run that has diverged before a checkpoint of its weights is written.
 
     Raises:
-        UserError: a loss or the gradient's norm is no number.
+        UserError: a loss or the gradient norm is not finite.
     """
     for name in ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "eval/loss"):
         if name in values and not math.isfinite(values[name]):
@@ -167,7 +169,7 @@ def _check(step: int, values: Mapping[str, float]) -> None:
 
 
 def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
-    """What has become of the rows read so far, and how many tokens were trained."""
+    """Counts of the rows read so far by outcome, and of the tokens trained by this update."""
     return {
         "data/kept": float(counted.kept),
         "data/truncated": float(counted.truncated),
@@ -178,4 +180,4 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
 
 
 _DIGITS = str.maketrans("", "", "0123456789.")
-"""Notes that differ in their numbers only are of one kind."""
+"""Removes numbers from notes: those that differ only in numbers are of one kind."""

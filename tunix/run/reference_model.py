@@ -1,4 +1,4 @@
-"""A reference that is named: another model of the same structure than the one that the run starts from."""
+"""Loads the reference that `algorithm.reference_path` names: another model with the policy's structure."""
 
 from dataclasses import asdict, replace
 
@@ -15,40 +15,40 @@ KEY = "algorithm.reference_path"
 
 
 def reference_source(path: str, trained: Source) -> Source:
-    """The reference's structure and where its weights are.
+    """The structure of the reference and the location of its weights.
 
     Args:
         path: a hub id, a folder or a run.
-        trained: the model that trains.
+        trained: the model to train.
 
     Raises:
         UserError: there is no such model, it gives scores or rounds its activations, or its vocabulary or structure is
             not that of `trained`.
     """
-    found = pretrained(path)
-    must_speak(found, path)
-    if found.tokenizer is not None and trained.tokenizer is not None:
-        check_tokens(KEY, path, found.tokenizer, trained.tokenizer)
-    mine, theirs = (asdict(replace(source.decoder, stops=())) for source in (trained, found))
-    if different := [f"{name} {theirs[name]} instead of {mine[name]}" for name in mine if mine[name] != theirs[name]]:
+    source = pretrained(path)
+    must_speak(source, path)
+    if source.tokenizer is not None and trained.tokenizer is not None:
+        check_tokens(KEY, path, source.tokenizer, trained.tokenizer)
+    ours, theirs = (asdict(replace(one.decoder, stops=())) for one in (trained, source))
+    if different := [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]:
         raise UserError(
             f"{KEY}: {path} is of another structure than the model that trains ({some(different)}): take one of the "
             "same, such as the model that it was trained from"
         )
-    if found.rules is not None and found.rules.inputs:
+    if source.rules is not None and source.rules.inputs:
         raise UserError(
             f"{KEY}: {path} rounds its activations ({RULES_FILE}), which comparing with it would leave out: take the "
             "weights that it was made of"
         )
-    return found
+    return source
 
 
 def reference_weights(source: Source, model: Model, mesh: Mesh) -> Params:
     """The reference's weights in the compute dtype.
 
     Args:
-        source: what `reference_source` found.
-        model: what trains.
+        source: from `reference_source`.
+        model: the model to train.
     """
-    plain = replace(model, adapt=None, critic=False)
+    plain = replace(model, adapt=None, has_scalar_head=False)
     return weights(source, plain, mesh, seed=0, trained=model.dtype, frozen=model.dtype, full=True)[0]

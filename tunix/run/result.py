@@ -1,25 +1,26 @@
-"""What a finished run left behind, and the lines that say so."""
+"""The result of a finished run: its metrics, samples and export, and their summary."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunix.config import RowKind
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.metrics import perplexity, read_rows
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run left behind."""
+    """The metrics, samples and exported weights of a finished run."""
 
     folder: Path
-    """The run folder; of the last stage where there are stages."""
+    """The run folder; with stages, that of the last one."""
     metrics: list[dict[str, Any]]
-    """The rows of metrics.jsonl."""
+    """The rows of metrics.jsonl, e.g. `{"step": 7, "train/loss": 2.04}`."""
     samples: list[dict[str, Any]]
     """The rows of samples.jsonl."""
     unigram_entropy: float | None
-    """Nats: the held-out loss of knowing nothing but how common each token is; None where that is not measured."""
+    """Held-out loss in nats of predicting tokens by their frequency alone; None where it is not computed."""
 
     @property
     def export(self) -> Path:
@@ -28,29 +29,31 @@ class RunResult:
 
 
 def result_of(folder: Path, entropy: float | None) -> RunResult:
-    """What the files of a finished run say."""
+    """Reads the result of a finished run from its folder."""
     return RunResult(folder, read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl"), entropy)
 
 
 def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
-    """The last words of a run: what was reached, where it is, how to go on.
+    """The final lines of a run: what was reached, where the weights are, how to continue.
 
     Args:
-        picture: of its curves, where there were numbers to draw.
+        picture: the file of its curves; None without one.
     """
     lines: list[str] = []
     rewards = [row["eval/reward"] for row in result.metrics if "eval/reward" in row]
     if rewards:
         lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[-1]:.3f} (greedy answers)")
-    told = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
-    if told:
+    accuracies = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
+    if accuracies:
         sides = (
-            "completions on their label's side" if recipe.algorithm.reads == "labels" else "pairs in the right order"
+            "completions on their label's side"
+            if recipe.algorithm.reads == RowKind.LABELS
+            else "pairs in the right order"
         )
-        lines.append(f"held-out {sides} {told[0]:.3f} -> {told[-1]:.3f}")
-    apart = [row["eval/distill/divergence"] for row in result.metrics if "eval/distill/divergence" in row]
-    if apart:
-        lines.append(f"held-out distance to the teacher {apart[0]:.3f} -> {apart[-1]:.3f} nats per token")
+        lines.append(f"held-out {sides} {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
+    divergences = [row["eval/distill/divergence"] for row in result.metrics if "eval/distill/divergence" in row]
+    if divergences:
+        lines.append(f"held-out distance to the teacher {divergences[0]:.3f} -> {divergences[-1]:.3f} nats per token")
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
     if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]

@@ -1,4 +1,4 @@
-"""Held-out prompts answered greedily before and after training, on the screen and in `samples.jsonl`.
+"""Samples of a run: greedy answers to held-out prompts before and after training, displayed and in `samples.jsonl`.
 
 Axes: B rows, T time, S sequences.
 """
@@ -21,12 +21,12 @@ from tunix.types import Batch, Sampling, Sequence
 
 @dataclass(frozen=True)
 class Samples:
-    """The prompts of a run and where their answers go."""
+    """Prompts of a run, and the file and display that receive their answers."""
 
     prompts: List[np.ndarray]
     """Token ids up to the first trained token."""
     expected: List[Any]
-    """What the data says: text, or ids where there is no tokenizer."""
+    """The completion of each prompt in the data: text, or ids where there is no tokenizer."""
     client: Client
     tokenizer: Tokenizer | None
     sampling: Sampling
@@ -35,7 +35,7 @@ class Samples:
     display: Display
 
     def take(self, step: int) -> None:
-        """Answers all prompts with the weights as they are."""
+        """Answers all prompts with the current weights; writes and displays the answers."""
         if not self.prompts:
             return
         self.client.publish()
@@ -55,7 +55,7 @@ class Samples:
             self._show(row)
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rollouts of a step, onto the file only."""
+        """Writes rollouts of a step to the file, without displaying them."""
         if listed := [{"step": step, **row} for row in rows]:
             append_rows(self.path, listed)
 
@@ -74,24 +74,24 @@ def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:
 
 
 def prompts_of(sequences: Iterable[Sequence], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The first sequences that answer a prompt as the data wants it, each split before its first trained token.
+    """Prompts and completions of the first desirable sequences, each split before its first trained token.
 
     Args:
-        sequences: of pairs the chosen ones.
-        number: how many at most.
+        sequences: given sequences; of pairs only the chosen ones.
+        number: maximum number of prompts.
 
     Returns:
-        Prompts and what follows them; sequences trained from their first token on have no prompt and are left out, and
-        so are those with a label that says no.
+        Prompts and their completions. Sequences that are trained from their first token on have no prompt and are left
+        out, and so are those with an undesirable label.
     """
-    wanted = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
-    starts = ((sequence.tokens, int(np.argmax(sequence.loss_mask))) for sequence in wanted)
-    found = list(itertools.islice(((tokens, start) for tokens, start in starts if start > 1), number))
-    return [tokens[:start] for tokens, start in found], [tokens[start:] for tokens, start in found]
+    desirable = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
+    starts = ((sequence.tokens, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
+    split = list(itertools.islice(((tokens, start) for tokens, start in starts if start > 1), number))
+    return [tokens[:start] for tokens, start in split], [tokens[start:] for tokens, start in split]
 
 
 def unigram_entropy(batches: List[Batch]) -> float:
-    """Entropy in nats of the trained tokens' frequencies: the loss of knowing nothing but how common each one is."""
+    """The entropy in nats of the trained tokens' frequencies: the loss of predicting tokens by frequency alone."""
     trained = np.concatenate([np.asarray(batch.tokens)[np.asarray(batch.loss_mask)] for batch in batches])
     shares = np.unique(trained, return_counts=True)[1] / trained.size
     return float(-(shares * np.log(shares)).sum())

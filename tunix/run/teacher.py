@@ -1,10 +1,8 @@
-"""The teacher of a recipe: its vocabulary beside the student's, its devices, its weights."""
+"""Loads the teacher of a recipe: checks its vocabulary, assigns its devices, places its weights."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import DType, ModelConfig
@@ -15,17 +13,18 @@ from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.recipe.recipe import Recipe
-from tunix.trainer.microbatches import Cut, rows_per_pass
+from tunix.trainer.learner import Learner
+from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.teacher import Teacher
 
 Devices = list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax makes it as a variable
 
 
 def divided(teacher: TeacherConfig | None) -> tuple[Devices, Devices]:
-    """The student's devices and the teacher's: the last ones where it has its own, else the same.
+    """`(student's, teacher's)` devices: the teacher's are the last ones with `teacher.mesh`, else both share all.
 
     Raises:
-        UserError: none is left for the student.
+        UserError: no device is left for the student.
     """
     devices = jax.devices()
     if teacher is None or teacher.mesh is None:
@@ -40,7 +39,7 @@ def divided(teacher: TeacherConfig | None) -> tuple[Devices, Devices]:
 
 
 def teacher_source(recipe: Recipe, student: Source) -> Source | None:
-    """The teacher's structure and where its weights are, None where the recipe has none.
+    """The structure of the teacher and the location of its weights; None where the recipe has no teacher.
 
     Raises:
         UserError: there is no such model, or its vocabulary is not the student's.
@@ -56,65 +55,58 @@ def teacher_source(recipe: Recipe, student: Source) -> Source | None:
     return source
 
 
-class Below(NamedTuple):
-    """What the student's adapter lies on; the teacher's may lie on it too."""
-
-    source: Source
-    """Of the student."""
-    model: Model
-    """The student."""
-    params: Params
-    """Its frozen weights; none where all train."""
-
-
-def build_teacher(recipe: Recipe, source: Source, students: Mesh, length: int, below: Below) -> Teacher:
-    """The teacher with its weights on its mesh; a frozen base that is the student's too is there once.
+def build_teacher(recipe: Recipe, source: Source, student: Source, learner: Learner) -> Teacher:
+    """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
     Args:
-        source: what `teacher_source` found.
-        students: the mesh of the student.
-        length: T of packed rows.
+        source: from `teacher_source`.
+        student: the source of the student's weights.
+        learner: the student.
     """
-    config = recipe.teacher
+    config, students, length = recipe.teacher, learner.spec.mesh, learner.spec.length
     assert config is not None
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
-    if config.mesh is None and _same_base(source, config.dtype, below):
-        model, params = _laid(source, below, mesh)
+    if config.mesh is None and _same_base(source, config.dtype, student, learner):
+        model, params = _on_base(source, learner)
     else:
         model, params = loaded(source, config.dtype, mesh)
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
-    rows = rows_per_pass(mesh, size, recipe.micro_batch_size, length, packing)
-    return Teacher(model, params, Cut(rows, mesh), length, students)
+    rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
+    return Teacher(model, params, Microbatcher(rows, mesh), length, students)
 
 
-def _same_base(teacher: Source, dtype: DType, below: Below) -> bool:
-    """Whether the teacher is the student's frozen weights, as they are or with an adapter of its own."""
-    student, frozen = below.source, below.params.values()
+def _same_base(teacher: Source, dtype: DType, student: Source, learner: Learner) -> bool:
+    """Whether the teacher consists of the student's frozen weights, alone or with another adapter."""
+    model, frozen = learner.spec.model, learner.frozen
     return (
         student.merged is None
         and student.folder is not None
         and teacher.folder is not None
         and teacher.folder.resolve() == student.folder.resolve()
-        and teacher.rounding == below.model.quantization
-        and below.model.dtype == dtype
+        and teacher.rounding == model.quantization
+        and model.dtype == dtype
         and bool(frozen)
-        and all(x.dtype == dtype for name, x in below.params.items() if name not in below.model.kinds)
+        and all(x.dtype == dtype for name, x in frozen.items() if name not in model.kinds)
     )
 
 
-def _laid(teacher: Source, below: Below, mesh: Mesh) -> tuple[Model, Params]:
-    """The teacher as an adapter, not merged, on the student's weights; or as these alone."""
-    model = replace(below.model, adapt=None, critic=False)
+def _on_base(teacher: Source, learner: Learner) -> tuple[Model, Params]:
+    """The teacher as the student's frozen weights, with its unmerged adapter if it has one."""
+    spec = learner.spec
+    model = replace(spec.model, adapt=None, has_scalar_head=False)
     if teacher.merged is None:
-        return model, below.params
-    settings, own = beside(model, below.params, mesh, teacher.merged)
-    return replace(model, adapt=adapt(settings, model.config)), {**below.params, **own}
+        return model, learner.frozen
+    settings, adapter_params = beside(model, learner.frozen, spec.mesh, teacher.merged)
+    return replace(model, adapt=adapt(settings, model.config)), {**learner.frozen, **adapter_params}
 
 
 def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:
-    """Every id has to be the same token for both: their probabilities are compared.
+    """Checks that each id is the same token for teacher and student, since their probabilities are compared.
 
-    Tables may be padded to different sizes; where a side has no tokenizer, there are only their sizes to go by.
+    Embeddings may be padded to different sizes. Where one has no tokenizer, only the sizes are compared.
+
+    Raises:
+        UserError: the vocabularies differ.
     """
     sizes = teacher.decoder.vocab_size, student.decoder.vocab_size
     if teacher.tokenizer is not None and student.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""A recipe becomes a run: started, resumed by itself, finished, exported.
+"""Trains a recipe: starts or resumes the run, finishes it, exports its weights.
 
 The run folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` and at the end
 `curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter where an adapter was trained on a published base. A
@@ -31,16 +31,16 @@ from tunix.util.compile_cache import keep_compilations
 def train(
     recipe: Recipe | str | Path, overrides: Iterable[str] = (), *, tiny: bool = False, fresh: bool = False
 ) -> RunResult:
-    """Trains a recipe, or goes on with it where its folder holds the same one.
+    """Trains a recipe, or resumes it where its run folder holds the same one.
 
     Args:
         recipe: a recipe, a YAML file, or the name of a shipped one such as `sft_qwen`.
-        overrides: words as on the command line, such as `optimizer.learning_rate=1e-4`; of a file or name only.
-        tiny: the same with a model of a few thousand weights and a few steps.
-        fresh: start again; what the folder holds is moved aside.
+        overrides: as on the command line, such as `optimizer.learning_rate=1e-4`; only for a file or a name.
+        tiny: uses a random model of a few thousand weights, generated rows and a few steps.
+        fresh: starts again; an existing run folder is moved aside.
 
     Raises:
-        UserError: something that the user can mend; nothing of theirs was touched.
+        UserError: a mistake that the user can fix; none of their files was changed.
         Interrupted: after SIGINT or SIGTERM, with a checkpoint.
     """
     if not isinstance(recipe, Recipe):
@@ -58,7 +58,7 @@ def train(
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C, with everything put in order, also where no update is going on."""
+    """Handles SIGTERM like Ctrl-C, so that everything is cleaned up, also outside of the training loop."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only
         return
@@ -70,23 +70,23 @@ def terminable() -> Iterator[None]:
 
 
 def _run_stages(stages: tuple[Recipe, ...]) -> RunResult:
-    """All stages in their order; those that are finished only say so."""
+    """Runs all stages in order; finished ones only report that they are."""
     folders = [Path(stage.output).expanduser() for stage in stages]
     results: list[RunResult] = []
     for stage, folder, after in zip(stages, folders, [*folders[1:], None], strict=True):
         folder.mkdir(exist_ok=True)
         write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
         results.append(_run(stage, folder, after))
-    # One picture of all of them, beside the stages' own.
+    # One picture of all stages, in addition to that of each stage.
     write_curves(folders[0].parent, [(one.folder.name, one.metrics) for one in results])
     return results[-1]
 
 
 def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
-    """One stage, from wherever it was to its end.
+    """Runs one stage from its last checkpoint to its end.
 
     Args:
-        after: the folder of the stage that starts from this one's export, if there is one.
+        after: the folder of the next stage, which starts from this one's export; None without one.
     """
     with ExitStack() as stack:
         checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", recipe.checkpoint)))
@@ -100,8 +100,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         stack.callback(job.close)
         display.total(job.total)
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
-        decoder = job.trainer.machinery.model.config
-        recorder = Recorder(sinks, display, recipe.logging, decoder, job.trainer.machinery.adapter)
+        recorder = Recorder(sinks, display, recipe.logging, job.decoder, job.adapter)
         stack.enter_context(closing(recorder))
         loop = Loop(job, checkpoints, recorder, start)
         if loop.finished:
@@ -111,12 +110,10 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             loop.run()
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not (folder / "export").exists():
-            job.trainer.export(folder / "export", adapter=job.exports_adapter)
-            report_merging(job.trainer, display)
+            moved = job.client.export(folder / "export", adapter=job.exports_adapter)
+            report_merging(moved, recipe, display)
     algorithm = job.algorithm
-    # Else the loss is no likelihood of what was said.
-    speaks = algorithm.train_on in ("completion", "all") and algorithm.held_out_objective.divergence is None
-    held_out = job.evaluation.batches if speaks else []
+    held_out = job.evaluation.batches if algorithm.measures_likelihood else []
     result = result_of(folder, unigram_entropy(held_out) if held_out else None)
     picture = write_curves(folder, [(folder.name, result.metrics)])
     display.say(summary(result, recipe, picture))

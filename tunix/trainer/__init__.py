@@ -1,1 +1,1 @@
-"""The train state, the compiled step, and the trainer that algorithms speak to as a client."""
+"""The train state, the compiled training step, and `Trainer`, the in-process implementation of the client."""

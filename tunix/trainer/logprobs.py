@@ -1,6 +1,6 @@
-"""Log-probs, entropies and values of given sequences: packed, computed pass by pass, and unpacked again.
+"""Log-probs, entropies and values of given sequences: packed, computed in micro-batches, and unpacked again.
 
-Axes: B rows, T time, S sequences, M passes, R rows of a pass.
+Axes: B rows, T time, S sequences, M micro-batches, R rows of a micro-batch.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,30 @@ from jaxtyping import Array, Float
 from tunix.data.packing import pack
 from tunix.mesh import fast_products
 from tunix.models.model import Model, Params
-from tunix.trainer.microbatches import Cut
-from tunix.trainer.step import Passes
+from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores sequences under one model's weights."""
+    """Computes per-token log-probs, entropies and values of sequences with one model."""
 
     model: Model
-    cut: Cut
+    microbatcher: Microbatcher
     length: int
-    """T: the longest sequence that fits."""
+    """T, the maximum tokens of a sequence."""
 
     def logprobs(
         self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
     ) -> list[np.ndarray]:
-        """`[T]` log-probs of each sequence's tokens given those before, 0 for the first.
+        """The `[T]` log-probs of each sequence's tokens given the tokens before, 0 for the first.
 
         Args:
             params: all weights.
             sequences: at least one.
-            size: sequences that the compiled shape is made for; calls of one size compile once.
+            size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
         return self._scored(partial(self._logprobs, temperature=temperature), params, sequences, size)
@@ -46,7 +46,7 @@ class Scorer:
     def entropies(
         self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
     ) -> list[np.ndarray]:
-        """`[T]` entropies in nats of the distributions that each sequence's tokens are drawn from, 0 for the first.
+        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first.
 
         Args:
             params: all weights.
@@ -57,7 +57,7 @@ class Scorer:
         return self._scored(partial(self._logprobs, temperature=temperature, entropy=True), params, sequences, size)
 
     def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
-        """`[T]` values: at t of the state before token t, 0 for the first. The model must have a value head.
+        """The `[T]` values of states: at t, of the state before token t, 0 for the first. Requires a value head.
 
         Args:
             params: all weights.
@@ -70,9 +70,9 @@ class Scorer:
         self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None
     ) -> list[np.ndarray]:
         batch = pack(sequences, size or len(sequences), self.length, packing=True)
-        with jax.set_mesh(self.cut.mesh):
-            found = np.asarray(compiled(params, self.cut.place(batch)))
-        return unpack(found.reshape(-1, found.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))
+        with jax.set_mesh(self.microbatcher.mesh):
+            values = np.asarray(compiled(params, self.microbatcher.place(batch)))
+        return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))
 
     @cached_property
     def _logprobs(self):
@@ -80,10 +80,12 @@ class Scorer:
             read = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0))
             return self.model.logprobs(params, *read, entropy=entropy, temperature=temperature)[int(entropy)]
 
-        def compute(params: Params, passes: Passes, temperature: float, entropy: bool = False) -> Float[Array, "M R T"]:
-            return each_pass(lambda rows: one(params, rows, temperature, entropy), passes)
+        def compute(
+            params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False
+        ) -> Float[Array, "M R T"]:
+            return each_microbatch(lambda rows: one(params, rows, temperature, entropy), microbatches)
 
-        options = fast_products(self.cut.mesh, self.model.dtype)
+        options = fast_products(self.microbatcher.mesh, self.model.dtype)
         return jit(compute, static_argnames=("temperature", "entropy"), options=options)
 
     @cached_property
@@ -93,22 +95,22 @@ class Scorer:
             hidden = self.model.hidden(params, tokens, positions, segments)
             return self.model.values_of(params, hidden, positions)
 
-        return jit(lambda params, passes: each_pass(lambda rows: one(params, rows), passes))
+        return jit(lambda params, microbatches: each_microbatch(lambda rows: one(params, rows), microbatches))
 
 
-def each_pass(one: Callable[[Batch], jax.Array], passes: Passes) -> Float[Array, "M R T *width"]:
-    """Per-token values of the filled passes, numbers or vectors; zeros elsewhere."""
+def each_microbatch(one: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:
+    """Applies `one` to each filled micro-batch and stacks its per-token scalars or vectors; zeros elsewhere."""
 
-    def body(index: jax.Array, found: jax.Array) -> jax.Array:
-        return found.at[index].set(one(passes.at(index)))
+    def body(index: jax.Array, stacked: jax.Array) -> jax.Array:
+        return stacked.at[index].set(one(microbatches.at(index)))
 
-    each = jax.eval_shape(one, passes.at(0))
-    empty = jax.numpy.zeros((passes.number, *each.shape), each.dtype)
-    return jax.lax.fori_loop(0, passes.filled, body, empty)
+    each = jax.eval_shape(one, microbatches.at(0))
+    empty = jax.numpy.zeros((microbatches.number, *each.shape), each.dtype)
+    return jax.lax.fori_loop(0, microbatches.filled, body, empty)
 
 
 def unpack(rows: np.ndarray, batch: Batch, number: int) -> list[np.ndarray]:
-    """Per-token values `[B T]` of a packed batch as one array a sequence, in the sequences' order."""
+    """Splits per-token values `[B T]` of a packed batch into one array for each sequence, in their order."""
     real = np.asarray(batch.segment_ids) > 0
     owners, values = np.asarray(batch.sequence_ids)[real], rows[real]
     # Rows are read left to right, so a stable sort by owner keeps each sequence's own order.

@@ -1,7 +1,7 @@
-"""Where numbers go: `metrics.jsonl` always, wandb and TensorBoard when asked, under the same names.
+"""Destinations of metrics: `metrics.jsonl` always, wandb and TensorBoard where configured, with the same names.
 
 A row is one JSON object per logged step, `{"step": 7, "time/seconds": 3.1, "train/loss": 2.04, ...}`. A resumed run
-first drops the rows behind its checkpoint, so that every step is there once.
+first drops the rows after its checkpoint, so that every step is logged once.
 """
 
 import json
@@ -18,19 +18,19 @@ from tunix.util.atomic_io import write_text_atomic
 
 @runtime_checkable
 class Sink(Protocol):
-    """One place that numbers go to."""
+    """One destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes one row."""
+        """Writes one row."""
         ...
 
     def close(self) -> None:
-        """Flushes and ends."""
+        """Flushes and closes the destination."""
         ...
 
 
 class JsonLines:
-    """The file of the run folder."""
+    """The file `metrics.jsonl` of the run folder."""
 
     def __init__(self, path: Path, resume_at: int | None):
         forget_after(path, resume_at)
@@ -38,29 +38,29 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one row."""
-        # JSON has no NaN; null is read everywhere.
+        # JSON has no NaN; every reader accepts null.
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
         append_rows(self._path, [{"step": step, **clean}])
 
     def close(self) -> None:
-        """Nothing is held open: every row is with the system already."""
+        """Does nothing: no file is held open, and every row has been written."""
 
 
 class Wandb:
-    """A Weights & Biases run; `WANDB_MODE=offline` keeps it on this machine."""
+    """A Weights & Biases run; with `WANDB_MODE=offline` it is stored locally."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]):
         import wandb
 
-        # Kept in the folder: a resumed run goes on with its curves, and no other of the same name joins them.
-        kept = folder / "wandb" / "run-id"
-        if not kept.is_file():
-            kept.parent.mkdir(exist_ok=True)
-            write_text_atomic(kept, secrets.token_hex(4))
-        name, own = folder.name, kept.read_text()
+        # The id is stored in the folder: a resumed run continues its curves, and no other run of that name joins them.
+        id_file = folder / "wandb" / "run-id"
+        if not id_file.is_file():
+            id_file.parent.mkdir(exist_ok=True)
+            write_text_atomic(id_file, secrets.token_hex(4))
+        name, run_id = folder.name, id_file.read_text()
         try:
             self._run = wandb.init(
-                project=project, dir=folder, name=name, config=dict(settings), id=own, resume="allow"
+                project=project, dir=folder, name=name, config=dict(settings), id=run_id, resume="allow"
             )
         except wandb.Error as error:
             raise UserError(
@@ -73,12 +73,12 @@ class Wandb:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Waits until it is sent or stored."""
+        """Waits until all rows are sent or stored."""
         self._run.finish()
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`."""
+    """TensorBoard event files in the run folder's `tensorboard/`."""
 
     def __init__(self, folder: Path, resume_at: int | None):
         try:
@@ -87,7 +87,7 @@ class TensorBoard:
             raise UserError(
                 "logging.tensorboard: tensorboardX is not installed. pip install 'tunix[tensorboard]'"
             ) from error
-        # What an interrupted start wrote behind its checkpoint is hidden, as it is dropped from metrics.jsonl.
+        # Hides steps after the checkpoint of an interrupted start, as they are dropped from metrics.jsonl.
         purged = None if resume_at is None else resume_at + 1
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
 
@@ -102,7 +102,7 @@ class TensorBoard:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file; a last line that a kill cut short is left out. Empty where there is none."""
+    """The complete rows of a metrics file, without a last line that a kill cut short; empty without a file."""
     if not path.exists():
         return []
     complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -110,15 +110,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats; infinite where a float cannot hold it."""
+    """The exponential of a mean loss in nats; infinite where a float overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows and hands them to the system, so that a killed process loses nothing.
+    """Appends rows and closes the file, so that a killed process loses none.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: the file cannot be written.
     """
     try:
         with path.open("a") as file:
@@ -131,17 +131,17 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def forget_after(path: Path, step: int | None) -> None:
-    """Drops the rows of steps behind `step`, which will be made again, atomically; all of them where it is None."""
-    kept = [row for row in read_rows(path) if step is not None and row["step"] <= step]
-    write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+    """Atomically drops the rows of steps after `step`, which will be repeated; all rows where it is None."""
+    rows = [row for row in read_rows(path) if step is not None and row["step"] <= step]
+    write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def open_sinks(folder: Path, config: LoggingConfig, settings: Mapping[str, Any], resume_at: int | None) -> list[Sink]:
-    """All the places that a recipe asks for.
+    """Opens all destinations that a recipe configures.
 
     Args:
-        settings: the recipe, shown beside the curves.
-        resume_at: the step that the run goes on from; None for a new one.
+        settings: the recipe, which wandb stores with the curves.
+        resume_at: the step that the run resumes from; None for a new run.
     """
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", resume_at)]
     if config.wandb:

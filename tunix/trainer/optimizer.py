@@ -1,7 +1,7 @@
-"""A recipe's `optimizer` section as one optax transformation: clip -> rule -> decoupled decay -> learning rate.
+"""Builds the optax transformation of an `optimizer` section: clip -> rule -> decoupled decay -> learning rate.
 
-All of it is computed in float32, whatever the weights are; `moments_dtype` says what moments are kept in between.
-Decay reaches matrices only; norms and biases are spared. AdamW: Loshchilov & Hutter 2017,
+All of it is computed in float32, whatever the weights are; `moments_dtype` is the type in which moments are stored.
+Weight decay applies to matrices only, not to norms and biases. AdamW: Loshchilov & Hutter 2017,
 https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235. Lion: Chen et al.
 2023, https://arxiv.org/abs/2302.06675. Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
 """
@@ -17,17 +17,17 @@ from tunix.mesh import Axes
 from tunix.trainer.config import OptimizerConfig
 
 MUON_RMS = 0.2
-"""Root mean square of a Muon update, that of a typical AdamW update, so that its learning rates carry over
+"""Root mean square of a Muon update: that of a typical AdamW update, so that AdamW's learning rates carry over
 (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Updates until the full learning rate."""
+    """The number of updates until the full learning rate."""
     return round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
 
 
 def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Updates done -> learning rate: linear over the warm-up, then constant, linear or cosine down to `end`.
+    """The schedule, updates done -> learning rate: linear warm-up, then constant, linear or cosine down to `end`.
 
     Args:
         steps: updates of the whole run, warm-up included.
@@ -39,24 +39,24 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "linear": lambda: optax.linear_schedule(rate, rate * config.end, rest),
         "cosine": lambda: optax.cosine_decay_schedule(rate, rest, config.end),
     }[config.schedule]()
-    # The first update already moves: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate. Hugging Face's is one
-    # update behind, with 0, 1/n, ..., (n - 1)/n; from update n on they are the same.
+    # The first update already moves the weights: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate. Hugging
+    # Face's lags by one update, with 0, 1/n, ..., (n - 1)/n; from update n on they agree.
     ahead = 0 if config.warmup_from_zero else 1
     return optax.join_schedules([lambda step: rate * (step + ahead) / warm, decay], [warm]) if warm else decay
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay reaches a parameter: not norms, biases and magnitudes, nor what does not train."""
-    still = ("/b", "_lora_m", "_lora_a0", "_lora_b0")
-    return not (name.endswith(still) or name.split("/")[-2].endswith("norm"))
+    """Whether weight decay applies to a parameter: not to norms, biases and magnitudes, nor to frozen parameters."""
+    exempt = ("/b", "_lora_m", "_lora_a0", "_lora_b0")
+    return not (name.endswith(exempt) or name.split("/")[-2].endswith("norm"))
 
 
 def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
-    """The transformation for parameters with these logical axes.
+    """The optax transformation of an `optimizer` section.
 
     Args:
         steps: updates of the whole run, for the schedule.
-        axes: logical axes by parameter name; Muon reads off them which axes are a matrix.
+        axes: logical axes by parameter name, from which Muon finds the axes of a matrix.
     """
     return _in_float32(_chain(config, build_schedule(config, steps), axes), config.moments_dtype)
 
@@ -71,16 +71,16 @@ def _chain(config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str,
     return optax.chain(clip, _rule(config, axes), decay, optax.scale_by_learning_rate(schedule), *faster)
 
 
-def _in_float32(inner: optax.GradientTransformation, kept: DType) -> optax.GradientTransformation:
-    """Computes in float32 and keeps the moments in `kept`: 0.999 of a bfloat16 number rounds back to that number."""
+def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.GradientTransformation:
+    """Computes in float32 and stores the moments in `storage`: 0.999 of a bfloat16 number rounds to that number."""
 
     def cast(tree: Any, dtype: DType) -> Any:
         return optax.tree.cast(tree, jax.numpy.dtype(dtype))
 
     def stored(state: optax.OptState) -> Any:
-        # Moments have a parameter's name; the rest are counters and constants.
+        # Only moments are under a parameter's name; the rest are counters and constants.
         def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            return x.astype(kept) if isinstance(path[-1], jax.tree_util.DictKey) else x
+            return x.astype(storage) if isinstance(path[-1], jax.tree_util.DictKey) else x
 
         return jax.tree_util.tree_map_with_path(one, state)
 
@@ -98,7 +98,7 @@ def _in_float32(inner: optax.GradientTransformation, kept: DType) -> optax.Gradi
 def lora_plus(ratio: float) -> optax.GradientTransformation:
     """LoRA+ (Hayou, Ghosh & Yu 2024, https://arxiv.org/abs/2402.12354): `eta_B = ratio * eta_A`.
 
-    B begins at 0 and A does not: with equal rates, a wide model learns its features from B too slowly.
+    B starts at 0 and A does not: with equal rates, a wide model learns its features from B too slowly.
     """
 
     def scaled(updates: Any, _: Any) -> Any:
@@ -121,9 +121,9 @@ def _rule(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTr
 
 
 def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
-    """`inner`, for which a parameter is what it is in one layer, over stacks of layers `[L ...]`.
+    """Applies `inner` to each layer of a stacked parameter `[L ...]` separately.
 
-    A wild gradient in one layer must not shrink the updates of the others, nor be part of their statistics.
+    An outlier gradient in one layer must neither shrink the updates of the others nor enter their statistics.
     """
 
     def parts(tree: Any) -> tuple[Any, Any]:
@@ -135,11 +135,11 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
         return inner.init(rest), jax.vmap(inner.init)(stacked) if stacked else inner.init({})
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        (rest, stacked), (mine, theirs) = parts(updates), parts(params)
+        (rest, stacked), (rest_params, stacked_params) = parts(updates), parts(params)
         each = jax.vmap(inner.update) if stacked else inner.update
-        found: list[Any] = [inner.update(rest, state[0], mine), each(stacked, state[1], theirs)]
-        together = {name: x for new, _ in found for name, x in new.items()}
-        return {name: together[name] for name in updates}, tuple(kept for _, kept in found)
+        results: list[Any] = [inner.update(rest, state[0], rest_params), each(stacked, state[1], stacked_params)]
+        merged = {name: x for scaled, _ in results for name, x in scaled.items()}
+        return {name: merged[name] for name in updates}, tuple(new_state for _, new_state in results)
 
     return optax.GradientTransformation(init, update)
 
@@ -147,7 +147,7 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
 def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes], mask: Mapping[str, bool]
 ) -> optax.GradientTransformation:
-    """Muon on the layers' matrices, AdamW on tables, norms and biases (as its authors do)."""
+    """Muon for the matrices of the layers, AdamW for embeddings, norms and biases (as its authors do)."""
     numbers = {name: _matrix(name, names) for name, names in axes.items()}
     adam = {f"adam_{key}": value for key in ("b1", "b2") if (value := getattr(config, key)) is not None}
 
@@ -168,7 +168,7 @@ def _muon(
 
 
 def _matrix(name: str, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a stacked parameter are a matrix's rows and columns; None where it is no matrix of a layer."""
+    """The axes of a stacked parameter that are a matrix's rows and columns; None if it is no matrix of a layer."""
     if axes[0] != "layers" or len(axes) < 3 or not decays(name):
         return None
     # Contracted axes come first; `o` contracts heads and head, all others one axis.
@@ -179,5 +179,5 @@ def _matrix(name: str, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
 
 
 def learning_rate(schedule: optax.Schedule, step: jax.Array) -> jax.Array:
-    """The rate of the update that follows `step` finished ones."""
+    """The learning rate of the update after `step` finished ones."""
     return jax.numpy.asarray(schedule(step), jax.numpy.float32)

@@ -1,8 +1,8 @@
-"""What the hardware does: FLOPs of the model, share of the device's peak, memory, compilations.
+"""Performance numbers: the model's FLOPs, the devices' peak, memory, compilations.
 
 A dense decoder spends 6 FLOPs per weight and token on training (2 forward, 4 backward; Kaplan et al. 2020,
 https://arxiv.org/abs/2001.08361), and attention 12 N H per layer and pair of tokens, half of them causal. A frozen base
-skips the gradients of its weights: 4 instead of 6. An adapter's A and B are weights that train, beside it.
+needs no gradients of its weights: 4 instead of 6. An adapter's A and B are additional trainable weights.
 """
 
 import resource
@@ -26,29 +26,29 @@ PEAK_FLOPS: dict[str, float] = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-"""Dense bf16 peak by the start of the device's name, from the vendors' data sheets; a CPU's is not known."""
+"""Dense bf16 peak FLOP/s by the prefix of the device's name, from the vendors' data sheets; unknown for CPUs."""
 
 
 # The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
 def peak_flops(device: jax.Device) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
-    """FLOP/s of one device at best, or None where it is not known."""
+    """Peak FLOP/s of one device, or None where it is unknown."""
     known = [peak for name, peak in PEAK_FLOPS.items() if device.device_kind.startswith(name)]
     return known[0] if known else None
 
 
 def matmul_weights(config: DecoderConfig) -> int:
-    """Weights that every token is multiplied by: the layers' matrices and the head, not the embedding look-up."""
+    """Number of weights that every token is multiplied by: all matrices and the head, not the embedding look-up."""
     return config.num_layers * layer_weights(config) + config.vocab_size * config.d_model
 
 
 def layer_weights(config: DecoderConfig) -> int:
-    """Weights of one layer's matrices."""
+    """Number of weights in one layer's matrices."""
     c = config
     return c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.d_model * c.ffn
 
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
-    """Weights of A and B, by which every token is multiplied too: `r (inputs + outputs)` of each adapted matrix."""
+    """Number of weights in all A and B: `r (inputs + outputs)` of each adapted matrix."""
     c = config
     wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     sides = {"q": c.d_model + wide, "k": c.d_model + narrow, "v": c.d_model + narrow, "o": wide + c.d_model}
@@ -57,20 +57,20 @@ def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
 
 
 def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig | None) -> float:
-    """FLOPs that one update on this packed batch needs; padding, recomputation and the optimizer are not counted.
+    """FLOPs of one update on a packed batch, without padding, recomputation and the optimizer.
 
     Args:
-        adapter: what trains in place of the weights, which are frozen then; None where all of them train.
+        adapter: the adapter that trains on frozen weights; None where all weights train.
     """
     real = np.asarray(batch.segment_ids) > 0
     tokens = int(real.sum())
-    # A token at position p sees p + 1 tokens.
+    # A token at position p attends to p + 1 tokens.
     pairs = float((np.asarray(batch.positions)[real] + 1).sum())
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
     if adapter is None:
         return 6 * matmul_weights(config) * tokens + attention
     weights = 4 * matmul_weights(config) + 6 * adapter_weights(config, adapter)
-    if adapter.start == "pissa":  # what its A and B began as is multiplied by, too, and frozen
+    if adapter.start == "pissa":  # the initial A and B are frozen, and multiplied by as well
         weights += 4 * adapter_weights(config, adapter)
     if "lm_head" in adapter.also or (config.tied and adapter.also):
         weights += 2 * config.vocab_size * config.d_model
@@ -78,7 +78,7 @@ def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig |
 
 
 def peak_memory() -> int:
-    """Bytes at the highest: of the first device where it tells, else of this process."""
+    """Peak memory in bytes: of the first device where it reports that, else of this process."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -87,23 +87,23 @@ def peak_memory() -> int:
 
 
 class Compilations:
-    """Counts compilations of this process from its creation on; `settled()` starts the count that should stay 0."""
+    """Counts the compilations of this process; those after the last `settled()` should stay 0."""
 
     _EVENT = "/jax/core/compile/backend_compile_duration"
 
     def __init__(self) -> None:
         self._all = 0
         self._settled = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_compilation)
 
-    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _on_compilation(self, event: str, duration_secs: float, **_: str | int) -> None:
         self._all += event == self._EVENT
 
     def settled(self) -> None:
-        """What has been compiled until now was warm-up."""
+        """Marks everything compiled until now as warm-up."""
         self._settled = self._all
 
     @property
     def since_warmup(self) -> int:
-        """Compilations after warm-up."""
+        """Number of compilations after the warm-up."""
         return self._all - self._settled

@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere. Everything goes to stderr.
+"""Progress display of a run on stderr: a live bar on a terminal, plain lines elsewhere.
 
-The bar shows step, loss, reward or share of pairs in order (and its curve so far), tokens per second and time left.
-Without a terminal a line is printed every ten seconds, so that a log file stays readable.
+The bar shows step, loss, reward or accuracy (with its curve so far), tokens per second and remaining time. Without a
+terminal a line is printed every ten seconds, so that a log file stays readable.
 """
 
 import math
@@ -16,20 +16,20 @@ LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0
 """Seconds between plain lines."""
 RISING = ("reward/mean", "rewards/accuracy")
-"""What should go up; the first that a run has is drawn."""
+"""Metrics that should rise; the first that a run reports is shown as a curve."""
 DETAILS = ("eval/logprobs/", "eval/rewards/chosen", "eval/rewards/rejected", "eval/kl/")
-"""How names begin that metrics.jsonl has, and that a person is spared."""
+"""Prefixes of metrics that are written to metrics.jsonl but not displayed."""
 
 
 class Display:
-    """Progress of one run over `total` steps."""
+    """Progress display of one run over `total` steps."""
 
     def __init__(self, title: str, total: int, start: int):
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._total = total
         self._printed = 0.0
         self._speed = ""
-        self._climb: list[float] = []
+        self._rising: list[float] = []
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -43,17 +43,17 @@ class Display:
             self._bar.start()
 
     def total(self, total: int) -> None:
-        """Sets the number of steps, once it is known."""
+        """Sets the total number of steps, once it is known."""
         self._total = total
         self._bar.update(self._task, total=total)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a finished step."""
+        """Displays the metrics of a finished step."""
         if "perf/tokens_per_second" in values:
             self._speed = f"{readable(values['perf/tokens_per_second'])} tokens/s"
-        self._climb += [values[name] for name in RISING if name in values][:1]
-        drawn = sparkline(self._climb) if self.console.encoding.startswith("utf") else ""
-        numbers = "  ".join(part for part in (drawn, summary(values), self._speed) if part)
+        self._rising += [values[name] for name in RISING if name in values][:1]
+        curve = sparkline(self._rising) if self.console.encoding.startswith("utf") else ""
+        numbers = "  ".join(part for part in (curve, summary(values), self._speed) if part)
         if self.console.is_terminal:
             self._bar.update(self._task, completed=step, numbers=numbers)
         elif step == self._total or time.monotonic() - self._printed > LINES_EVERY:
@@ -65,14 +65,14 @@ class Display:
         self.console.print(text, markup=False)
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Stops the bar and restores the terminal."""
         if self.console.is_terminal:
             self._bar.stop()
         sys.stderr.flush()
 
 
 def summary(values: Mapping[str, float]) -> str:
-    """The few numbers that a person wants to see go by."""
+    """The most important numbers of a step: `reward 0.5000  loss 1.2345`."""
     shown = []
     for label, name in (("reward", "reward/mean"), ("accuracy", "rewards/accuracy"), ("loss", "train/loss")):
         if name in values:
@@ -81,17 +81,17 @@ def summary(values: Mapping[str, float]) -> str:
 
 
 def evaluated(values: Mapping[str, float]) -> str:
-    """What an evaluation found, the loss first and without the details: `eval/loss 0.5482  eval/...`."""
+    """The numbers of an evaluation, the loss first and without `DETAILS`: `eval/loss 0.5482  eval/...`."""
     shown = [name for name in values if not name.startswith(DETAILS)]
     return "  ".join(f"{name} {values[name]:.4f}" for name in sorted(shown, key=lambda name: name != "eval/loss"))
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """A curve in one line, from the lowest value to the highest: `▁▁▂▃▅▆▇█`; nothing where it has not moved yet.
+    """A curve in one line of text, scaled from lowest to highest value: `▁▁▂▃▅▆▇█`; empty while all are equal.
 
     Args:
-        values: all so far; each letter stands for the mean of as many as it takes.
-        width: letters at most.
+        values: all values so far; each character is the mean of several where there are more than `width`.
+        width: maximum number of characters.
     """
     known = [value for value in values if math.isfinite(value)]
     size = -(-len(known) // width)
@@ -101,7 +101,7 @@ def sparkline(values: Sequence[float], width: int = 16) -> str:
 
 
 def readable(number: float | int) -> str:
-    """`12_345` -> `12.3k`."""
+    """A number with a unit prefix: `12_345` -> `12.3k`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"

@@ -1,10 +1,11 @@
-"""The compiled heart: gradients of a loss over packed rows, pass by pass, and their application.
+"""The compiled training step: gradients of a loss over packed rows, summed over micro-batches, and their application.
 
-A batch arrives as `[M R T]`: M passes of R rows, of which `passes` are filled; the loop runs only those, so packing
-saves time and nothing recompiles. Terms are divided by the counts of the whole batch, taken before the split: passes,
-padding and devices cannot change the result.
+A batch arrives as `[M R T]`: M micro-batches of R rows, of which the first `filled` hold data; the loop runs only
+those, so packing saves time and nothing recompiles. Terms are divided by the counts of the whole batch, taken before
+the split: micro-batches, padding and devices cannot change the result.
 
-Axes: M passes, R rows of a pass, T time, S sequences, D model.
+Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's
+width.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ Index = Int[Array, ""] | int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Peak:
-    """The largest of some per-token values, and where it is."""
+    """The largest of some per-token values, and its index."""
 
     value: Any
-    """A float scalar; Any, since `jax.eval_shape` puts a shape here."""
+    """Float scalar, e.g. 3.5; typed Any, since `jax.eval_shape` puts a shape here."""
     place: Any
-    """Index in the batch's rows as passes, `[M R T]` flattened: a whole number, likewise."""
+    """Integer scalar: index in the batch's flattened `[M R T]`, e.g. 17."""
 
     def or_larger(self, other: Peak) -> Peak:
-        """The larger of both, the earlier one where they are equal."""
+        """The larger of two peaks, the earlier one where they are equal."""
         larger = other.value > self.value
         return Peak(*(jnp.where(larger, b, a) for a, b in ((self.value, other.value), (self.place, other.place))))
 
@@ -50,41 +51,41 @@ class Peak:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What training changes. Everything random follows from the run's seed and `step`."""
+    """Everything that training updates. Random numbers follow from the run's seed and `step`."""
 
     params: Params
-    """The weights that train: all of them, or only the adapter's."""
+    """The trainable weights: all of them, or only the adapter's."""
     moments: optax.OptState
     """The optimizer's state."""
     step: Int[Array, ""]
-    """Updates done."""
+    """Number of updates done, e.g. 100."""
     critic: TrainState | None = None
-    """Likewise of a critic that is a model of its own."""
+    """The train state of a critic that is a separate model; None without one."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Passes:
-    """A batch cut into passes of equal shape."""
+class Microbatches:
+    """A batch split into micro-batches of equal shape."""
 
     rows: Mapping[str, Num[Array, "M R T"] | Bool[Array, "M R T"]]
-    """The batch's own per-token arrays by field name; without `parents` where it has none."""
+    """The batch's per-token fields by name, e.g. `tokens`; without `parents` where the batch has none."""
     values: Mapping[str, Num[Array, "M R T"]]
-    """Its `per_token` values."""
+    """The batch's `per_token` values by name."""
     weights: Float[Array, "S"]
     lengths: Float[Array, "S"]
     counts: Mapping[str, Float[Array, ""]]
     per_sequence: Mapping[str, Num[Array, "S"]]
     filled: Int[Array, ""]
-    """Passes that hold rows; the loop stops there."""
+    """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
 
     @property
     def number(self) -> int:
-        """M."""
+        """M, the number of micro-batches."""
         return self.rows["tokens"].shape[0]
 
     def at(self, index: Index) -> Batch:
-        """The rows of one pass `[R T]`, with the whole batch's per-sequence arrays and counts."""
+        """The rows of one micro-batch `[R T]`, with the whole batch's per-sequence arrays and counts."""
         return Batch(
             **{name: rows[index] for name, rows in self.rows.items()},
             weights=self.weights,
@@ -97,58 +98,60 @@ class Passes:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Lesson:
-    """What a teacher says of a batch, on the student's mesh."""
+class TeacherStates:
+    """A teacher's hidden states for one batch, on the student's mesh, and the head that maps them to logits."""
 
-    states: Float[Array, "M R T E"]
-    """Its hidden states after the final norm."""
-    table: Float[Array, "V E"]
-    """Its head."""
+    hidden: Float[Array, "M R T Te"]
+    """The teacher's hidden states after its final norm."""
+    table: Float[Array, "V Te"]
+    """The matrix of the teacher's head."""
     softcap: float | None = field(metadata={"static": True})
-    """Of its logits."""
+    """Softcap of the teacher's logits, e.g. 30.0; None without one."""
 
 
-class Held(NamedTuple):
-    """What a step reads and does not change."""
+class FrozenInputs(NamedTuple):
+    """Inputs of a step that it does not update: the base under an adapter, the reference, the teacher's states."""
 
-    frozen: Params
-    """The base under an adapter; empty without one."""
+    base: Params
+    """The frozen weights under an adapter; empty without one."""
     reference: Params | None = None
-    """Those that the run started from, where the loss asks for their log-probs."""
-    lesson: Lesson | None = None
-    """What the teacher says of this batch, where the loss asks for a divergence."""
+    """The reference's weights, where the loss reads its log-probs."""
+    teacher: TeacherStates | None = None
+    """The teacher's states for this batch, where the loss reads a divergence."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The pure functions behind the client's verbs, for one model and one optimizer."""
+    """The pure functions that implement the client's methods, for one model and one optimizer."""
 
     model: Model
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     drops: bool = False
-    """Whether adapters drop inputs while they train."""
+    """Whether the adapter uses dropout during training."""
 
-    def step(self, state: TrainState, held: Held, passes: Passes, key: PRNGKeyArray, loss: Loss):
-        """One update: `(state, metrics)`. `state` is donated by the caller's jit."""
-        gradients, metrics = self.gradients(state, held, passes, key, loss)
+    def step(self, state: TrainState, frozen: FrozenInputs, microbatches: Microbatches, key: PRNGKeyArray, loss: Loss):
+        """One update; returns `(state, metrics)`. The caller's jit donates `state`."""
+        gradients, metrics = self.gradients(state, frozen, microbatches, key, loss)
         state, more = self.apply(state, gradients)
         return state, metrics | more
 
-    def gradients(self, state: TrainState, held: Held, passes: Passes, key: PRNGKeyArray, loss: Loss):
-        """Gradients of the whole batch's loss, and its metrics."""
+    def gradients(
+        self, state: TrainState, frozen: FrozenInputs, microbatches: Microbatches, key: PRNGKeyArray, loss: Loss
+    ):
+        """The gradients of the whole batch's loss, and its metrics."""
         key = jax.random.fold_in(key, state.step)
 
-        def one_pass(params: Params, index: Index) -> tuple[jax.Array, Sums]:
-            sums = self.sums(params, held, passes, index, loss, key)
+        def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:
+            sums = self.sums(params, frozen, microbatches, index, loss, key)
             return cast(jax.Array, sums["train/loss"]), sums
 
-        gradient = jax.grad(one_pass, has_aux=True)
-        gradients, sums = over_passes(lambda index: gradient(state.params, index), passes)
-        return gradients, told(sums)
+        gradient = jax.grad(one_microbatch, has_aux=True)
+        gradients, sums = accumulate(lambda index: gradient(state.params, index), microbatches)
+        return gradients, to_scalars(sums)
 
     def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The optimizer's update."""
+        """Applies the optimizer; returns the new state and its metrics."""
         updates, moments = self.optimizer.update(gradients, state.moments, state.params)
         metrics = {
             "train/grad_norm": optax.global_norm(gradients),
@@ -157,43 +160,53 @@ class Compute:
         params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, moments, state.step + 1), metrics
 
-    def evaluate(self, params: Params, held: Held, passes: Passes, loss: Loss) -> dict[str, jax.Array]:
+    def evaluate(
+        self, params: Params, frozen: FrozenInputs, microbatches: Microbatches, loss: Loss
+    ) -> dict[str, jax.Array]:
         """The loss and its metrics, forward only and without noise."""
-        return told(over_passes(lambda index: self.sums(params, held, passes, index, loss, None), passes))
+        return to_scalars(
+            accumulate(lambda index: self.sums(params, frozen, microbatches, index, loss, None), microbatches)
+        )
 
     def sums(
-        self, params: Params, held: Held, passes: Passes, index: Index, loss: Loss, key: PRNGKeyArray | None
+        self,
+        params: Params,
+        frozen: FrozenInputs,
+        microbatches: Microbatches,
+        index: Index,
+        loss: Loss,
+        key: PRNGKeyArray | None,
     ) -> Sums:
-        """One pass's share of the loss and its metrics, already divided by the whole batch's counts.
+        """One micro-batch's share of the loss and its metrics, already divided by the whole batch's counts.
 
         Args:
-            key: of what is random while training; None for nothing.
+            key: of embedding noise and dropout; None for an evaluation, without noise.
         """
-        batch = passes.at(index)
-        params = {**held.frozen, **params}
-        noise, drawn = None, None
+        batch = microbatches.at(index)
+        params = {**frozen.base, **params}
+        noise, dropout_keys = None, None
         if key is not None and loss.embedding_noise:
             noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
         if key is not None and self.drops:
-            drawn = token_keys(batch, jax.random.fold_in(key, DROPOUT))
-        hidden = hidden_of(self.model, params, batch, noise, drawn)
+            dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
+        hidden = hidden_of(self.model, params, batch, noise, dropout_keys)
         logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
         if loss.logprobs:
             logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
         values = self.model.values_of(params, hidden, jnp.asarray(batch.positions)) if loss.values else None
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         if loss.reference:
-            inputs = replace(inputs, reference_logprobs=self._reference_logprobs(held, batch, loss))
+            inputs = replace(inputs, reference_logprobs=self._reference_logprobs(frozen, batch, loss))
         if loss.divergence:
-            assert held.lesson is not None, "the loss reads a divergence: hold a teacher"
-            inputs = replace(inputs, compared=_compared(self.model, params, hidden, held.lesson, batch, index, loss))
+            assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
+            inputs = replace(inputs, compared=_compared(self.model, params, hidden, frozen.teacher, batch, index, loss))
         return loss_sums(loss.function, inputs)
 
-    def _reference_logprobs(self, held: Held, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
-        assert held.reference is not None, "the loss reads a reference: hold one"
-        model = replace(self.model, adapt=None, critic=False)
-        hidden = hidden_of(model, held.reference, batch)
-        return jax.lax.stop_gradient(_logprobs(model, held.reference, hidden, batch, replace(loss, entropy=False))[0])
+    def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
+        assert frozen.reference is not None, "the loss reads a reference: hold one"
+        model = replace(self.model, adapt=None, has_scalar_head=False)
+        hidden = hidden_of(model, frozen.reference, batch)
+        return jax.lax.stop_gradient(_logprobs(model, frozen.reference, hidden, batch, replace(loss, entropy=False))[0])
 
 
 def hidden_of(
@@ -201,18 +214,18 @@ def hidden_of(
     params: Params,
     batch: Batch,
     noise: Float[Array, "B T D"] | None = None,
-    drawn: TokenKeys | None = None,
+    dropout_keys: TokenKeys | None = None,
 ) -> Float[Array, "B T D"]:
-    """The states that a model makes of a batch's rows."""
+    """The model's final hidden states for a batch's rows."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
     parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise, drawn=drawn)
+    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise, dropout_keys=dropout_keys)
 
 
 def _logprobs(
     model: Model, params: Params, hidden: Float[Array, "B T D"], batch: Batch, loss: Loss
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probs of the trained tokens and their entropy, as the loss wants them."""
+    """The log-probs of the trained tokens, and their entropies where the loss reads them."""
     read = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
     return model.logprobs_of(params, hidden, *read, entropy=loss.entropy, temperature=loss.temperature)
 
@@ -221,28 +234,28 @@ def _compared(
     model: Model,
     params: Params,
     hidden: Float[Array, "B T D"],
-    lesson: Lesson,
+    states: TeacherStates,
     batch: Batch,
     index: Index,
     loss: Loss,
 ) -> Compared:
-    """The policy beside the teacher at the trained tokens of a pass."""
+    """The divergence of policy and teacher at the trained tokens of a micro-batch."""
     assert loss.divergence is not None
     needed = (jnp.asarray(batch.loss_mask) & (jnp.asarray(batch.positions) > 0))[:, 1:]
-    # As log-probs: the state at t - 1 predicts token t.
+    # Shifted as for log-probs: the state at t - 1 predicts token t.
     student = Side(hidden[:, :-1], model.table(params), model.config.logit_softcap)
-    teacher = Side(lesson.states[index][:, :-1], lesson.table, lesson.softcap)
-    found = compared(student, teacher, jnp.asarray(batch.tokens)[:, 1:], needed, loss.divergence)
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)
+    teacher = Side(states.hidden[index][:, :-1], states.table, states.softcap)
+    values = compared(student, teacher, jnp.asarray(batch.tokens)[:, 1:], needed, loss.divergence)
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), values)
 
 
 def loss_sums(function: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> Sums:
-    """A loss of its inputs, reduced; sequences of weight 0 reach neither its value nor its gradient."""
+    """Evaluates and reduces a loss; sequences of weight 0 affect neither its value nor its gradient."""
     return reduce_outputs(function(trained_only(inputs)), inputs.batch)
 
 
 def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
-    """`train/loss` (the sum of the terms), each term where there are several, and the loss's own metrics."""
+    """Reduces a loss's outputs to `train/loss` (the sum of the terms), each of several terms, and its metrics."""
     terms = {name: reduce(term, batch) for name, term in outputs.terms.items()}
     sums: Sums = {"train/loss": sum(terms.values(), jnp.float32(0))}
     if len(terms) > 1:
@@ -253,15 +266,15 @@ def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
 
 
 def peak(values: Float[Array, "B T"], batch: Batch) -> Peak:
-    """The largest value at a trained token of a sequence that counts; nan is larger than any number."""
+    """The largest value at trained tokens of sequences with a weight above 0; nan counts as infinity."""
     counts = batch.loss_mask & (batch.weights[batch.sequence_ids] > 0)
     flat = jnp.where(counts, jnp.where(jnp.isnan(values), jnp.inf, values), -jnp.inf).ravel()
     place = jnp.argmax(flat)
     return Peak(flat[place], place.astype(jnp.int32))
 
 
-def told(sums: Sums) -> dict[str, jax.Array]:
-    """Scalars by name; a peak's place is its name and `/at`."""
+def to_scalars(sums: Sums) -> dict[str, jax.Array]:
+    """Sums as scalars by name; the index of a peak gets the suffix `/at`."""
     flat: dict[str, jax.Array] = {}
     for name, value in sums.items():
         flat |= {name: value.value, f"{name}/at": value.place} if isinstance(value, Peak) else {name: value}
@@ -269,14 +282,14 @@ def told(sums: Sums) -> dict[str, jax.Array]:
 
 
 def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
-    """Masked, weighted sum of a term's values over the denominator that it names (see `types.Term`).
+    """The masked, weighted sum of a term's values, divided by the denominator that it names (see `types.Term`).
 
-    0 where nothing counts: the sum of nothing, over a count of 0.
+    0 where no token or sequence counts.
     """
     values, over = term.values, term.over
     if values.ndim == 1:
         assert over in ("sequences", "pairs"), f"one value for each of {over}?"
-        # Sequences of other passes are counted there.
+        # A sequence is counted in the micro-batch that holds its trained tokens.
         here = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
         share, count = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
     else:
@@ -294,20 +307,20 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.where(share > 0, values * share, 0.0)) / jnp.where(count > 0, count, 1.0)
 
 
-def over_passes(one: Callable, passes: Passes) -> Any:
-    """Sums `one(index)` over the filled passes, in float32 at least; peaks keep their largest.
+def accumulate(one: Callable, microbatches: Microbatches) -> Any:
+    """Sums `one(index)` over the filled micro-batches, in float32 or wider; of peaks it keeps the largest.
 
-    A single pass needs no loop.
+    A single micro-batch is computed without a loop.
     """
-    if passes.number == 1:
+    if microbatches.number == 1:
         return one(0)
     shapes = jax.eval_shape(one, 0)
-    size = passes.rows["tokens"][0].size
+    size = microbatches.rows["tokens"][0].size
 
     def nothing(x: Any) -> Any:
         if isinstance(x, Peak):
             return Peak(jnp.float32(-jnp.inf), jnp.int32(0))
-        # bf16 weights have bf16 gradients; their sum over passes must not lose the small ones.
+        # bf16 weights have bf16 gradients; their sum over micro-batches must not lose the small ones.
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     def body(i: jax.Array, sums: Any) -> Any:
@@ -317,7 +330,7 @@ def over_passes(one: Callable, passes: Passes) -> Any:
         return jax.tree.map(joined, sums, one(i), is_leaf=_is_peak)
 
     start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
-    sums = jax.lax.fori_loop(0, passes.filled, body, start)
+    sums = jax.lax.fori_loop(0, microbatches.filled, body, start)
     return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, shapes)
 
 
@@ -326,7 +339,7 @@ def _is_peak(x: Any) -> bool:
 
 
 def token_keys(batch: Batch, key: PRNGKeyArray) -> TokenKeys:
-    """A key for each token, from its sequence and position alone: packing and passes cannot change it."""
+    """A random key for each token, which depends only on its sequence and position, not on packing."""
 
     def token(sequence: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, sequence), position)
@@ -337,7 +350,7 @@ def token_keys(batch: Batch, key: PRNGKeyArray) -> TokenKeys:
 def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -> Float[Array, "B T D"]:
     """NEFTune (Jain et al. 2023, https://arxiv.org/abs/2310.05914): uniform in +-1, times `alpha / sqrt(length D)`.
 
-    Each token's noise depends on its sequence and position alone, so that packing and passes cannot change it.
+    A token's noise depends only on its sequence and position, so that packing and micro-batches cannot change it.
     """
     length = jax.ops.segment_max(
         jnp.where(batch.segment_ids > 0, batch.positions + 1, 0).ravel(),
@@ -345,8 +358,8 @@ def embedding_noise(batch: Batch, width: int, alpha: float, key: PRNGKeyArray) -
         num_segments=batch.weights.shape[0],
     )
 
-    def uniform(own: jax.Array) -> jax.Array:
-        return jax.random.uniform(own, (width,), minval=-1.0, maxval=1.0)
+    def uniform(token_key: jax.Array) -> jax.Array:
+        return jax.random.uniform(token_key, (width,), minval=-1.0, maxval=1.0)
 
     noise = jax.vmap(jax.vmap(uniform))(token_keys(batch, key))
     size = alpha / jnp.sqrt(jnp.maximum(length, 1)[batch.sequence_ids] * float(width))

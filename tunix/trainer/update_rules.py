@@ -1,4 +1,4 @@
-"""Which keys of a recipe's `optimizer` section mean something beside its others. Loads without jax."""
+"""Which keys of the `optimizer` section apply to which update rule. Loads without jax."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ READS = {
     "muon": ("b1", "b2", "eps", "momentum"),
     "sgd": ("momentum",),
 }
-"""Of b1, b2, eps and momentum, those that each rule reads."""
+"""The keys among b1, b2, eps and momentum that each rule reads."""
 DECAYS = {
     "adamw": {"b1": 0.9, "b2": 0.999},
     "lion": {"b2": 0.99},
@@ -18,14 +18,14 @@ DECAYS = {
     "sgd": {"momentum": 0.0},
     "adafactor": {},
 }
-"""What each rule multiplies its moments with at every update, where the recipe does not say it."""
-MOST = 1 - 2**-8
-"""Decay of a moment in bfloat16 at most. Its numbers are up to 2**-7 of themselves apart: what takes off less than half
-of that never moves them."""
+"""The default decays of each rule's moments."""
+LARGEST_DECAY = 1 - 2**-8
+"""The largest decay of a moment in bfloat16. Neighbouring bfloat16 numbers differ by up to 2**-7 of their value: a
+decay that subtracts less than half of that never changes them."""
 
 
 def complaints(section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the values of an `optimizer` section together.
+    """Messages about keys of an `optimizer` section that have no effect or contradict each other.
 
     Args:
         section: the value of every key.
@@ -43,14 +43,14 @@ def complaints(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rounded(section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with moments in bfloat16."""
+    """Messages about moments in bfloat16."""
     name = section["name"]
-    decays = {key: usual if section[key] is None else section[key] for key, usual in DECAYS[name].items()}
+    decays = {key: default if section[key] is None else section[key] for key, default in DECAYS[name].items()}
     if not any(decays.values()):
         why = "whose statistics stay in float32" if name == "adafactor" else "which keeps none without momentum"
         yield f"moments_dtype changes nothing for {name}, {why}"
     for key, decay in decays.items():
-        if decay > MOST:
+        if decay > LARGEST_DECAY:
             yield (
                 f"moments_dtype: {decay:g} ({key}) of a bfloat16 number rounds back to that number, so that moments "
                 f"would never fall: set {key} to 0.99 or less, or moments_dtype to float32"

@@ -1,1 +1,1 @@
-"""Small helps that know nothing of models: atomic writes, YAML, plugins by name, statistics, exact compilation."""
+"""Small utilities that do not depend on models: atomic writes, YAML, plugins by name, statistics, exact compilation."""

@@ -1,8 +1,8 @@
-"""Writing so that a reader sees all of it or nothing: a temporary sibling first, then one rename; reading nothing that
-a folder from elsewhere has no right to name.
+"""Atomic writes: a temporary sibling is written first and then renamed, so that a reader sees all of it or nothing.
 
-`atomic_folder` serves exports; `write_text_atomic`, `write_lines_atomic` and `write_bytes_atomic` single files. What
-stood at the target before is never deleted by a folder; on a failure the temporary goes and the target is as it was.
+`atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `write_bytes_atomic` are for single files.
+A folder never replaces anything; on a failure the temporary is removed and the target is unchanged. `refuse_foreign`
+guards reading: a folder from elsewhere cannot name files outside of it.
 """
 
 import os
@@ -18,7 +18,7 @@ from tunix.errors import UserError
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that becomes `path` when the block ends well.
+    """A temporary folder next to `path` that is renamed to `path` when the block ends without an error.
 
     Raises:
         UserError: `path` exists and is not an empty folder, or the disk refuses a write.
@@ -29,12 +29,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for file in temporary.rglob("*"):
-            _sync(file)
-        _sync(temporary)
+        sync_folder(temporary)
         refuse_taken(path)
         temporary.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"could not write {path}: {error.strerror or error}. Nothing was left behind.") from error
@@ -43,8 +41,15 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+def sync_folder(path: Path) -> None:
+    """Flushes a folder and everything in it to the disk, so that a power cut cannot leave empty files."""
+    for inside in path.rglob("*"):
+        sync(inside)
+    sync(path)
+
+
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replaces the file at `path` by one that holds `text`.
+    """Replaces the file at `path` by one with the content `text`.
 
     Raises:
         UserError: the disk refuses; the old file is still there.
@@ -53,7 +58,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
-    """Replaces the file at `path` by one that holds the lines (which bring their own ends), one after the other.
+    """Replaces the file at `path` by one with these lines, which include their line ends.
 
     Raises:
         UserError: the disk refuses; the old file is still there.
@@ -63,7 +68,7 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replaces the file at `path` by one that holds the bytes.
+    """Replaces the file at `path` by one with these bytes.
 
     Raises:
         UserError: the disk refuses; the old file is still there.
@@ -74,7 +79,7 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path` that becomes `path` when the block ends well."""
+    """A temporary file next to `path` that is renamed to `path` when the block ends without an error."""
     temporary = _sibling(path)
     try:
         with open(temporary, "wb") as file:
@@ -82,7 +87,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"could not write {path}: {error.strerror or error}.") from error
@@ -96,19 +101,19 @@ def _sibling(path: Path) -> Path:
 
 
 def refuse_taken(path: Path) -> None:
-    """Raises UserError where a new folder would have to replace something; an empty folder may be filled."""
+    """Raises UserError where a new folder would replace something; an empty folder may be filled."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} is there already and nothing is overwritten: choose another path, or move it away.")
 
 
 def refuse_foreign(folder: Path, name: str) -> None:
-    """Refuses a file of a folder from elsewhere that is not its own: its name, or a link, would have another file read.
+    """Refuses a file name that leads out of its folder, by its path or through a link.
 
     The hub's cache links the files of a snapshot to the blobs of the same repository
-    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache); those are its own.
+    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache); those are allowed.
 
     Raises:
-        UserError: names the file and where it leads, or something that is there and is no file.
+        UserError: the file is outside of the folder (the message says where), or is a pipe or a device.
     """
     file = folder / name
     if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
@@ -127,15 +132,15 @@ def refuse_foreign(folder: Path, name: str) -> None:
 
 
 def refuse_out(path: Path) -> None:
-    """Raises UserError where `--out` names a file that is there already, or a folder that is not."""
+    """Raises UserError where `--out` names an existing file, or a folder that does not exist."""
     if path.exists():
         raise UserError(f"{path} exists already: nothing is overwritten, choose another --out")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--out {path}: there is no folder {path.absolute().parent}")
 
 
-def _sync(path: Path) -> None:
-    """Asks the disk to hold what was written, so that a power cut cannot leave a renamed but empty file."""
+def sync(path: Path) -> None:
+    """Flushes a file or a folder to the disk, so that a power cut cannot leave a renamed but empty file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

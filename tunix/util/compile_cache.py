@@ -1,4 +1,4 @@
-"""Compiled programs are kept between processes."""
+"""Keeps compiled programs between processes."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import jax
 
 
 def keep_compilations() -> None:
-    """Compiled programs are kept in the user's cache folder, for this machine: a second start is faster."""
+    """Keeps compiled programs in the user's cache folder, so that a second start is faster."""
     # The ignored rule: jax gives its config these names when it is imported, so pyright cannot know them.
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(Path("~/.cache/tunix/compiled").expanduser()))

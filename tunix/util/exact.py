@@ -1,7 +1,7 @@
-"""`jax.jit` for whatever computes log-probs or the weights behind them: rounded where the text says so, nowhere else.
+"""`jax.jit` that rounds exactly where the code says so, for everything that computes log-probs or weights.
 
-XLA may leave casts float32 -> bfloat16 -> float32 out ("excess precision"), and does so differently in each program: in
-bfloat16 a sampler's log-probs are then not its trainer's. Without that liberty both round at the same places.
+XLA may leave out casts float32 -> bfloat16 -> float32 ("excess precision"), and does so differently in each program: in
+bfloat16 the sampler's log-probs then differ from the trainer's. Without that option both round at the same places.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,12 @@ ROUNDS: Mapping[str, bool] = {"xla_allow_excess_precision": False}
 (https://github.com/openxla/xla/blob/main/xla/xla.proto, `DebugOptions`)."""
 
 
-def jit(function: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **how: Any) -> Any:
-    """`jax.jit(function, **how)` that rounds as its text says. Not for a function that another `jit` calls.
+def jit(function: Callable[..., Any], *, options: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+    """`jax.jit(function, **arguments)` that rounds as the code says. Not for a function that another `jit` calls.
 
     Args:
-        options: more of XLA's, by name.
+        function: a pure function of arrays.
+        options: further XLA options by name.
+        arguments: passed to `jax.jit`, e.g. `donate_argnums`.
     """
-    return jax.jit(function, **how, compiler_options={**ROUNDS, **(options or {})})
+    return jax.jit(function, **arguments, compiler_options={**ROUNDS, **(options or {})})

@@ -1,4 +1,4 @@
-"""Code that a recipe names: `module:name`, or `file.py:name` for a file of the user's own; and its options."""
+"""User code that a recipe names, as `module:name` or `file.py:name`, and its options."""
 
 import importlib
 import importlib.util
@@ -14,23 +14,23 @@ from tunix.errors import UserError, nearest
 
 
 def is_reference(text: str) -> bool:
-    """Whether a text such as `my_rows.py:train` names code rather than a hub id or a path."""
+    """Whether a text such as `my_rows.py:train` names code, and not a hub id or a path."""
     place, colon, name = text.rpartition(":")
     return bool(colon) and name.isidentifier() and (place.endswith(".py") or place.replace(".", "_").isidentifier())
 
 
 def load_object(reference: str) -> Any:
-    """What `module:name` or `file.py:name` stands for. Runs the user's code, as an import does.
+    """Imports the object that `module:name` or `file.py:name` refers to, which runs the user's code.
 
     Raises:
-        UserError: the file, the module or the name is not there, or the import fails.
+        UserError: the file, the module or the name does not exist, or the import fails.
     """
     place, _, name = reference.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
     try:
         module = _file_module(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever the user's own code raises is the user's to mend
+    except Exception as error:  # whatever the user's code raises is for the user to fix
         raise UserError(f"{reference}: importing {place} failed with {type(error).__name__}: {error}") from error
     if name not in vars(module):
         raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
@@ -40,16 +40,16 @@ def load_object(reference: str) -> Any:
 def check_options(
     what: str, function: Callable[..., Any], options: Mapping[str, Any], hidden: tuple[str, ...] = ()
 ) -> None:
-    """Refuses options that a function does not have, that lack, or that have the wrong type.
+    """Refuses options that a function does not have, that are missing, or that have the wrong type.
 
     Args:
-        what: how it is called in messages, e.g. `the reward format`.
+        what: the function's name in messages, e.g. `the reward format`.
         function: annotated; a class stands for its constructor.
-        options: what the recipe sets.
-        hidden: parameters that are no options.
+        options: the options in the recipe.
+        hidden: parameters that are not options.
 
     Raises:
-        UserError: names the option, its value and what it could be.
+        UserError: the message names the option, its value and the possible ones.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -70,7 +70,7 @@ def check_options(
 
 
 def _file_module(path: Path) -> ModuleType:
-    """The file as a module: the same object until the file changes, so that classes stay equal between loads."""
+    """A file imported as a module: the same object until the file changes, so that classes stay equal between loads."""
     name = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -1,6 +1,6 @@
-"""Numbers with their standard errors, and the arithmetic of pass@k. Everything is numpy.
+"""Estimates with their standard errors, and pass@k. Everything is numpy.
 
-Axes: P rows (prompts), N samples of a prompt, K prompts that have scores.
+Axes: P prompts, G group.
 """
 
 import math
@@ -12,26 +12,26 @@ from jaxtyping import Float, Int, Num
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and how far it may be off."""
+    """An estimate with its standard error."""
 
     value: float
     error: float | None
-    """Standard error over the rows; None where there is one row, which tells nothing about others."""
+    """Standard error over the rows; None where there is only one row."""
     count: int
-    """Rows that it is over."""
+    """Number of rows in the estimate."""
 
 
 def mean_of(values_P: Num[np.ndarray, "P"]) -> Estimate:
-    """`m = sum x / P`, with the error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
+    """The mean `m = sum x / P` with its standard error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
     number = len(values_P)
     error = float(np.std(values_P, ddof=1) / math.sqrt(number)) if number > 1 else None
     return Estimate(float(np.mean(values_P)), error, number)
 
 
 def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> Estimate:
-    """A mean over tokens that come in rows: `r = sum s / sum c`.
+    """The mean over the tokens of rows, `r = sum s / sum c`, with its standard error.
 
-    The tokens of a row are not independent, so the rows are what is counted (the linearised error of a ratio, Cochran
+    The tokens of a row are not independent, so the error is over rows (the linearised error of a ratio, Cochran
     1977, Sampling Techniques, 6.3): `sqrt(P / (P - 1) sum (s - r c)^2) / sum c`.
     """
     number, total = len(sums_P), float(counts_P.sum())
@@ -41,23 +41,23 @@ def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> 
     return Estimate(ratio, error, number)
 
 
-def means_of(values_PN: Num[np.ndarray, "P N"]) -> Float[np.ndarray, "K"]:
-    """Of each prompt the mean of its samples that are not NaN; prompts that have none are left out."""
-    valid = ~np.isnan(values_PN)
-    kept = valid.any(axis=1)
-    return np.where(valid, values_PN, 0.0).sum(axis=1)[kept] / valid.sum(axis=1)[kept]
+def means_of(values_PG: Num[np.ndarray, "P G"]) -> Float[np.ndarray, "scored"]:
+    """The mean of each prompt's samples that are not NaN; prompts that have none are left out."""
+    valid = ~np.isnan(values_PG)
+    scored = valid.any(axis=1)
+    return np.where(valid, values_PG, 0.0).sum(axis=1)[scored] / valid.sum(axis=1)[scored]
 
 
 def pass_at_k(n_P: Int[np.ndarray, "P"], correct_P: Int[np.ndarray, "P"], k: int) -> Float[np.ndarray, "P"]:
-    """The chance that of k samples of a problem at least one is right, without bias: `1 - C(n - c, k) / C(n, k)`.
+    """The unbiased estimate that at least one of k samples of a problem is correct: `1 - C(n - c, k) / C(n, k)`.
 
     Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. Computed as a product, since the binomials overflow:
     `C(n - c, k) / C(n, k)` is the product over i from n - c + 1 to n of `1 - k / i`.
 
     Args:
         n_P: samples of each problem, at least k.
-        correct_P: those that are right.
-        k: samples that are allowed.
+        correct_P: how many of them are correct.
+        k: samples of which one has to be correct.
     """
     assert (n_P >= k).all(), "a problem has fewer samples than k"
     missed = [

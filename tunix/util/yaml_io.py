@@ -1,8 +1,8 @@
-"""From what a person writes to plain values, and from a validator's complaints to sentences that help.
+"""Reads YAML and overrides into plain values, and turns validation errors into messages that help.
 
 `read_mapping` (a YAML file) -> `overridden` (`section.key=value` from the command line) -> the recipe's models, whose
-`ValidationError` comes back here as `problems`: one line each, with the key, the value and the remedy.
-`write_yaml` is the way back.
+`ValidationError` is turned into `problems`: one line each, with the key, the value and the remedy. `write_yaml` writes
+plain values.
 """
 
 import copy
@@ -20,19 +20,18 @@ from pydantic import ValidationError
 from tunix.errors import UserError, nearest
 
 Keys = Mapping[str, List[str]]
-"""The known keys of each section; those of the top level under ``."""
-
-
+"""The known keys of each section; the top level's are under the empty name."""
 MOST_VALUES = 100_000
+"""Most values of a YAML document with every alias replaced by its value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1.2's plain words (only true and false are truth values, dates are text) and no key twice."""
+    """Reads YAML with the plain scalars of YAML 1.2 (only true and false are booleans, dates are text)."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name; `add_implicit_resolver` copies it per class)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys all differ; PyYAML by itself keeps the last of two."""
+        """Builds a mapping and refuses duplicate keys, of which PyYAML by itself keeps the last."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if key.value in lines:
@@ -43,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_document(self, node: yaml.Node) -> Any:
-        """The value, unless its aliases make more of it than any recipe holds: printing that would take for ever."""
+        """Builds the document, and refuses aliases that expand to more values than any recipe has."""
         if _expanded(node, {}) > MOST_VALUES:
             problem = f"more than {MOST_VALUES} values where every alias (*name) stands for what it means"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -51,9 +50,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """The values in a node with every alias followed; without end for one that is within itself."""
+    """Number of values in a node with every alias followed; infinite for a node that contains itself."""
     if id(node) not in known:
-        known[id(node)] = math.inf  # as long as it is not counted: met again, it is within itself
+        known[id(node)] = math.inf  # while it is being counted: met again, it contains itself
         inner = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
         known[id(node)] = 1.0 + sum(_expanded(part, known) for part in parts)
@@ -61,10 +60,10 @@ def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back equal: text that looks like a number is quoted, no aliases."""
+    """Writes YAML that `_Loader` reads back as equal values: text that looks like a number is quoted, no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """True for everything: `&id001` helps no reader."""
+        """Always True: `&id001` would not help a reader."""
         return True
 
 
@@ -85,7 +84,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """The value of one YAML document.
 
     Raises:
-        UserError: `where:line:column: what is wrong`.
+        UserError: the text is not valid; the message starts with `where:line:column:`.
     """
     try:
         return yaml.load(text, _Loader)
@@ -101,13 +100,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        UserError: there is no such file, it cannot be read, or it holds something else.
+        UserError: there is no such file, it cannot be read, or its content is not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        beside = [other.name for other in path.parent.glob("*.y*ml")]
-        raise UserError(f"{path}: no such file.{nearest(path.name, beside)}") from error
+        siblings = [other.name for other in path.parent.glob("*.y*ml")]
+        raise UserError(f"{path}: no such file.{nearest(path.name, siblings)}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}") from error
@@ -119,15 +118,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def write_yaml(value: Mapping[str, Any]) -> str:
-    """YAML text that reads back equal."""
+    """YAML text that `read_mapping` reads back as an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The same tree with each `section.key=value` put in its place; values are read as YAML.
+    """A copy of the tree with each override `section.key=value` applied; values are read as YAML.
 
     Raises:
-        UserError: an override is malformed, or leads through something that is not a section.
+        UserError: an override is malformed, or its path leads through something that is not a section.
     """
     result = copy.deepcopy(dict(tree))
     for override in overrides:
@@ -144,21 +143,21 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
     return result
 
 
-def outranked(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[str]:
-    """What is wrong with overrides above the stages of a recipe that each stage sets itself: they change nothing."""
+def without_effect(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[str]:
+    """A message for each override outside of the stages whose key every stage sets itself, so that it has no effect."""
     stages = tree.get("stages")
     if not isinstance(stages, list) or not stages:
         return []
     keys = [override.partition("=")[0].strip() for override in overrides]
     return [
-        f"{key}: every stage sets its own, which goes before it; say stages.0.{key}=... (stages count from 0)"
+        f"{key}: every stage sets its own, which takes precedence; write stages.0.{key}=... (stages count from 0)"
         for key in keys
         if all(_sets(stage, key.split(".")) for stage in stages)
     ]
 
 
 def _sets(section: Any, parts: List[str]) -> bool:
-    """Whether the key at the end of a path is there."""
+    """Whether the key at the end of a path is set."""
     for part in parts:
         if not isinstance(section, Mapping) or part not in section:
             return False
@@ -167,7 +166,7 @@ def _sets(section: Any, parts: List[str]) -> bool:
 
 
 def _entered(place: Any, part: str, path: str, override: str) -> Any:
-    """The section or list item `part` of `place`; a section that is not there yet is made."""
+    """The section or list item `part` of `place`; a missing section is created."""
     if isinstance(place, list):
         inner = place[_index(place, part, override)]
     else:
@@ -183,14 +182,14 @@ def _put(place: Any, part: str, value: Any, override: str) -> None:
 
 
 def _index(items: list[Any], part: str, override: str) -> int:
-    """The position that `part` names."""
+    """The list position that `part` names."""
     if not part.isdigit() or int(part) >= len(items):
         raise UserError(f"{override!r}: {part!r} names none of the {len(items)} items there; they count from 0")
     return int(part)
 
 
 def problems(error: ValidationError, keys: Keys) -> list[str]:
-    """Each complaint as `section.key: what is wrong and what to do`, in the order of the recipe's fields."""
+    """Each validation error as `section.key: what is wrong and what to do`, in the order of the recipe's fields."""
     wanted: dict[str, tuple[Any, list[str]]] = {}
     lines: list[str] = []
     for item in error.errors(include_url=False):
@@ -210,7 +209,7 @@ def problems(error: ValidationError, keys: Keys) -> list[str]:
 
 
 def _remedy(path: tuple[str, ...], keys: Keys) -> str:
-    """What an unknown key was probably meant to be: a near one, the same one of another section, or the known ones."""
+    """A hint for an unknown key: a similar known key, the same key in another section, or the list of known keys."""
     section, name = ".".join(path[:-1]), path[-1]
     known = list(keys.get(section, ()))
     if hint := nearest(name, known):
@@ -222,7 +221,7 @@ def _remedy(path: tuple[str, ...], keys: Keys) -> str:
 
 
 def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
-    """What would have been right, as a noun: `a whole number`."""
+    """The expected value as a noun, e.g. `a whole number`."""
     if kind in _BOUNDS:
         return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
     if kind == "literal_error":
@@ -232,7 +231,7 @@ def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 
 def _mistaken(key: str, value: Any, kinds: list[str]) -> str:
-    """`key: value is not ...`, with the nearest word where words were wanted."""
+    """The message `key: value is not ...`, with the nearest choice where the key has choices."""
     words = re.findall(r"'([^']*)'", " ".join(kinds))
     hint = nearest(value, words) if isinstance(value, str) else ""
     if len(kinds) > 1:
@@ -243,7 +242,7 @@ def _mistaken(key: str, value: Any, kinds: list[str]) -> str:
 
 
 def shown(value: Any, longest: int = 60) -> str:
-    """A value as the recipe spells it, shortened."""
+    """A value as the recipe spells it, shortened to `longest` characters."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
@@ -265,4 +264,4 @@ _NOUNS = {
     "finite": "a finite number",
     "invalid": "a name",
 }
-"""pydantic's error types, by their first word, as the noun that was wanted."""
+"""The expected value as a noun, by the first word of pydantic's error type."""

@@ -4,14 +4,14 @@ from turns import reward, start, words
 
 case, turn = start()
 
-import jax  # noqa: E402, I001  (after the cores are chosen; this tunix is theirs)
+import jax  # noqa: E402  (after the cores are chosen; this tunix is theirs)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import qwix  # noqa: E402
 from flax import nnx  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
-from tunix.commands.generate import sampler as sampling  # noqa: E402
+from tunix.generate import sampler as sampling  # noqa: E402
 from tunix.models.llama3 import model as llama  # noqa: E402
 from tunix.models.llama3 import params as loading  # noqa: E402
 from tunix.rl import rl_cluster as clusters  # noqa: E402
@@ -30,7 +30,7 @@ mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.A
 
 
 def config() -> llama.ModelConfig:
-    """The folder's, in their words."""
+    """The folder's config, as their class."""
     c = AutoConfig.from_pretrained(case["weights"])
     return llama.ModelConfig(
         num_layers=c.num_hidden_layers,
@@ -51,12 +51,12 @@ def weights() -> nnx.Module:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """AdamW, clipped."""
+    """AdamW with clipped gradients."""
     return optax.chain(optax.clip_by_global_norm(case["clip_norm"]), optax.adamw(case["learning_rate"]))
 
 
 def given(model: nnx.Module, item: object):
-    """The same batch for ever; a turn has ended when the weights are there."""
+    """One batch without end; a turn ends when the new weights are computed."""
     while True:
         jax.block_until_ready(nnx.state(model))
         turn()
@@ -64,7 +64,7 @@ def given(model: nnx.Module, item: object):
 
 
 def sft() -> None:
-    """Their trainer with its default loss."""
+    """SFT by their trainer with its default loss."""
     model = weights()
     if case["lora"]:
         how = qwix.LoraProvider(module_path=PROJECTIONS, rank=case["lora"]["rank"], alpha=case["lora"]["alpha"])
@@ -83,7 +83,7 @@ def sft() -> None:
 
 
 def dpo() -> None:
-    """Their trainer; prompts are computed for both sides."""
+    """DPO by their trainer; prompts are computed for both sides."""
     sides = {name: np.array(case[name], np.int32) for name in ("prompts", "chosen", "rejected")}
     names = {"prompts": "prompt", "chosen": "chosen", "rejected": "rejected"}
     arrays = {f"{names[name]}_ids": ids for name, ids in sides.items()}
@@ -94,7 +94,7 @@ def dpo() -> None:
 
 
 def grpo() -> None:
-    """Their learner with the vanilla rollout, all roles on one mesh."""
+    """GRPO by their learner with the vanilla rollout, all roles on one mesh."""
     length = len(case["prompts"][0]) + BOS
     rollout = RolloutConfig(
         max_tokens_to_generate=case["new"],
@@ -137,7 +137,7 @@ def grpo() -> None:
 
 
 def generate() -> None:
-    """A static batch that is as long as its longest request, in a cache of that length."""
+    """Completions in a static batch as long as its longest request, in a cache of that length."""
     c, prompts, new = config(), [words(ids) for ids in case["prompts"]], case["new"]
     length = len(case["prompts"][0]) + BOS
     cache = sampling.CacheConfig(length + max(new), c.num_layers, c.num_kv_heads, c.head_dim)

@@ -1,4 +1,4 @@
-"""Our worker: the client's verbs, as a run calls them."""
+"""Our worker: the client's methods, called as in a run."""
 
 from turns import reward, start
 
@@ -31,14 +31,14 @@ SHAPE = SHAPES[case["shape"]]
 
 
 def train(trainer: Trainer, batch: Batch, loss: Loss) -> None:
-    """Steps on one batch."""
+    """Training steps on one batch, without end."""
     while True:
         turn()
         jax.block_until_ready((trainer.step(batch, loss), trainer.state))
 
 
 def sft() -> None:
-    """Full rows, all tokens but the first trained."""
+    """SFT on full rows, with all tokens but the first trained."""
     mask = np.ones(SHAPE.length, bool)
     rows = [Sequence(np.array(row, np.int32), mask) for row in case["rows"]]
     batch = pack(rows, SHAPE.rows, SHAPE.length, packing=False)
@@ -46,7 +46,7 @@ def sft() -> None:
 
 
 def dpo() -> None:
-    """Pairs that share their prompt, the reference computed in the step."""
+    """DPO on pairs that share their prompt, with the reference computed in the step."""
 
     def side(prompt: list[int], answer: list[int]) -> Sequence:
         tokens = np.array(prompt + answer, np.int32)
@@ -55,14 +55,14 @@ def dpo() -> None:
     pairs = zip(case["prompts"], case["chosen"], case["rejected"], strict=True)
     sides = [side(prompt, answer) for prompt, *answers in pairs for answer in answers]
     limits = DataConfig(train="given", max_length=len(sides[0].tokens), completion_length=len(case["chosen"][0]))
-    length = Layout(members=2).length(limits)
-    batch = pack(sides, len(sides), length, members=2)
+    length = Layout(sequences_per_example=2).length(limits)
+    batch = pack(sides, len(sides), length, sequences_per_example=2)
     trainer = SHAPE.trainer(rows=batch.tokens.shape[0], length=batch.tokens.shape[1], reference=True)
     train(trainer, batch, DPO(DPOConfig(beta=case["beta"])).objective)
 
 
 def grpo() -> None:
-    """Whole steps: rollout, reward, update."""
+    """Whole GRPO steps: rollout, reward, update."""
     prompt, new, number = len(case["prompts"][0]), case["new"], case["groups"] * case["group"]
     sampling = Sampling(max_tokens=new)
     together, length = SHAPE.together(case["group"], case["groups"], prompt + new, new)
@@ -94,11 +94,11 @@ def grpo() -> None:
 
 
 def generate() -> None:
-    """All requests at once."""
+    """Completions of all requests, which are handed in at once."""
     trainer = SHAPE.trainer()
     length = max(len(ids) + new for ids, new in zip(case["prompts"], case["new"], strict=True))
-    engine = Engine(trainer.machinery.model, trainer.machinery.mesh, slots=case["slots"], length=length)
-    engine.load(trainer.params, 0)
+    engine = Engine(trainer.learner.spec.model, trainer.learner.spec.mesh, slots=case["slots"], length=length)
+    engine.publish(trainer.learner.params, 0)
     asked = [
         Request(np.array(ids, np.int32), Sampling(max_tokens=new), case["seed"], index)
         for index, (ids, new) in enumerate(zip(case["prompts"], case["new"], strict=True))

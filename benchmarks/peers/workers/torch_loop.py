@@ -11,7 +11,7 @@ torch.set_num_threads(CORES)
 
 
 def sft() -> None:
-    """Forward, backward, clip, AdamW."""
+    """SFT: forward pass, backward pass, clipping, AdamW."""
     net = AutoModelForCausalLM.from_pretrained(case["weights"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(net.parameters(), lr=case["learning_rate"], fused=True)
     ids = torch.tensor(case["rows"])

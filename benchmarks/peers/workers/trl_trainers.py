@@ -39,33 +39,33 @@ PLAIN = {
     "disable_tqdm": True,
     "seed": case["seed"],
 }
-"""What all trainers are told: the case's settings, float32, and nothing that is not the step."""
+"""Settings of all trainers: the case's, float32, and nothing that is not part of the step."""
 
 
 class Gate(TrainerCallback):
-    """A turn is an optimizer step, with all that comes before it."""
+    """A callback by which a turn is one optimizer step, with all that comes before it."""
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """The first turn."""
+        """Begins the first turn."""
         turn()
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        """The next turn."""
+        """Ends a turn and begins the next."""
         turn()
 
 
 def model() -> torch.nn.Module:
-    """The folder's, in float32."""
+    """The folder's model in float32."""
     return AutoModelForCausalLM.from_pretrained(case["weights"], dtype=torch.float32)
 
 
 def tokenizer():
-    """The folder's."""
+    """The folder's tokenizer."""
     return AutoTokenizer.from_pretrained(case["weights"])
 
 
 def sft() -> None:
-    """Ids are handed in, so that nothing is rendered."""
+    """SFT on token ids, so that nothing is rendered."""
     rows = case["rows"]
     data = Dataset.from_dict({"input_ids": rows * STEPS})
     config = SFTConfig(per_device_train_batch_size=len(rows), max_length=len(rows[0]), packing=False, **PLAIN)
@@ -78,7 +78,7 @@ def sft() -> None:
 
 
 def dpo() -> None:
-    """Text of the same ids; an end token is added to each completion. The reference is computed in each step."""
+    """DPO on text of the same ids; each completion gets an end token. The reference is computed in each step."""
     # A completion is appended to its prompt as text: without the space their border would be one unknown word.
     columns = {"prompt": ("prompts", ""), "chosen": ("chosen", " "), "rejected": ("rejected", " ")}
     texts = {name: [space + words(ids) for ids in case[key]] * STEPS for name, (key, space) in columns.items()}
@@ -88,7 +88,7 @@ def dpo() -> None:
 
 
 def grpo() -> None:
-    """Whole steps; completions come from transformers' generate."""
+    """Whole GRPO steps; completions come from transformers' generate."""
 
     def scored(completions: list[str], **_: object) -> list[float]:
         return reward(completions)
@@ -111,13 +111,13 @@ def grpo() -> None:
 
 
 def generate() -> None:
-    """One static batch, or continuous batching where the requests differ in length."""
+    """Completions in one static batch, or by continuous batching where the requests differ in length."""
     net, prompts, new = model().eval(), case["prompts"], case["new"]
     (even if len(set(new)) == 1 else continuous)(net, prompts, new)
 
 
 def even(net, prompts: list[list[int]], new: list[int]) -> None:
-    """All at once, nothing ends early."""
+    """Completions of all prompts at once; none ends early."""
     ids, tokens = torch.tensor(prompts), 0
     while True:
         turn(tokens=tokens)
@@ -130,7 +130,7 @@ def continuous(net, prompts: list[list[int]], new: list[int]) -> None:
     """transformers' continuous batching, each request with its own limit."""
     settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(new), eos_token_id=-1, pad_token_id=0)
     blocks = sum(-(-(len(ids) + limit) // BLOCK) for ids, limit in zip(prompts, new, strict=True))
-    # Unnumbered it takes its share of all memory; shared pages would outlast a turn.
+    # Without a number of blocks it takes its share of all memory; shared pages would outlast a turn.
     cache = ContinuousBatchingConfig(page_size=BLOCK, num_blocks=blocks, allow_block_sharing=False)
     tokens = 0
     with net.continuous_batching_context_manager(settings, continuous_batching_config=cache) as manager:

@@ -1,4 +1,4 @@
-"""How a worker takes its turns: one line of JSON for each piece of work, begun when the parent says so.
+"""How a worker takes its turns: one line of JSON for each piece of work, which begins at a line from the parent.
 
 Nothing but the standard library, because every library's own environment runs it.
 """
@@ -31,8 +31,10 @@ class Turns:
         self._began: float | None = None
 
     def __call__(self, **more: Any) -> None:
-        """Args:
-        more: reported beside the seconds.
+        """Reports the piece of work that has ended, and waits for the next.
+
+        Args:
+            more: values to report along with the seconds.
         """
         now = time.perf_counter()
         found = more if self._began is None else {"seconds": now - self._began, **more}

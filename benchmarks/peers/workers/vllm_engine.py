@@ -23,7 +23,7 @@ if __name__ == "__main__":
         dtype="float32",
         max_model_len=length,
         max_num_seqs=case["slots"],
-        # Every turn has the same prompts: computed anew, as by the others.
+        # Every turn has the same prompts: they are computed again, as by the others.
         enable_prefix_caching=False,
         enforce_eager=True,
         skip_tokenizer_init=True,

@@ -25,7 +25,7 @@ from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model, Params
 from tunix.rollout.collect import Collector, Rollouts, RolloutStream
-from tunix.trainer.microbatches import Cut
+from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.perf import Compilations
 from tunix.trainer.teacher import Teacher
 from tunix.trainer.trainer import Trainer
@@ -47,24 +47,26 @@ def taught(
     seed: int = 7,
 ) -> Trainer:
     """The student with a random teacher: on its mesh, or on one of the last devices."""
-    home = student.machinery.mesh if mesh is None else build_mesh(mesh, jax.devices()[-mesh.size :])
+    home = student.learner.spec.mesh if mesh is None else build_mesh(mesh, jax.devices()[-mesh.size :])
     model = Model(config, dtype=dtype)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, dtype), home)
-    student.teacher = Teacher(model, params, Cut(rows, home), student.machinery.length, student.machinery.mesh)
+    student.learner.teacher = Teacher(
+        model, params, Microbatcher(rows, home), student.learner.spec.length, student.learner.spec.mesh
+    )
     return student
 
 
 def dense_kl(client: Trainer, params: Params, batch: Batch) -> jax.Array:
     """`KL(teacher || student)`, the mean over trained tokens, from all logits of the batch."""
-    assert client.teacher is not None
+    assert client.learner.teacher is not None
     read = tuple(map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)))
 
     def log_softmax(model: Model, params: Params) -> jax.Array:
         return jax.nn.log_softmax(model.logits(params, model.hidden(params, *read))[:, :-1, :96])
 
     log_p, log_q = (
-        log_softmax(client.machinery.model, params),
-        log_softmax(client.teacher.model, client.teacher.params),
+        log_softmax(client.learner.spec.model, params),
+        log_softmax(client.learner.teacher.model, client.learner.teacher.params),
     )
     kl = (jnp.exp(log_q) * (log_q - log_p)).sum(-1)
     weights = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)[:, 1:]
@@ -75,7 +77,7 @@ def dense_kl(client: Trainer, params: Params, batch: Batch) -> jax.Array:
 def test_a_step_has_the_loss_and_the_gradients_of_all_logits(config):
     batch = pack(sequences(4), 4, 24, packing=True)
     client = taught(trainer(config))
-    value, wanted = jax.jit(jax.value_and_grad(lambda params: dense_kl(client, params, batch)))(client.params)
+    value, wanted = jax.jit(jax.value_and_grad(lambda params: dense_kl(client, params, batch)))(client.learner.params)
     found = gradients(client, batch, GIVEN)
     assert found[0] == pytest.approx(float(value), rel=1e-5)
     assert_close(found[1], jax.device_get(wanted))
@@ -94,8 +96,12 @@ def test_packing_passes_and_the_teachers_own_passes_do_not_change_anything():
 
 def test_a_teacher_that_is_the_student_has_nothing_to_teach():
     student = trainer(RICH)
-    student.teacher = Teacher(
-        student.machinery.model, student.params, student.machinery.cut, 24, student.machinery.mesh
+    student.learner.teacher = Teacher(
+        student.learner.spec.model,
+        student.learner.params,
+        student.learner.spec.microbatcher,
+        24,
+        student.learner.spec.mesh,
     )
     batch = pack(sequences(5), 5, 24, packing=True)
     for kind in ("forward_kl", "reverse_kl", "jsd"):
@@ -110,8 +116,8 @@ def test_student_and_teacher_on_devices_of_their_own():
     batch = pack(sequences(8), 8, 24, packing=True)
     alone = taught(trainer())
     apart = taught(trainer(devices=4, mesh=MeshConfig(fsdp=2, tensor=2)), mesh=TeacherMesh(fsdp=2, tensor=2), rows=2)
-    assert apart.teacher is not None
-    assert not set(apart.machinery.mesh.devices.flat) & set(apart.teacher.cut.mesh.devices.flat)
+    assert apart.learner.teacher is not None
+    assert not set(apart.learner.spec.mesh.devices.flat) & set(apart.learner.teacher.microbatcher.mesh.devices.flat)
     for _ in range(2):
         one, two = alone.step(batch, GIVEN), apart.step(batch, GIVEN)
         assert float(two["train/loss"]) == pytest.approx(float(one["train/loss"]), abs=1e-4)
@@ -123,7 +129,7 @@ def test_student_and_teacher_on_devices_of_their_own():
 
 def test_nothing_compiles_after_the_first_step_and_no_checkpoint_holds_the_teacher():
     client = taught(trainer())
-    held = client.teacher
+    held = client.learner.teacher
     assert held is not None
     client.step(pack(sequences(8, 0), 8, 24, packing=True), GIVEN)
     before, state = jax.device_get(held.params), jax.tree.structure(client.state)

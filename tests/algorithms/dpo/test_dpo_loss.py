@@ -1,6 +1,5 @@
 """The DPO family: each form against its paper's formula by hand, and what must not change the loss of any."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from math import exp, log
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 import tunix
 from tests.policy_batches import gradients, reduced, rows
@@ -445,9 +443,7 @@ def test_every_key_has_one_rule_at_most():
     assert len(keys) == len(set(keys))
 
 
-def test_the_readmes_sections_are_read():
+def test_the_readme_has_every_form():
     readme = (Path(tunix.__file__).parent / "algorithms/dpo/README.md").read_text(encoding="utf-8")
-    sections = [yaml.safe_load(block)["algorithm"] for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
-    assert len([DPOConfig(**section) for section in sections]) >= 4
     assert all(f"| `{form}` |" in readme for form in Form.__args__)
     assert set(REFERENCED) < set(Form.__args__)

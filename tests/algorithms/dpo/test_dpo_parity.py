@@ -11,10 +11,11 @@ from tests.tiny_models import CASES, by_hf_name, load, one_device, randomise, re
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.data.packing import pack
+from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.microbatches import Cut
+from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.trainer import Machinery, Trainer
+from tunix.trainer.spec import TrainerSpec
 from tunix.types import Sequence
 
 BETA = 0.3
@@ -60,15 +61,15 @@ def test_loss_and_gradients_equal_torch(tmp_path):
     _, params = load(tmp_path / "policy")
     config = OptimizerConfig(learning_rate=1.0, schedule="constant")
     mesh, axes = one_device(), {name: model.axes[name] for name in start}
-    made = (build_optimizer(config, 1, axes), build_schedule(config, 1), Cut(1, mesh))
-    trainer = Trainer(Machinery(model, mesh, *made, length=40, seed=0, reference=True), start, {})
-    trainer.state = replace(trainer.state, params=params)
-    batch = pack(sequences, 6, 40, members=2)
+    made = (build_optimizer(config, 1, axes), build_schedule(config, 1), Microbatcher(1, mesh))
+    trainer = local_client(TrainerSpec(model, mesh, *made, length=40, seed=0), start, {}, keep_reference=True)
+    trainer.learner.state = replace(trainer.state, params=params)
+    batch = pack(sequences, 6, 40, sequences_per_example=2)
     metrics = trainer.forward_backward(batch, DPO(DPOConfig(beta=BETA)).objective)
     assert float(metrics["train/loss"]) == pytest.approx(loss.item(), rel=1e-4)
     assert float(metrics["rewards/margin"]) == pytest.approx(torch.stack(gaps).mean().item(), rel=1e-4)
-    assert trainer._gathered is not None
-    ours = by_hf_name(model, trainer._gathered)
+    assert trainer.learner.gradients is not None
+    ours = by_hf_name(model, trainer.learner.gradients)
     theirs = {name: weight.grad.numpy() for name, weight in policy.named_parameters()}
     assert ours.keys() == theirs.keys()
     relative = {name: np.linalg.norm(ours[name] - x) / np.linalg.norm(x) for name, x in theirs.items()}

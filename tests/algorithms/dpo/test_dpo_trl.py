@@ -66,7 +66,7 @@ def inputs_of(batch: Batch) -> LossInputs:
 def measured(settings: dict, sides: List[Side] = SIDES, packing: bool = True) -> LossInputs:
     """What the loss reads of a batch, after the scoring that comes before an update."""
     packed = packed_of(sides, packing)
-    return inputs_of(DPO(DPOConfig(**settings)).measured(Known(), packed.batch, packed.sequences))
+    return inputs_of(DPO(DPOConfig(**settings)).prepare_batch(Known(), packed.batch, packed.sequences))
 
 
 def loss_of(settings: dict):
@@ -266,7 +266,7 @@ def test_a_sorted_form_asks_the_reference_once():
     """Its log-probs come with the scoring, and the update needs no pass of its own; where they are there, none."""
     algorithm, client = DPO(DPOConfig(loss="aot")), Known()
     packed = packed_of(several())
-    batch = algorithm.measured(client, packed.batch, packed.sequences)
+    batch = algorithm.prepare_batch(client, packed.batch, packed.sequences)
     assert client.asked == ["policy", "reference"]
     assert algorithm.needs_reference
     assert not algorithm.objective.reference
@@ -277,7 +277,7 @@ def test_a_sorted_form_asks_the_reference_once():
     ready = [
         replace(x, per_token={**x.per_token, "reference_logprobs": x.per_token["reference"]}) for x in packed.sequences
     ]
-    found = before.measured(client, packed.batch, ready)
+    found = before.prepare_batch(client, packed.batch, ready)
     assert client.asked == ["policy"]
     np.testing.assert_allclose(found.per_sequence[BASELINE], batch.per_sequence[BASELINE])
 
@@ -304,7 +304,7 @@ def test_bcos_shift_is_the_mean_of_the_updates_before():
     assert algorithm.get_state() == again.get_state()
     assert again.get_state() == {"mean": pytest.approx((delta * 2 + 0.2 * 2) / 4, rel=1e-5), "pairs": 4.0}
     # What is held out is measured from it, and does not move it.
-    assert float(again.measured(client, first.batch, first.sequences).per_sequence[BASELINE][3]) == pytest.approx(
+    assert float(again.prepare_batch(client, first.batch, first.sequences).per_sequence[BASELINE][3]) == pytest.approx(
         0.0875
     )
     assert DPO(DPOConfig()).get_state() == DPO(DPOConfig(loss="bco", reward_shift=False)).get_state() == {}

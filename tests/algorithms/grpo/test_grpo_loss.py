@@ -1,6 +1,5 @@
 """The GRPO family: each preset against its paper's formula by hand, and what must not change the loss of any."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from math import exp, log, sqrt
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 import tunix
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
@@ -744,10 +742,8 @@ def test_a_group_of_one_can_be_compared_with_the_batch():
     assert GRPOConfig(group_size=1, preset="reinforce_pp").advantage == "batch"
 
 
-def test_the_readmes_sections_are_read():
+def test_the_readme_has_every_preset():
     readme = (Path(tunix.__file__).parent / "algorithms/grpo/README.md").read_text(encoding="utf-8")
-    sections = [yaml.safe_load(block)["algorithm"] for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
-    assert len(sections) == len([GRPOConfig(**section) for section in sections]) >= 5
     assert all(f"| `{name}` |" in readme for name in PRESETS)
 
 

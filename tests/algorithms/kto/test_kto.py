@@ -1,18 +1,14 @@
 """KTO against its paper's formula by hand, its baseline with a client whose log-probs are known, and online ranks."""
 
-import re
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import partial
 from math import exp
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
-import tunix
 from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import PROMPT, Side, batch_of, inputs_of
 from tunix.algorithms.kto.algorithm import KTO, mismatched, without_absent
@@ -43,7 +39,7 @@ LOSS = partial(kto_loss, config=KTOConfig(beta=0.5, desirable_weight=1.5, undesi
 def test_by_hand():
     # beta (r - z0) = -.5; beta (z0 - r) = 2 and -1; each w (1 - sigmoid).
     expected = (1.5 * sigmoid(0.5) + 0.5 * sigmoid(-2) + 0.5 * sigmoid(1)) / 3
-    found = reduced(LOSS, inputs_of(batch_of([A, B, C], members=1)))
+    found = reduced(LOSS, inputs_of(batch_of([A, B, C], sequences_per_example=1)))
     wanted = {
         "train/loss": expected,
         "rewards/chosen": 0.5,
@@ -59,14 +55,14 @@ def test_by_hand():
 
 def test_apo_zero_by_hand():
     loss = partial(kto_loss, config=KTOConfig(loss="apo_zero", beta=0.5))
-    found = reduced(loss, inputs_of(batch_of([A, B, C], members=1)))
+    found = reduced(loss, inputs_of(batch_of([A, B, C], sequences_per_example=1)))
     assert found["train/loss"] == pytest.approx((1 - sigmoid(0.5) + sigmoid(-1) + sigmoid(2)) / 3, rel=1e-5)
     assert found["rewards/accuracy"] == pytest.approx(2 / 3)
 
 
 def test_gradients_by_hand():
     """`-+ w beta s (1 - s)` on each token of a completion; z0 has none."""
-    found = gradients(LOSS, inputs_of(batch_of([A, B, C], members=1)))
+    found = gradients(LOSS, inputs_of(batch_of([A, B, C], sequences_per_example=1)))
     slopes = (-0.75 * sigmoid(0.5) * sigmoid(-0.5), 0.25 * sigmoid(2) * sigmoid(-2), 0.25 * sigmoid(1) * sigmoid(-1))
     for (sequence, position), value in found.items():
         assert value == pytest.approx(slopes[sequence] / 3 if position >= PROMPT else 0, rel=1e-5)
@@ -90,24 +86,24 @@ def assert_same(one: dict, other: dict) -> None:
 
 
 def test_packing_order_passes_and_masked_tokens_change_nothing():
-    batch = batch_of(many(), members=1)
+    batch = batch_of(many(), sequences_per_example=1)
     whole, slopes = reduced(LOSS, inputs_of(batch)), gradients(LOSS, inputs_of(batch))
-    apart = batch_of(many(), members=1, packing=False)
+    apart = batch_of(many(), sequences_per_example=1, packing=False)
     assert len(apart.tokens) > len(batch.tokens) > 1
     assert_same(reduced(LOSS, inputs_of(apart)), whole)
     assert_same(gradients(LOSS, inputs_of(apart)), slopes)
-    assert_same(reduced(LOSS, inputs_of(batch_of(many()[::-1], members=1))), whole)
+    assert_same(reduced(LOSS, inputs_of(batch_of(many()[::-1], sequences_per_example=1))), whole)
     parts = [reduced(LOSS, inputs_of(rows(batch, i, i + 1))) for i in range(len(batch.tokens))]
     assert_same({name: sum(part[name] for part in parts) for name in whole}, whole)
     for fill in (7.0, float("inf"), float("nan")):
-        dirty = inputs_of(batch_of(many(), members=1, fill=fill))
+        dirty = inputs_of(batch_of(many(), sequences_per_example=1, fill=fill))
         assert reduced(LOSS, dirty) == whole
         assert gradients(LOSS, dirty) == slopes
 
 
 def test_gradients_are_finite_at_the_edges():
     sides = [labelled(x, y, label) for x, y in (([-1e4], [0.0]), ([0.0], [-1e4])) for label in (0.0, 1.0)]
-    inputs = inputs_of(batch_of(sides, members=1))
+    inputs = inputs_of(batch_of(sides, sequences_per_example=1))
     assert np.isfinite([*reduced(LOSS, inputs).values(), *gradients(LOSS, inputs).values()]).all()
 
 
@@ -183,10 +179,6 @@ def test_metrics_of_a_label_that_nothing_has_are_left_out():
     assert without_absent(metrics, good) == {"rewards/chosen": 1.0}
     assert without_absent(metrics, good, packed(ROWS, 4).batch) == metrics
     assert float(good.counts["desirable"]) == 2
-    assert jnp.isfinite(jnp.asarray(reduced(LOSS, inputs_of(batch_of([A, replace(A)], members=1)))["rewards/rejected"]))
-
-
-def test_the_readmes_sections_are_read():
-    readme = (Path(tunix.__file__).parent / "algorithms/kto/README.md").read_text(encoding="utf-8")
-    sections = [yaml.safe_load(block)["algorithm"] for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
-    assert len([KTOConfig(**section) for section in sections]) == 2
+    assert jnp.isfinite(
+        jnp.asarray(reduced(LOSS, inputs_of(batch_of([A, replace(A)], sequences_per_example=1)))["rewards/rejected"])
+    )

@@ -1,16 +1,12 @@
 """PPO's losses: numbers worked out by hand, and what must not change them."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from math import log
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-import tunix
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
@@ -217,12 +213,6 @@ def test_what_null_stands_for():
 def test_settings_without_effect_are_refused(settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         PPOConfig(**settings)
-
-
-def test_the_readmes_sections_are_read():
-    readme = (Path(tunix.__file__).parent / "algorithms/ppo/README.md").read_text(encoding="utf-8")
-    sections = [yaml.safe_load(block)["algorithm"] for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
-    assert len([PPOConfig(**section) for section in sections]) == 3
 
 
 def test_every_key_has_one_rule_at_most():

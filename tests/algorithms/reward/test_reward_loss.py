@@ -10,9 +10,10 @@ import pytest
 from tests.algorithms.test_pairs import pairs
 from tests.trainer.test_step import assert_close, gradients
 from tests.trainers import PLAIN, RICH, trainer
-from tunix.algorithms.reward.algorithm import RewardModel, with_spare
+from tunix.algorithms.reward.algorithm import RewardModel
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.data.packing import pack
+from tunix.data.scored import with_spare
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce_outputs
 from tunix.types import LossInputs, Sequence
@@ -30,7 +31,7 @@ def inputs(scores, weights=(1.0, 1.0), margins=None, fill=0.0) -> LossInputs:
     sides = [replace(with_spare(np.arange(1, 3 + i)), weight=weights[i // 2]) for i in range(4)]
     if margins is not None:
         sides = [replace(x, per_sequence={"margin": margins[i // 2]}) for i, x in enumerate(sides)]
-    batch = jax.tree.map(jnp.asarray, pack(sides, 4, 12, members=2))
+    batch = jax.tree.map(jnp.asarray, pack(sides, 4, 12, sequences_per_example=2))
     values = jnp.where(batch.loss_mask, jnp.asarray(scores, jnp.float32)[batch.sequence_ids], fill)
     return LossInputs(batch, jnp.zeros(values.shape), values=values)
 
@@ -105,7 +106,7 @@ def test_a_score_stands_behind_the_last_trained_token():
     """Ids 5 6 are the prompt, 7 and 8 (a stop token) are trained, and 9 is what a template writes behind it."""
     mask = np.array([False, False, True, True, False])
     own = Sequence(np.array([5, 6, 7, 8, 9], np.int32), mask, 2.0, per_sequence={"margin": 1.0})
-    found = algorithm().prepared(own)
+    found = algorithm().prepare_sequence(own)
     assert found.tokens.tolist() == [5, 6, 7, 8, 0]
     assert found.loss_mask.tolist() == [False, False, False, False, True]
     assert (found.weight, found.per_sequence) == (2.0, {"margin": 1.0})
@@ -113,8 +114,10 @@ def test_a_score_stands_behind_the_last_trained_token():
 
 def client(config, rows):
     """A reward model whose head is random: that of a new one is 0, and would hide what its trunk does."""
-    made = trainer(config, rows=rows, length=50, critic=True, speaks=False)
-    head = jax.device_put(jax.random.normal(jax.random.key(1), (config.d_model,)), made.params["value/w"].sharding)
+    made = trainer(config, rows=rows, length=50, has_scalar_head=True, has_lm_head=False)
+    head = jax.device_put(
+        jax.random.normal(jax.random.key(1), (config.d_model,)), made.learner.params["value/w"].sharding
+    )
     made.state = replace(made.state, params={**made.state.params, "value/w": head})
     return made
 
@@ -122,11 +125,11 @@ def client(config, rows):
 @pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.slow), RICH], ids=["plain", "windows"])
 def test_packing_and_passes_change_nothing(config):
     trained = algorithm(centring=0.1)
-    sides = [trained.prepared(side) for side in pairs(6)]
-    apart, shared = (pack(sides, 12, 50, packing=packing, members=2) for packing in (False, True))
+    sides = [trained.prepare_sequence(side) for side in pairs(6)]
+    apart, shared = (pack(sides, 12, 50, packing=packing, sequences_per_example=2) for packing in (False, True))
     assert (shared.segment_ids > 0).sum() < (apart.segment_ids > 0).sum()
     one, many = client(config, rows=1), client(config, rows=6)
-    assert "head/w" not in one.params
+    assert "head/w" not in one.learner.params
     loss, right = gradients(one, apart, trained.objective)
     for other, batch in ((one, shared), (many, shared)):
         found, others = gradients(other, batch, trained.objective)
@@ -143,7 +146,7 @@ def test_nothing_compiles_again():
     trained, made = algorithm(), client(PLAIN, rows=2)
 
     def batch(number, seed):
-        return pack([trained.prepared(side) for side in pairs(number, seed)], 8, 50, members=2)
+        return pack([trained.prepare_sequence(side) for side in pairs(number, seed)], 8, 50, sequences_per_example=2)
 
     made.step(batch(4, 0), trained.objective)
     compilations = Compilations()

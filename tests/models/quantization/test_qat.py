@@ -128,14 +128,14 @@ def test_a_model_computes_with_its_weights_on_their_grid():
 @pytest.mark.parametrize("name", ["rich", *slow(["llama", "qwen2"])])
 def test_what_is_sampled_is_what_is_trained(name):
     ours = trainer(SHAPES[name], rules=MIXED, length=24)
-    before = jax.tree.map(np.asarray, ours.params)
+    before = jax.tree.map(np.asarray, ours.learner.params)
     first = ours.evaluate([batch()], LOSS)
     for _ in range(8):
         ours.step(batch(), LOSS)
     last = ours.evaluate([batch()], LOSS)
     assert last["eval/loss"] < first["eval/loss"] - 0.3
     assert 0 < abs(last["eval/unrounded"] - last["eval/loss"]) < 0.3
-    assert all(np.any(before[name] != value) for name, value in ours.params.items())
+    assert all(np.any(before[name] != value) for name, value in ours.learner.params.items())
     assert_same_as_full_forward(ours, *drawn(ours))
 
 
@@ -163,10 +163,10 @@ def test_a_mesh_changes_nothing(mesh):
         rows = pack(sequences(12, seed), 12, 24)
         ours, theirs = (float(each.forward_backward(rows, LOSS)["train/loss"]) for each in (one, many))
         assert ours == pytest.approx(theirs, abs=1e-5)
-    assert one._gathered
-    assert many._gathered
-    for name, gradient in one._gathered.items():
-        np.testing.assert_allclose(gradient, np.asarray(many._gathered[name]), atol=1e-5)
+    assert one.learner.gradients
+    assert many.learner.gradients
+    for name, gradient in one.learner.gradients.items():
+        np.testing.assert_allclose(gradient, np.asarray(many.learner.gradients[name]), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -177,6 +177,6 @@ def test_training_in_the_rounding_loses_less_than_rounding_afterwards():
         through.step(batch(), LOSS)
         after.step(batch(), LOSS)
     model = Model(PLAIN, simulated=simulated(rules))
-    after.state = replace(after.state, params=rounded(model, after.params)[0])
+    after.state = replace(after.state, params=rounded(model, after.learner.params)[0])
     trained, cut = (one.evaluate([batch()], LOSS)["eval/loss"] for one in (through, after))
     assert trained < cut

@@ -1,21 +1,26 @@
 """What the engine promises beyond right numbers: independence of company, shared prompts, turns, stops, few shapes."""
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import jax
 import numpy as np
 import pytest
 
+from tests.marks import slow
+from tests.rollout.engine.piped import PipedSampler
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
+from tests.tiny_models import one_device
 from tests.trainers import PLAIN
 from tunix.errors import UserError
 from tunix.models.model import Model
+from tunix.protocols import Sampler
 from tunix.rollout.engine import engine as engine_file
+from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.shapes import Sizes
-from tunix.rollout.engine.warmup import Workload
 from tunix.trainer.perf import Compilations
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Sampling, Workload
 
 MODEL = Model(PLAIN)
 VOCAB = PLAIN.vocab_size
@@ -31,9 +36,29 @@ def params():
     return random_params(MODEL)
 
 
+def make() -> Engine:
+    """The engine of the tests, without weights."""
+    return Engine(MODEL, one_device(), slots=3, length=64, chunk=16, steps=5, decode=text_of)
+
+
 @pytest.fixture(scope="module")
-def engine(params):
-    return small_engine(MODEL, params, decode=text_of)
+def here(params):
+    engine = make()
+    engine.publish(params, 1)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def elsewhere(params):
+    with closing(PipedSampler(make)) as sampler:
+        sampler.publish(params, 1)
+        yield sampler
+
+
+@pytest.fixture(params=["here", *slow(["elsewhere"])])
+def engine(request: pytest.FixtureRequest):
+    """The engine in this process; and one in another, which is asked the same over a pipe."""
+    return request.getfixturevalue(request.param)
 
 
 def same(a: Completion, b: Completion) -> None:
@@ -72,6 +97,26 @@ def test_company_slots_and_steps_change_nothing(engine, params, slots, steps):
         same(a, b)
 
 
+def test_a_sampler_over_a_pipe_is_the_engine(here, elsewhere):
+    """Weights, settings, an environment's replies, completions and errors all cross."""
+    assert isinstance(here, Sampler)
+    assert isinstance(elsewhere, Sampler)
+    elsewhere.warm(Workload(requests=1, prompts=1, prompt_length=6, length=40))
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        return np.array([4, 5], np.int32) if len(so_far.turns) < 2 else None
+
+    settings = Sampling(max_tokens=12, temperature=3.0, stop_ids=tuple(range(16)))
+    asked = prompts(VOCAB, (6, 11)), 4, settings, 5, reply
+    for mine, theirs in zip(here.sample(*asked), elsewhere.sample(*asked), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            same(a, b)
+            np.testing.assert_array_equal(a.versions, b.versions)
+        assert any(len(one.turns) > 1 for one in mine)
+    with pytest.raises(UserError, match="prompt 0 has no token"):
+        elsewhere.sample([np.zeros(0, np.int32)], 1, settings, 0)
+
+
 def test_requests_of_one_prompt_differ_and_seeds_repeat(engine):
     (group,) = engine.sample(prompts(VOCAB, (6,)), 5, Sampling(max_tokens=12), seed=1)
     assert len({tuple(completion.tokens) for completion in group}) == 5
@@ -82,7 +127,7 @@ def test_requests_of_one_prompt_differ_and_seeds_repeat(engine):
         assert tuple(a.tokens) != tuple(c.tokens)
 
 
-def test_a_groups_prompt_is_computed_once(engine, monkeypatch):
+def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     """Seven samples through three slots: the prefix outlives the slots that were filled first."""
     computed = []
     real = engine_file.compute
@@ -92,7 +137,7 @@ def test_a_groups_prompt_is_computed_once(engine, monkeypatch):
         return real(model, weights, prompts, *rest)
 
     monkeypatch.setattr(engine_file, "compute", spy)
-    engine.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
+    here.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
     assert computed == [20, 9]
 
 
@@ -131,7 +176,7 @@ def test_nothing_compiles_after_warm_up(params):
     compilations = Compilations()
     for seed in range(4):
         load(seed)
-    engine.load(moved, 2)
+    engine.publish(moved, 2)
     load(6)
     assert compilations.since_warmup == 0
 
@@ -268,8 +313,8 @@ def test_tokens_are_streamed_in_order(engine):
 
 def test_the_version_is_noted(params):
     engine = small_engine(MODEL, params)
-    engine.load(params, 12)
-    assert engine.sample(prompts(VOCAB, (3,)), 1, Sampling(max_tokens=1), 0)[0][0].version == 12
+    engine.publish(params, 12)
+    assert engine.sample(prompts(VOCAB, (3,)), 1, Sampling(max_tokens=1), 0)[0][0].versions.tolist() == [12]
     assert engine.sample([], 3, Sampling(), 0) == []
 
 
@@ -298,5 +343,5 @@ def test_sizes_and_weights_that_are_missing(params):
     with pytest.raises(UserError, match="n is 0"):
         small_engine(MODEL, params).sample(prompts(VOCAB, (3,)), 0, Sampling(), 0)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-    with pytest.raises(ValueError, match="load"):
+    with pytest.raises(ValueError, match="publish"):
         engine_file.Engine(MODEL, mesh, slots=1, length=8).run([])

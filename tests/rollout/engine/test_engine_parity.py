@@ -34,7 +34,7 @@ def prompts(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
 
 def small_engine(model, params, *, mesh=None, slots=3, length=64, chunk=16, steps=5, **options):
     engine = Engine(model, mesh or one_device(), slots=slots, length=length, chunk=chunk, steps=steps, **options)
-    engine.load(params, 1)
+    engine.publish(params, 1)
     return engine
 
 
@@ -114,7 +114,7 @@ def test_an_adapter_is_sampled_unmerged_and_its_base_copied_once():
     assert engine.weights is not None
     before = engine.weights
     moved = {name: x + 0.1 if is_adapter(name) else x for name, x in params.items()}
-    engine.load(moved, 2)
+    engine.publish(moved, 2)
     assert engine.weights.layers[0]["q/w"] is before.layers[0]["q/w"]
     # Frozen tables are not copied at all.
     assert engine.weights.top["embed/w"] is params["embed/w"]

@@ -152,7 +152,9 @@ def test_messages_go_on_as_the_template_writes_them(template: Any, stopped: bool
 
 
 def completion_of(*turns: tuple[int, int], tokens: np.ndarray, finish: Any = "stop") -> Completion:
-    return Completion(tokens, np.zeros(len(tokens), np.float32), finish, 0, Sampling(), turns)
+    return Completion(
+        tokens, np.zeros(len(tokens), np.float32), finish, np.zeros(len(tokens), np.int32), Sampling(), turns
+    )
 
 
 def test_replies_to_a_batch():

@@ -1,42 +1,38 @@
-"""Distillation: on given text the student copies the teacher's distribution; or it writes, and the teacher comments.
+"""Distillation: a student learns a teacher's next-token distribution, on given text or on its own completions.
 
 Axes: T time.
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.distill.config import DistillConfig
 from tunix.algorithms.distill.loss import distill_loss, sampled_loss
+from tunix.algorithms.episodes import Groups, as_sequence, flat
 from tunix.algorithms.loss import compared_with_sampler
-from tunix.algorithms.on_policy import Groups, as_sequence, drawn_report, flat, gate, merged, row
+from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
+from tunix.algorithms.rollout_metrics import row, sampling_report
+from tunix.config import RowKind
 from tunix.protocols import Client
-from tunix.rollout.collect import Rollouts
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, Sequence
 
 
-class Distill(Algorithm):
-    """Learning from a teacher, on given text or on one's own."""
+class Distill(OnPolicy):
+    """Distillation from a teacher, on given text or on the student's own completions."""
 
     Config = DistillConfig
     config: DistillConfig
 
     @property
-    def train_on(self) -> Literal["completion", "all", "prompt"]:
-        """Only prompts where the student writes."""
-        return "prompt" if self.config.on_policy else self.config.train_on
-
-    @property
     def temperature(self) -> float:
-        """Of both distributions: on-policy that of the sampler."""
+        """Temperature of both distributions; on-policy that of the sampler."""
         return self.sampling.temperature if self.config.on_policy else self.config.temperature or 1.0
 
     @property
     def divergence(self) -> Divergence | None:
-        """What is computed at every token; None where the drawn token alone is asked about."""
+        """The divergence that is computed at every token; None where only the sampled token is compared."""
         kind = self.config.divergence
         if kind is None or kind == "sampled":
             return None
@@ -44,7 +40,7 @@ class Distill(Algorithm):
 
     @property
     def objective(self) -> Loss:
-        """The loss; on-policy on the distribution that was sampled from, with the sampler's mismatch measured."""
+        """The loss; on-policy at the sampling temperature, with metrics of the mismatch of trainer and sampler."""
         if self.config.on_policy:
             return Loss(self.gated_loss, divergence=self.divergence, temperature=self.temperature)
         reads = bool(self.config.sft_weight) or type(self).loss is not Distill.loss
@@ -52,17 +48,17 @@ class Distill(Algorithm):
 
     @property
     def held_out_objective(self) -> Loss:
-        """On given text, which the student did not draw: the divergence; where only drawn tokens are asked about, the
-        reverse KL that they estimate."""
+        """The divergence on given text; where only sampled tokens are compared in training, the reverse KL, which they
+        estimate."""
         if not self.config.on_policy:
             return self.objective
         divergence = self.divergence or Divergence("reverse_kl", temperature=self.temperature)
         return Loss(self.held_out_loss, logprobs=False, divergence=divergence)
 
     @property
-    def held_out_on(self) -> Literal["completion", "all"]:
-        """Given completions, whatever is trained on."""
-        return self.config.train_on
+    def held_out_on(self) -> RowKind:
+        """Given text, also where training is on-policy."""
+        return RowKind(self.config.train_on)
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `sampled_loss` and `distill_loss`."""
@@ -71,49 +67,36 @@ class Distill(Algorithm):
         return distill_loss(inputs, self.config.reduction, self.temperature, self.config.sft_weight)
 
     def held_out_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The divergence alone."""
+        """The divergence without the SFT term."""
         return distill_loss(inputs, self.config.reduction, self.temperature, sft_weight=0.0)
 
     def gated_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss with the sampler's mismatch measured."""
+        """The loss with metrics of the mismatch of trainer and sampler."""
         sampler = inputs.batch.per_token["old_logprobs"]
         return compared_with_sampler(self.loss(inputs), inputs.batch, inputs.logprobs, sampler)
 
-    def update(self, client: Client, data: Any) -> Update:
-        """One step: on a packed batch, or on what the student writes to the prompts."""
-        return self._on_own_text(client, data) if self.config.on_policy else super().update(client, data)
-
-    def _on_own_text(self, client: Client, data: Rollouts) -> Update:
-        """Sample from the current student, ask the teacher, update.
-
-        Raises:
-            Doubtful: sampler and trainer are not one model.
-        """
-        client.publish()
-        groups = data.collect(client, data.prompts, self.config.group_size or 1)
+    def prepare(self, client: Client, experience: Experience) -> Prepared:
+        """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their
+        tokens."""
+        groups, data = experience.groups, experience.data
         sequences = [as_sequence(episode) for episode in flat(groups)]
         if self.divergence is None:
             with data.clock.part("teacher"):
-                sequences = self._commented(client, sequences)
-        with data.clock.part("update"):
-            batch = data.packed(sequences, self.config.sequences_per_update(data.size))
-            metrics = client.step(batch, self.objective)
-            gate(metrics, batch, data, reference=False)
-        numbers = drawn_report(groups) | merged([metrics])
-        numbers |= {f"perf/{part}_seconds": seconds for part, seconds in data.clock.items()}
-        return Update(numbers, (batch,), shown(groups[: data.shown]))
+                sequences = self._with_teacher(client, sequences)
+        batch = data.packed(sequences, self.config.sequences_per_update(data.size))
+        return Prepared([batch], sampling_report(groups), shown(groups[: data.shown]))
 
-    def _commented(self, client: Client, sequences: list[Sequence]) -> list[Sequence]:
-        """The sequences with the teacher's log-probs, at the temperature that they were drawn at."""
-        found = client.logprobs(sequences, "teacher", self.temperature)
-        return [with_comment(sequence, comment) for sequence, comment in zip(sequences, found, strict=True)]
+    def _with_teacher(self, client: Client, sequences: list[Sequence]) -> list[Sequence]:
+        """The sequences with the teacher's log-probs, at the sampling temperature."""
+        logprobs = client.logprobs(sequences, "teacher", self.temperature)
+        return [with_teacher_logprobs(x, values) for x, values in zip(sequences, logprobs, strict=True)]
 
 
-def with_comment(sequence: Sequence, logprobs: np.ndarray) -> Sequence:
+def with_teacher_logprobs(sequence: Sequence, logprobs: np.ndarray) -> Sequence:
     """The sequence with the teacher's log-probs `[T]`."""
     return replace(sequence, per_token={**sequence.per_token, "teacher_logprobs": logprobs})
 
 
 def shown(groups: Groups) -> tuple[dict[str, Any], ...]:
-    """Rows for `samples.jsonl`: what was drawn."""
+    """Rows of completions for `samples.jsonl`."""
     return tuple(row(place, episode) for place, group in enumerate(groups) for episode in group)

@@ -1,37 +1,39 @@
 """The `algorithm` and `teacher` sections of a recipe for distillation. Loads without jax."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import FAMILIES, Config, DType, Family, MeshConfig, Positive, Reads
+from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Positive, RowKind, families
 
 _GIVEN = "with on_policy: true"
 
 
 class DistillConfig(RuledConfig):
-    """Whose text the student learns on, and which distance to the teacher is made small there."""
+    """Which text the student learns on, and which divergence from the teacher is minimised there."""
+
+    tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
 
     name: str = "distill"
     on_policy: bool = False
-    """The student writes the completions, and the teacher says what it thinks of each token; else on given text."""
+    """Whether the student samples the completions and the teacher scores each token; else it learns on given text."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "sampled"] | None = None
-    """Of the two next-token distributions: KL(teacher || student), KL(student || teacher), or generalised
-    Jensen-Shannon. `sampled`: the reverse KL, estimated by the drawn token alone. Null: forward_kl on given text,
+    """Divergence of the next-token distributions: KL(teacher || student), KL(student || teacher), or generalised
+    Jensen-Shannon. `sampled`: the reverse KL, estimated from the sampled token alone. Null: forward_kl on given text,
     sampled with `on_policy: true`."""
     beta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The teacher's share of the mixture that jsd compares with: near 0 it is like forward_kl, near 1 like reverse_kl.
-    Null: 0.5."""
+    """The teacher's share in the mixture of jsd: near 0 it is like forward_kl, near 1 like reverse_kl. Null: 0.5."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """The teacher's k most likely tokens are compared one by one, all others as one; 0: every token for itself."""
+    """The teacher's k most likely tokens are compared one by one, all others as one bucket; 0 compares all tokens."""
     temperature: Annotated[float, Field(gt=0)] | None = None
-    """Divides both models' logits, and the divergence is multiplied by its square. Null: 1. On-policy it is
+    """Divides both models' logits, and its square multiplies the divergence. Null: 1. On-policy it is
     rollout.temperature."""
     sft_weight: NonNegative = 0.0
-    """Weight of the negative log-likelihood of the given tokens beside the divergence; 0 for none."""
+    """Weight of the negative log-likelihood of the given tokens, added to the divergence; 0 for none."""
     train_on: Literal["completion", "all"] = "completion"
-    """Of given rows: the assistant's turns with their stop tokens, or every token but the first."""
+    """What is trained of given rows: the assistant's turns with their stop tokens, or every token but the first."""
     reduction: Literal["tokens", "sequences"] = "tokens"
     """Mean over the batch's trained tokens, or mean over sequences of each one's token mean."""
     group_size: Positive | None = None
@@ -47,36 +49,36 @@ class DistillConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """What null stands for, given the other settings."""
+        """The value that null becomes for each key, given the other settings."""
         kind = "sampled" if settings["on_policy"] else "forward_kl"
         return {"divergence": kind, "beta": 0.5, "temperature": 1.0, "group_size": 1}
 
     def conflicts(self) -> list[str]:
-        """What is wrong between settings that are all read; one sentence each."""
+        """Messages about settings that contradict each other, one sentence each."""
         if self.divergence == "sampled" and not self.on_policy:
             return [
-                "divergence: sampled is an estimate from tokens that the student drew: set on_policy: true, or take "
+                "divergence: sampled is an estimate from tokens that the student sampled: set on_policy: true, or take "
                 "forward_kl, reverse_kl or jsd"
             ]
         return []
 
     @property
-    def reads(self) -> Reads:
-        """On-policy the student writes the completions."""
-        return "prompts" if self.on_policy else "completions"
+    def reads(self) -> RowKind:
+        """Given text, all of it or its completion; only the prompt where the student samples the completions."""
+        return RowKind.PROMPT if self.on_policy else RowKind(self.train_on)
 
     @property
     def learns_from_teacher(self) -> bool:
-        """Always."""
+        """Always true: distillation needs a teacher."""
         return True
 
     @property
     def samples_per_prompt(self) -> int:
-        """The group, on-policy."""
+        """On-policy, completions of each prompt: the group size."""
         return self.group_size or 1
 
     def sequences_per_update(self, batch_size: int) -> int:
-        """On-policy, all completions of a step."""
+        """Sequences of one update: on-policy all completions of a step."""
         return batch_size * self.samples_per_prompt
 
 
@@ -94,34 +96,34 @@ class TeacherMesh(MeshConfig):
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.data * self.fsdp * self.tensor
 
 
 class TeacherConfig(Config):
-    """A frozen model of the student's vocabulary, of any family and size."""
+    """A frozen model with the student's vocabulary, of any family and size."""
 
     path: str | None = None
-    """Hub id, local folder, the folder of a run, or a PEFT folder. An adapter on the student's frozen base shares
-    it."""
+    """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
+    base shares that base."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """`random`: nothing to learn from, but everything runs; `--tiny` sets it."""
+    """`random` has nothing to teach, but everything runs; `--tiny` sets it."""
     family: Family | None = None
-    """With `init: random`."""
+    """Family of the teacher with `init: random`."""
     sizes: dict[str, int] = Field(default_factory=dict)
-    """With `init: random`, as in `model.sizes`."""
+    """Sizes of the teacher with `init: random`, as in `model.sizes`."""
     dtype: DType = "bfloat16"
-    """Of the weights and of the computation; logits are always float32."""
+    """Dtype of the weights and of the computation; logits are always float32."""
     mesh: TeacherMesh | None = None
-    """Devices of its own, the last ones; `mesh` is then made of the others. Null: it shares the student's."""
+    """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
     @model_validator(mode="after")
-    def _source(self) -> "TeacherConfig":
+    def _source(self, info: Any) -> "TeacherConfig":
         if self.init == "random":
             if self.path is not None:
                 raise ValueError(f"path is {self.path!r}, but `init: random` reads no weights: leave one of them out")
             if self.family is None:
-                raise ValueError(f"`init: random` wants a family: {', '.join(FAMILIES)}")
+                raise ValueError(f"`init: random` wants a family: {', '.join(families(info))}")
             return self
         if self.path is None:
             raise ValueError("path is missing: a hub id, a folder, or the folder of a run")

@@ -1,6 +1,6 @@
 """The losses of distillation: arrays in, terms out.
 
-On given text `distill_loss`; on the student's own completions `sampled_loss`, or `distill_loss` again.
+`distill_loss` is for given text and for the student's own completions, `sampled_loss` for the latter alone.
 
 Axes: B rows, T time.
 """
@@ -12,20 +12,20 @@ from tunix.types import LossInputs, LossOutputs, Over, Term
 
 
 def distill_loss(inputs: LossInputs, over: Over, temperature: float, sft_weight: float) -> LossOutputs:
-    """The divergence of teacher and student at every trained token, over the whole vocabulary or the teacher's top k.
+    """Divergence of teacher and student at every trained token, over the whole vocabulary or the teacher's top k.
 
     L = tau^2 mean_t D(q_t, p_t) + w mean_t -log p(y_t), with q the teacher's distribution and p the student's, both at
     temperature tau, and D as `types.Divergence` says. The square keeps the size of the gradient, which falls with it
     (Hinton, Vinyals and Dean 2015, https://arxiv.org/abs/1503.02531, sec. 2); the second term, at temperature 1, is
     theirs too. On text that the student wrote this is generalised knowledge distillation (GKD, Agarwal et al. 2023,
     https://arxiv.org/abs/2306.13649) with lambda 1, and with the reverse KL the single-step part of MiniLLM's gradient
-    (Gu et al. 2023, https://arxiv.org/abs/2306.08543, sec. 2.2). The text counts as given: no gradient goes through its
-    being drawn, as in GKD.
+    (Gu et al. 2023, https://arxiv.org/abs/2306.08543, sec. 2.2). The text counts as given: there is no gradient through
+    the sampling, as in GKD.
 
     Args:
         inputs: `compared`; log-probs `[B T]` where there is a `sft_weight`.
-        over: which mean.
-        temperature: tau, that of the divergence.
+        over: what the terms are averaged over.
+        temperature: tau of the divergence.
         sft_weight: w; 0 for no such term.
     """
     compared = inputs.compared
@@ -42,21 +42,21 @@ def distill_loss(inputs: LossInputs, over: Over, temperature: float, sft_weight:
 
 
 def sampled_loss(inputs: LossInputs, over: Over) -> LossOutputs:
-    """Policy gradient with the teacher's opinion of each drawn token as its advantage.
+    """Policy gradient whose advantage is the teacher's minus the student's log-prob of each sampled token.
 
     L = mean_t -r_t A_t, with A_t = log q(y_t) - log p_old(y_t) and r_t = p(y_t) / p_old(y_t): the negative reverse KL
     of every token as its own reward, without discounting of later ones (Thinking Machines 2025,
     https://thinkingmachines.ai/blog/on-policy-distillation/). p and q are at the temperature that was sampled with.
-    `p_old` are the sampler's log-probs; at the single update of a step r is 1, and the expected gradient at each state
-    is that of `KL(p || q)` there. What a token does to the divergence of those behind it is left out; MiniLLM (Gu et
-    al. 2023, https://arxiv.org/abs/2306.08543) has it.
+    `p_old` is the sampler's; at the single update of a step r is 1, and the expected gradient at each state is that of
+    `KL(p || q)` there. The effect of a token on the divergence of later ones is left out; MiniLLM (Gu et al. 2023,
+    https://arxiv.org/abs/2306.08543) has it.
 
     Args:
         inputs: log-probs, per-token `old_logprobs` and `teacher_logprobs`, all `[B T]`.
-        over: which mean.
+        over: what the term is averaged over.
     """
-    batch, own = inputs.batch, inputs.batch.per_token
-    old, teacher = jnp.asarray(own["old_logprobs"]), jnp.asarray(own["teacher_logprobs"])
+    batch, arrays = inputs.batch, inputs.batch.per_token
+    old, teacher = jnp.asarray(arrays["old_logprobs"]), jnp.asarray(arrays["teacher_logprobs"])
     ratio = token_ratio(log_ratio(inputs.logprobs, old, batch))
     surrogate = plain_surrogate(ratio, teacher - old)
     metrics = {"distill/divergence": old - teacher, "distill/teacher_logprob": teacher, "policy/ratio": ratio}

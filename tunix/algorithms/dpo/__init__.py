@@ -1,1 +1,1 @@
-"""DPO as one family: how a completion is scored, how a pair's scores are compared, famous cases by name."""
+"""DPO and its relatives: rewards of completions, comparisons of a pair's rewards, and the published forms by name."""

@@ -1,12 +1,12 @@
 """The `algorithm` section of a recipe for DPO and its relatives. Loads without jax."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import Positive, Reads
+from tunix.config import TINY_GROUP, Positive, RowKind
 
 Form = Literal[
     "sigmoid",
@@ -33,54 +33,56 @@ REFERENCED = (
     *("sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "bco", "sppo_hard", "apo_zero", "apo_down"),
     *SORTED,
 )
-"""Forms that compare with a reference; the others hold none."""
+"""Forms that compare with a reference; the others have none."""
 LOGISTIC = ("sigmoid", "robust", "simpo", "cpo")
-"""Forms that are a log-likelihood of the label, so that it can be wrong, and have an offset."""
+"""Forms that are a log-likelihood of the label: they have label smoothing and an offset."""
 SMOOTHED = (*LOGISTIC, "exo", *SORTED)
-"""Forms whose label can be wrong."""
+"""Forms with label smoothing."""
 DIVERGING = ("sigmoid", "robust", "hinge")
-"""Forms that are derived for any divergence from the reference."""
+"""Forms that are defined for any divergence from the reference."""
 
 
 class DPOConfig(RuledConfig):
-    """Pairs of completions, of which one is better; nulls become what is usual for the form."""
+    """Pairs of completions, of which one is better; nulls become the defaults of the form."""
+
+    tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
 
     name: str = "dpo"
     loss: Form = "sigmoid"
-    """How a pair is compared. `simpo`, `orpo` and `cpo` need no reference model."""
+    """The form: how the two rewards of a pair are compared. `simpo`, `orpo` and `cpo` need no reference model."""
     beta: Annotated[float, Field(gt=0)] | None = None
-    """Scale of the rewards: the larger, the nearer to the reference. With ipo it is the paper's tau, with orpo its
+    """Scale of the rewards: the larger, the closer to the reference. With ipo it is the paper's tau, with orpo its
     lambda, with sppo_hard 1 / eta. Null: 0.1; with simpo 2, with discopop 0.05, with sppo_hard 0.001."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
-    """Share of pairs that are taken to be labelled the wrong way round; with exo the rejected completion's share of the
-    target. Null: 0; with robust 0.1, with exo 0.001."""
+    """Share of pairs whose label is assumed to be wrong; with exo the rejected completion's share of the target. Null:
+    0; with robust 0.1, with exo 0.001."""
     gamma: NonNegative | None = None
-    """SimPO's margin, by which the chosen reward should be larger. Null: 1."""
+    """SimPO's margin, by which the chosen reward should be larger than the rejected one. Null: 1."""
     tau: Annotated[float, Field(gt=0)] | None = None
-    """DiscoPOP's temperature: how sharply it goes over from the logistic to the exponential loss. Null: 0.05."""
+    """DiscoPOP's temperature: how sharply it changes from the logistic to the exponential loss. Null: 0.05."""
     reward_shift: bool = True
-    """With bco: rewards are measured from their mean over all earlier updates, which is part of a checkpoint. False
-    measures them from 0, as TRL 1.16 does."""
+    """With bco: whether the mean reward of all earlier updates, which is part of a checkpoint, is subtracted from
+    rewards. False subtracts nothing, as TRL 1.16 does."""
     offset: NonNegative = 0.0
-    """Times the row's `margin`: the chosen reward should be larger by that (ODPO, Amini et al. 2024,
+    """The chosen reward should be larger by this times the row's `margin` (ODPO, Amini et al. 2024,
     https://arxiv.org/abs/2402.10571). 0: a column `margin` is not read."""
     length_normalized: bool = False
-    """Log-ratios are divided by the completion's tokens, so that length alone earns nothing; raise beta with it."""
+    """Whether log-ratios are divided by the completion's length in tokens; raise beta with it."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    """From the reference (f-DPO, Wang et al. 2023, https://arxiv.org/abs/2309.16240)."""
+    """The divergence from the reference (f-DPO, Wang et al. 2023, https://arxiv.org/abs/2309.16240)."""
     alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of `divergence: alpha`: near 0 it is the reverse KL, near 1 the forward KL. TRL's `f_alpha_divergence_coef` is 1
-    less this. Null: 0.5."""
+    """Parameter of `divergence: alpha`: near 0 it is the reverse KL, near 1 the forward KL. TRL's
+    `f_alpha_divergence_coef` is 1 less this. Null: 0.5."""
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
     reference: Literal["snapshot", "precompute"] = "snapshot"
-    """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, asked at every step.
-    `precompute`: asked once for all rows before the first step, and kept beside them."""
+    """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, computed at every step.
+    `precompute`: its log-probs of all rows are computed before the first step, and stored alongside them."""
     reference_path: str | None = None
     """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
     starts from, or the base under an adapter."""
     online: bool = False
-    """The policy writes the completions; the best and the worst of a prompt, by the rewards, are its pair."""
+    """Whether the policy samples the completions; those of highest and lowest reward are a prompt's pair."""
     group_size: Positive = 2
     """Completions of each prompt, with `online: true`."""
 
@@ -122,7 +124,7 @@ class DPOConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """What null stands for, given the other settings."""
+        """The value that null becomes for each key, given the other settings."""
         form = settings["loss"]
         return {
             "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
@@ -134,15 +136,15 @@ class DPOConfig(RuledConfig):
         }
 
     def conflicts(self) -> list[str]:
-        """What is wrong between settings that are all read; one sentence each."""
-        found = []
+        """Messages about settings that contradict each other, one sentence each."""
+        wrong = []
         if self.loss == "robust" and not self.label_smoothing:
-            found.append("label_smoothing: robust without a share of wrong labels is sigmoid; set it, or loss: sigmoid")
+            wrong.append("label_smoothing: robust without a share of wrong labels is sigmoid; set it, or loss: sigmoid")
         if self.loss == "exo" and not self.label_smoothing:
-            found.append("label_smoothing: exo takes the logarithm of the rejected completion's share; set it above 0")
+            wrong.append("label_smoothing: exo takes the logarithm of the rejected completion's share; set it above 0")
         if self.online and self.group_size < 2:
-            found.append(f"group_size: {self.group_size} completion of a prompt makes no pair; take 2 or more")
-        return found
+            wrong.append(f"group_size: {self.group_size} completion of a prompt makes no pair; take 2 or more")
+        return wrong
 
     @property
     def has_reference(self) -> bool:
@@ -156,34 +158,38 @@ class DPOConfig(RuledConfig):
 
     @property
     def shifts(self) -> bool:
-        """Whether rewards are measured from their mean so far."""
+        """Whether the mean reward of earlier updates is subtracted from rewards."""
         return self.loss == "bco" and self.reward_shift
 
     @property
     def measures(self) -> bool:
-        """Whether rewards are measured from something that is known before the update."""
+        """Whether rewards have a baseline, which is computed before the update."""
         return self.sorts or self.shifts
 
     @property
-    def reads(self) -> Reads:
-        """Two completions, of which one is better; or a prompt, where the policy writes them."""
-        return "prompts" if self.online else "pairs"
+    def reads(self) -> RowKind:
+        """Pairs of completions; or prompts, where the policy samples the completions."""
+        return RowKind.PROMPT if self.online else RowKind.PAIRS
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Where the policy's own completions are ranked."""
+        """Whether the policy's completions are ranked by rewards."""
         return self.online
 
     @property
     def samples_per_prompt(self) -> int:
-        """Those that are ranked."""
+        """Completions of each prompt that are ranked: the group size."""
         return self.group_size
 
     def sequences_per_update(self, batch_size: int) -> int:
-        """Two for each pair."""
+        """Sequences of one update: two for each pair."""
         return 2 * batch_size
 
+    def tiny(self, batch_size: int) -> dict[str, Any]:
+        """The section for a `--tiny` run, without a `reference_path`: that model is of another structure."""
+        return super().tiny(batch_size) | {"reference_path": None}
+
     def complaints(self, batch_size: int) -> Iterator[str]:
-        """Sorting wants something to sort."""
+        """A message where a form that sorts pairs has a single one."""
         if self.sorts and batch_size < 2:
             yield f"batch_size: {self.loss} sorts the pairs of a batch, and 1 has no other; take 2 or more"

@@ -1,9 +1,9 @@
-"""The loss of the DPO family: log-probs -> a reward for each completion -> a comparison of each pair's two.
+"""The loss of DPO and its relatives: log-probs -> a reward for each completion -> a comparison of each pair's rewards.
 
-`rewards` says what the policy, or its distance from the reference, makes of a completion; the forms below compare.
-Sums over a completion's trained tokens stand for the log-probability of the whole of it. Arrays in, terms out.
+`rewards` computes a completion's reward from the policy, or from its distance to the reference; the forms below compare
+them. A completion's log-probability is the sum over its trained tokens. Arrays in, terms out.
 
-Axes: B rows, T time, S sequences (2i is chosen, 2i + 1 rejected), P pairs.
+Axes: B rows, T time, S sequences, Pa pairs (2 i is chosen, 2 i + 1 rejected).
 """
 
 import jax
@@ -18,22 +18,22 @@ from tunix.errors import UserError
 from tunix.types import Batch, LossInputs, LossOutputs, Term
 
 MARGIN = "margin"
-"""The per-sequence value by which, times the offset, a chosen completion should be better."""
+"""The per-sequence value that times the offset is the margin by which a chosen completion should be better."""
 BASELINE = "baseline"
-"""The per-sequence value that a reward is measured from, in its units, with some forms (`baseline.py`)."""
+"""The per-sequence value that some forms subtract from a reward, in its units (`baseline.py`)."""
 EXPONENT_LIMIT = 80.0
-"""exp(89) overflows float32, and an infinity that is subtracted from another has no gradient."""
+"""Bound of exponents: exp(89) overflows float32, and the difference of two infinities has no gradient."""
 SURE = -1e-6
-"""The largest mean log-prob whose odds are taken: those of a certainty are infinite."""
+"""Upper bound of a mean log-prob whose odds are computed: at 0 they are infinite."""
 
-Pairs = Float[Array, "P"]
+Pairs = Float[Array, "Pa"]
 
 
 def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     """`E_pairs[form(r_chosen, r_rejected)] + sft_weight E_pairs[-log p(chosen) / |chosen|]`.
 
-    DPO, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7; `compared` names the relatives, `rewards` says
-    what r is. The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733).
+    DPO, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7; `compared` names the relatives, `rewards`
+    defines r. The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733).
 
     Args:
         inputs: log-probs `[B T]` of pairs, and where the form has a reference its own, of the same step or as the
@@ -49,11 +49,11 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     scores = rewards(inputs, config)
     chosen, rejected = scores[::2], scores[1::2]
     measured = scores - jnp.asarray(batch.per_sequence[BASELINE]) if config.measures else scores
-    compared_P = compared(measured[::2], measured[1::2], config, margins(batch, config))
-    terms = {"preference": Term(compared_P, "pairs")}
+    compared_Pa = compared(measured[::2], measured[1::2], config, margins(batch, config))
+    terms = {"preference": Term(compared_Pa, "pairs")}
     if config.sft_weight:
         terms["sft"] = Term(-config.sft_weight * (sums / batch.lengths)[::2], "pairs")
-    told = {
+    of_pairs = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margin": chosen - rejected,
@@ -61,14 +61,14 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
         "logprobs/chosen": sums[::2],
         "logprobs/rejected": sums[1::2],
     }
-    metrics: dict[str, Float[Array, "B T"] | Term] = {name: Term(values, "pairs") for name, values in told.items()}
+    metrics: dict[str, Float[Array, "B T"] | Term] = {name: Term(values, "pairs") for name, values in of_pairs.items()}
     if config.has_reference:
         metrics["kl/reference"] = 0.5 * log_ratios(inputs) ** 2
     return LossOutputs(terms, metrics)
 
 
 def margins(batch: Batch, config: DPOConfig) -> Pairs | float:
-    """By how much the chosen reward of each pair should be larger."""
+    """By how much the chosen reward of each pair should be larger than the rejected one."""
     if not config.offset:
         return 0.0
     if MARGIN not in batch.per_sequence:
@@ -82,7 +82,7 @@ def log_ratios(inputs: LossInputs) -> Float[Array, "B T"]:
 
 
 def rewards(inputs: LossInputs, config: DPOConfig) -> Float[Array, "S"]:
-    """What each completion y is worth to the loss, in units in which the forms compare.
+    """`[S]` reward of each completion y, in the units that the forms compare.
 
     With a reference: `beta f'(u)`, u = p(y) / p_ref(y), f that of the divergence (see `slope`).
     `length_normalized`: `beta log(u) / |y|`.
@@ -93,7 +93,7 @@ def rewards(inputs: LossInputs, config: DPOConfig) -> Float[Array, "S"]:
     batch, beta = inputs.batch, config.beta
     assert beta is not None
     if config.loss == "orpo":
-        # -1 for sequences of other passes: the odds of a sum of nothing are infinite.
+        # -1 for sequences of other micro-batches: the odds of an empty sum are infinite.
         mean = jnp.minimum(per_sequence(inputs.logprobs, batch, absent=-1.0) / batch.lengths, SURE)
         return mean - jnp.log(-jnp.expm1(mean))
     if not config.has_reference:
@@ -110,8 +110,8 @@ def slope(log_u: Float[Array, "S"], config: DPOConfig) -> Float[Array, "S"]:
 
         reverse_kl  f'(u) = log u + 1          -> log u
         forward_kl  f'(u) = -1 / u             -> 1 - 1 / u
-        js          f'(u) = log(2u / (1 + u))  -> the same
-        alpha       f'(u) = (1 - u^-a) / a     -> the same; a -> 0 is reverse_kl, a = 1 forward_kl
+        js          f'(u) = log(2u / (1 + u))  -> log(2u / (1 + u))
+        alpha       f'(u) = (1 - u^-a) / a     -> (1 - u^-a) / a; a -> 0 is reverse_kl, a = 1 forward_kl
     """
     if config.divergence == "reverse_kl":
         return log_u
@@ -123,13 +123,13 @@ def slope(log_u: Float[Array, "S"], config: DPOConfig) -> Float[Array, "S"]:
 
 
 def compared(chosen: Pairs, rejected: Pairs, config: DPOConfig, margin: Pairs | float = 0.0) -> Pairs:
-    """The loss of each pair by the form's name.
+    """The loss of each pair, by the form's name.
 
     Args:
-        chosen: rewards, less their baselines.
-        rejected: likewise.
+        chosen: rewards of the chosen completions, less their baselines.
+        rejected: rewards of the rejected completions, less their baselines.
         config: the section of the recipe.
-        margin: what the logistic forms subtract from the difference.
+        margin: subtracted from the difference, by the logistic forms.
     """
     gap, beta, smoothing = chosen - rejected - margin, config.beta, config.label_smoothing
     assert beta is not None
@@ -174,8 +174,8 @@ def logistic(gap: Pairs, smoothing: float) -> Pairs:
 
 
 def robust(gap: Pairs, smoothing: float) -> Pairs:
-    """`(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2e)`: its mean over labels of which a share e is flipped
-    is the mean of DPO's over the right ones.
+    """`(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2e)`: its mean over labels with a share e flipped is that
+    of DPO's loss over the right labels.
 
     Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409. It has no lower bound.
     """
@@ -187,7 +187,7 @@ def exo(gap: Pairs, smoothing: float) -> Pairs:
     """`KL(p || q)` of two distributions over the pair, p = (sigmoid(d), sigmoid(-d)) and q = (1 - e, e).
 
     EXO, Ji et al. 2024, https://arxiv.org/abs/2402.00856, eq. 16, for two completions. DPO is the KL the other way
-    round; this one seeks the mode. Least, 0, where d = log((1 - e) / e), 6.9 for the paper's e = 0.001.
+    round; this one seeks the mode. Its minimum is 0, at d = log((1 - e) / e), 6.9 for the paper's e = 0.001.
     """
     right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
     return jnp.exp(right) * (right - np.log1p(-smoothing)) + jnp.exp(wrong) * (wrong - np.log(smoothing))
@@ -196,33 +196,36 @@ def exo(gap: Pairs, smoothing: float) -> Pairs:
 def ipo(gap: Pairs, tau: float) -> Pairs:
     """`(h - 1 / (2 tau))^2`, h the difference of the log-ratios, unscaled.
 
-    Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. The paper's h is of whole completions, a difference of
-    sums, and so is ours. Its authors later recommended means over tokens (https://huggingface.co/blog/pref-tuning),
-    which other libraries take silently: that is `length_normalized: true`.
+    Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. h is a difference of sums over completions, as in the
+    paper. Its authors later recommended means over tokens (https://huggingface.co/blog/pref-tuning), which other
+    libraries use by default: here that is `length_normalized: true`.
     """
     return (gap - 1 / (2 * tau)) ** 2
 
 
 def hinge(gap: Pairs) -> Pairs:
-    """`max(0, 1 - d)`: SLiC's (Zhao et al. 2023, https://arxiv.org/abs/2305.10425) on rewards that are measured
-    from a reference, as in RSO (Liu et al. 2023, https://arxiv.org/abs/2309.06657)."""
+    """`max(0, 1 - d)`: SLiC's hinge on rewards relative to a reference.
+
+    SLiC-HF, Zhao et al. 2023, https://arxiv.org/abs/2305.10425; with a reference as in RSO, Liu et al. 2023,
+    https://arxiv.org/abs/2309.06657.
+    """
     return jax.nn.relu(1 - gap)
 
 
 def discopop(gap: Pairs, tau: float) -> Pairs:
-    """`(1 - m) (-log sigmoid(d)) + m exp(-d)` with `m = sigmoid(d / tau)`: exponential for pairs that are told apart,
-    logistic for the others.
+    """`(1 - m) (-log sigmoid(d)) + m exp(-d)` with `m = sigmoid(d / tau)`: exponential where d is large, else
+    logistic.
 
     DiscoPOP, the log-ratio modulated loss, Lu et al. 2024, https://arxiv.org/abs/2406.08414, eq. 5. It is not convex.
     """
-    # One exponent for both factors of m exp(-d): each overflows alone where d is far below 0.
+    # One exponent for both factors of m exp(-d): separately they overflow where d is far below 0.
     exponent = jnp.minimum(jax.nn.log_sigmoid(gap / tau) - gap, EXPONENT_LIMIT)
     return -jax.nn.sigmoid(-gap / tau) * jax.nn.log_sigmoid(gap) + jnp.exp(exponent)
 
 
 def nca(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`-log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2`: the chosen one is told from noise, of which
-    both are samples, so that its likelihood does not fall.
+    """`-log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2`: classifies the chosen completion against
+    noise, of which both are samples, so that its likelihood does not fall.
 
     NCA for pairs, Chen et al. 2024, https://arxiv.org/abs/2402.05369, eq. 11 with rewards of 1 and 0 and K = 2.
     """
@@ -231,11 +234,11 @@ def nca(chosen: Pairs, rejected: Pairs) -> Pairs:
 
 
 def bco(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`-log sigmoid(r_c - delta) - log sigmoid(-(r_r - delta))`: a classifier of each completion for itself, whose
-    logit is the reward.
+    """`-log sigmoid(r_c - delta) - log sigmoid(-(r_r - delta))`: classifies each completion by itself, with the reward
+    as the logit.
 
-    BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656. Its delta, the mean of both sides' expected rewards, has
-    been subtracted (`Running` in `baseline.py`).
+    BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656. Its delta, the mean of both sides' expected rewards, is
+    subtracted before (`Running` in `baseline.py`).
     """
     return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
 
@@ -250,16 +253,16 @@ def sppo_hard(chosen: Pairs, rejected: Pairs, eta: float) -> Pairs:
 
 
 def aot_unpaired(chosen: Pairs, rejected: Pairs, smoothing: float) -> Pairs:
-    """`logistic` of the k-th smallest chosen reward over the k-th smallest rejected one, for every k of the batch.
+    """`logistic` of the k-th smallest chosen reward less the k-th smallest rejected one, for every k of the batch.
 
     AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, unpaired, with the logistic loss.
 
-    Two sequences that are compared may lie in different micro-batches. Each has the other's reward as baseline, held
-    fixed: every comparison stands twice, with half of its value and with the whole gradient of the one side.
+    Two sequences that are compared may be in different micro-batches. Each has the other's reward as its baseline,
+    without a gradient: every comparison occurs twice, with half of its value and the full gradient of one side.
 
     Args:
-        chosen: rewards, less that of the rejected completion of the same rank.
-        rejected: likewise.
+        chosen: chosen rewards, less the rejected reward of the same rank.
+        rejected: rejected rewards, less the chosen reward of the same rank.
         smoothing: see `logistic`.
     """
     twice = logistic(chosen, smoothing) + logistic(-rejected, smoothing)
@@ -267,8 +270,8 @@ def aot_unpaired(chosen: Pairs, rejected: Pairs, smoothing: float) -> Pairs:
 
 
 def apo_zero(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`1 - sigmoid(r_c) + sigmoid(r_r)`: raises the chosen one and lowers the rejected one, each for itself; for chosen
-    completions that are better than the policy's own.
+    """`1 - sigmoid(r_c) + sigmoid(r_r)`: raises the chosen completion and lowers the rejected one, independently; for
+    chosen completions that are better than the policy's own.
 
     D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266; the constant 1 is ours.
     """
@@ -276,8 +279,8 @@ def apo_zero(chosen: Pairs, rejected: Pairs) -> Pairs:
 
 
 def apo_down(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`sigmoid(r_c) + 1 - sigmoid(r_c - r_r)`: lowers the chosen one too, and the rejected one further; for a policy
-    that is better than the chosen completions.
+    """`sigmoid(r_c) + 1 - sigmoid(r_c - r_r)`: lowers the chosen completion too, and the rejected one further; for a
+    policy that is better than the chosen completions.
 
     D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266; the constant 1 is ours.
     """

@@ -1,1 +1,1 @@
-"""GRPO as one family: group-relative advantages, one clipped policy loss, famous cases as presets."""
+"""GRPO and its relatives: group-relative advantages, one clipped policy loss, and published variants as presets."""

@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimisation and its relatives: several answers to a prompt, each compared with the others.
+"""Group Relative Policy Optimisation and its relatives: a prompt's completions are compared with each other.
 
 Axes: P prompts, G group.
 """
@@ -14,50 +14,54 @@ from tunix.algorithms.advantages import (
     weighted_sum,
     whitened,
 )
-from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.grpo.loss import grpo_loss
-from tunix.algorithms.loss import kl_clamp
-from tunix.algorithms.on_policy import (
+from tunix.algorithms.episodes import (
     Credited,
     Groups,
-    PolicyGradient,
-    drawn_with,
     flat,
     grouped,
+    old_policy_logprobs,
     rewards_of,
     spread,
     with_tokens,
 )
-from tunix.protocols import Client
+from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.grpo.loss import grpo_loss
+from tunix.algorithms.loss import kl_clamp
+from tunix.algorithms.on_policy import PolicyGradient
+from tunix.protocols import Client, SamplingClient
 from tunix.rollout.collect import Rollouts
 from tunix.types import LossInputs, LossOutputs, Sequence
 
 
 class GRPO(PolicyGradient):
-    """The family; see `GRPOConfig` for its members."""
+    """GRPO and its relatives; `GRPOConfig.preset` names published variants."""
 
     Config = GRPOConfig
     config: GRPOConfig
 
     @property
     def reads_entropy(self) -> bool:
-        """Where there is a bonus; and a subclass that has another loss may read it."""
+        """Whether there is an entropy bonus, or a subclass has a custom loss, which may read the entropy."""
         return bool(self.config.entropy_bonus) or type(self).loss is not GRPO.loss
 
     def advantages(self, rewards_PG: np.ndarray) -> np.ndarray:
-        """`[P G]` how much better each completion is than its baseline."""
+        """`[P G]` advantage of each completion: how much better its reward is than the baseline.
+
+        Args:
+            rewards_PG: NaN where a sample failed.
+        """
         return group_advantages(rewards_PG, self.config.advantage, self.config.std_eps, self.config.std)
 
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
-        """`[P]` bool: groups in which scores differ; of the whole batch where that is compared."""
+        """`[P]` bool: groups whose scores differ; with `advantage: batch`, whether the whole batch's do."""
         return super().signal(scores_PG) if self.config.advantage == "batch" else has_signal(scores_PG)
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `grpo_loss`."""
         return grpo_loss(inputs, self.config, self.config.over(self.sampling.max_tokens))
 
-    def gather(self, client: Client, data: Rollouts) -> Groups:
-        """One group for each prompt; with dynamic sampling, groups without signal are replaced by further prompts'."""
+    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
+        """Samples one group for each prompt; dynamic sampling replaces groups without signal by further prompts'."""
         groups = super().gather(client, data)
         if not self.config.dynamic_sampling:
             return groups
@@ -70,7 +74,7 @@ class GRPO(PolicyGradient):
         return kept or groups
 
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
-        """Each completion's advantage on all of its tokens; with `token_returns`, each token's own."""
+        """The sequences with each completion's advantage at all its tokens, or with `token_returns` one per token."""
         penalties, named = self.penalties(groups), rewards_of(groups)
         if self.config.token_returns:
             rewards = weighted_sum(named, data.weights) + penalties
@@ -78,15 +82,15 @@ class GRPO(PolicyGradient):
         if self.config.kl_in == "reward" and self.config.kl:
             penalties = penalties + self._kl_penalties(sequences)
         if self.config.normalize_rewards == "each":
-            # A penalty is one more reward; as a constant it is normalised away.
+            # The penalty counts as one more reward; where it is constant it is normalised away.
             penalty = "overlong penalty"
-            how = (self.config.advantage, self.config.std_eps, self.config.std)
-            advantages = gdpo({**named, penalty: penalties}, {**data.weights, penalty: 1.0}, *how)
+            settings = (self.config.advantage, self.config.std_eps, self.config.std)
+            advantages = gdpo({**named, penalty: penalties}, {**data.weights, penalty: 1.0}, *settings)
         else:
             advantages = self.advantages(weighted_sum(named, data.weights) + penalties)
         pairs = zip(sequences, advantages, strict=True)
         return with_tokens(
-            sequences, "advantages", ([spread(x, a) for x, a in zip(own, row, strict=True)] for own, row in pairs)
+            sequences, "advantages", ([spread(x, a) for x, a in zip(group, row, strict=True)] for group, row in pairs)
         )
 
     def _with_signal(self, groups: Groups, data: Rollouts) -> Groups:
@@ -95,7 +99,7 @@ class GRPO(PolicyGradient):
         return [group for group, keep in zip(groups, kept, strict=True) if keep]
 
     def _token_returns(self, sequences: Credited, rewards_PG: np.ndarray) -> list[np.ndarray]:
-        """`[P G][T]` what is still to come at each token, normalised over the tokens that count."""
+        """`[P G][T]` return of each token, normalised over the tokens that count."""
         if self.config.advantage == "mean_batch":
             rewards_PG = group_advantages(rewards_PG, "mean")
         listed = flat(sequences)
@@ -107,13 +111,13 @@ class GRPO(PolicyGradient):
         return whitened(returns, counted, self.config.std_eps, self.config.std)
 
     def _kl_penalties(self, sequences: Credited) -> np.ndarray:
-        """`[P G]` the KL penalty of each completion, the sum of its tokens'."""
+        """`[P G]` the KL penalty of each completion: the sum over its tokens."""
         return np.array([[float(self._kl_rewards(x).sum()) for x in group] for group in sequences])
 
     def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
-        """`[T]` the KL penalty of each drawn token, where it stands in the reward."""
+        """`[T]` the KL penalty of each sampled token, where it is part of the reward, else 0."""
         if not self.config.kl or self.config.kl_in != "reward":
             return np.zeros(len(sequence.tokens))
         reference, estimator = sequence.per_token["reference_logprobs"], self.config.kl_estimator or "k1"
-        drawn, clamp = drawn_with(sequence), kl_clamp(self.config)
-        return kl_rewards(drawn, reference, sequence.loss_mask, self.config.kl, estimator, clamp)
+        policy, clamp = old_policy_logprobs(sequence), kl_clamp(self.config)
+        return kl_rewards(policy, reference, sequence.loss_mask, self.config.kl, estimator, clamp)

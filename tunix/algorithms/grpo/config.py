@@ -12,11 +12,11 @@ DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch")
 
 
 class GRPOConfig(PolicyConfig):
-    """Several completions of each prompt, each compared with its group. Written keys go before the preset's."""
+    """Several completions of each prompt, compared with their group. Written keys take precedence over the preset's."""
 
     name: str = "grpo"
     preset: Preset | None = None
-    """A published member of the family: its settings, wherever a key is not written."""
+    """A published variant: its settings are used for all keys that are not written."""
     group_size: Positive = 8
     """Completions of each prompt."""
     advantage: Literal[
@@ -25,40 +25,41 @@ class GRPOConfig(PolicyConfig):
     """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
     https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch."""
     normalize_rewards: Literal["summed", "each"] = "summed"
-    """Of several rewards: advantages of the weighted sum, or of each, then summed and normalised over the batch (GDPO,
-    https://arxiv.org/abs/2601.05242)."""
+    """With several rewards: advantages of the weighted sum, or of each reward, then summed and normalised over the
+    batch (GDPO, https://arxiv.org/abs/2601.05242)."""
     std_eps: Above0 = 1.0e-4
-    """Is added to the standard deviation, so that equal rewards divide by something. verl and NeMo-RL take 1e-6."""
+    """Added to the standard deviation, so that equal rewards do not divide by 0. verl and NeMo-RL use 1e-6."""
     token_returns: bool = False
-    """Each token is credited with the reward less the KL penalty of itself and of the tokens that follow, and the mean
-    and deviation are those of all trained tokens (REINFORCE++, as in OpenRLHF)."""
+    """Whether a token's advantage is the reward less the KL penalties of itself and of later tokens, with mean and
+    deviation over all trained tokens (REINFORCE++, as in OpenRLHF)."""
     ratio: Literal["token", "sequence", "completion"] = "token"
-    """Policy over old policy: of each token, the geometric mean over the completion (GSPO), or the product over it,
-    which takes the completion for a single action (RLOO)."""
+    """The ratio of policy to old policy: of each token, the geometric mean over the completion (GSPO), or the product
+    over it, which treats the completion as a single action (RLOO)."""
     surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip"
     """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
     https://arxiv.org/abs/2511.20347), `none` does neither; `log` is advantage times log-prob, without a ratio."""
     soft_positive: Above0 | None = None
     """How fast `soft` fades (tau) where the advantage is positive. Null: 1."""
     soft_negative: Above0 | None = None
-    """And where it is negative. Null: 1.05, as in the paper: what lowers a token's probability raises all others'."""
+    """How fast `soft` fades where the advantage is negative. Null: 1.05, as in the paper: what lowers a token's
+    probability raises all others'."""
     trust_region: Literal["none", "tv", "kl"] = "none"
-    """Tokens are left out that would move on in the direction in which they have moved too far: by total variation or
-    KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879)."""
+    """Leaves out tokens whose update would move them further in a direction in which they have moved too far, by total
+    variation or KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879)."""
     trust_low: Above0 | None = None
     """How far a probability may have fallen where the advantage is negative. Null: 0.15 for tv, 0.05 for kl."""
     trust_high: Above0 | None = None
-    """How far it may have risen where the advantage is positive. Null: as trust_low's."""
+    """How far a probability may have risen where the advantage is positive. Null: 0.15 for tv, 0.05 for kl."""
     drift: NonNegative = 0.0
-    """Coefficient of half the squared log-ratio to the policy that drew, a penalty on moving away from it (DRO,
+    """Coefficient of half the squared log-ratio to the policy that sampled, a penalty on moving away from it (DRO,
     https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
     off_policy_limit: Above0 | None = None
     """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
-    more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none is."""
+    more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none are."""
     dynamic_sampling: bool = False
-    """Groups whose rewards are all equal are replaced by groups of further prompts (DAPO)."""
+    """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO)."""
     max_refills: Positive | None = None
-    """Rounds of replacement per update at most; then it goes on with fewer groups. Null: 8."""
+    """Rounds of replacement per step at most; after them the step has fewer groups. Null: 8."""
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -91,39 +92,39 @@ class GRPOConfig(PolicyConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """What null stands for, given the other settings."""
+        """The value that null becomes for each key, given the other settings."""
         clips = {"clip_low": 1.0, "clip_high": 4.0} if settings["surrogate"] == "cispo" else {}
         trust = 0.05 if settings["trust_region"] == "kl" else 0.15
         usual = {"soft_positive": 1.0, "soft_negative": 1.05, "trust_low": trust, "trust_high": trust, "max_refills": 8}
         return {**super().usual(settings), **clips, **usual}
 
     def conflicts(self) -> list[str]:
-        """What is wrong between settings that are all read; one sentence each."""
-        found = super().conflicts()
+        """Messages about settings that contradict each other, one sentence each."""
+        wrong = super().conflicts()
         if self.group_size == 1 and self.advantage != "batch":
-            found.append(
+            wrong.append(
                 f"group_size: a group of one has nothing to be compared with under advantage: {self.advantage}; "
                 "take 2 or more, or advantage: batch"
             )
         if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate != "log":
-            found.append(
+            wrong.append(
                 "ratio: completion takes a completion for one action, which a mean over tokens would count once for "
                 "each token; set reduction: sequences or constant"
             )
         if self.group_size == 1 and self.dynamic_sampling:
-            found.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")
+            wrong.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")
         if self.normalize_rewards == "each" and self.kl and self.kl_in == "reward":
-            found.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
+            wrong.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
         if self.advantage == "mean_relative" and (self.overlong_buffer or (self.kl and self.kl_in == "reward")):
-            found.append(
+            wrong.append(
                 "advantage: mean_relative divides by the mean reward, which a penalty would take below 0: "
                 "set overlong_buffer: null and kl_in: loss"
             )
         if self.preset and self._overruled(PRESETS[self.preset]):
-            found.append(f"preset: all that {self.preset} would change is written too, and goes before it; clear it")
-        return found
+            wrong.append(f"preset: all that {self.preset} would change is written too, and takes precedence; clear it")
+        return wrong
 
     def _overruled(self, preset: Settings) -> bool:
-        """Whether nothing that a preset changes is left, as where a resolved recipe is given another one."""
+        """Whether every setting that a preset changes is written otherwise, as in a resolved recipe."""
         usual = GRPOConfig()
         return all(getattr(self, key) != value for key, value in preset.items() if getattr(usual, key) != value)

@@ -1,4 +1,4 @@
-"""The loss of the GRPO family: ratio -> surrogate -> what is left out of it -> terms. Arrays in, terms out.
+"""The loss of GRPO and its relatives: ratio -> surrogate -> masks -> terms. Arrays in, terms out.
 
 Axes: B rows, T time.
 """
@@ -25,10 +25,10 @@ from tunix.types import Batch, LossInputs, LossOutputs, Over
 
 
 def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
-    """`E[surrogate(r, A) + drift/2 log^2 r] + kl KL - entropy_bonus H`, with r the policy over the policy that drew.
+    """`E[surrogate(r, A) + drift/2 log^2 r] + kl KL - entropy_bonus H`, r the ratio of the policy to the old one.
 
-    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `presets.py` names the relatives. The README says
-    which settings make which formula. The advantage is that of the whole completion, on each of its tokens.
+    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `presets.py` names the relatives, and the README
+    has the formula of each setting. The advantage is that of the whole completion, at each of its tokens.
 
     Args:
         inputs: the batch's per-token `advantages` and `old_logprobs`, and what `loss.policy_outputs` reads.
@@ -39,7 +39,7 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
     ratio = _ratio(log_ratios, inputs.batch, config)
     surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)
     if config.ratio == "completion" and config.reduction == "constant":
-        # A sum over tokens counts the one action of a completion once.
+        # So that the sum over tokens counts a completion, which is one action, once.
         surrogate = surrogate._replace(
             loss=surrogate.loss / jnp.asarray(inputs.batch.lengths)[inputs.batch.sequence_ids]
         )
@@ -48,14 +48,14 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
 
 
 def _ratio(log_ratios: Float[Array, "B T"], batch: Batch, config: GRPOConfig) -> Float[Array, "B T"]:
-    """The policy over the old one, of what `config.ratio` takes for an action."""
+    """The ratio of the policy to the old one, for a token or the completion as `config.ratio` says."""
     if config.ratio == "sequence":
         return sequence_ratio(log_ratios, batch)
     return completion_ratio(log_ratios, batch) if config.ratio == "completion" else token_ratio(log_ratios)
 
 
 def _surrogate(inputs: LossInputs, ratio: Float[Array, "B T"], config: GRPOConfig) -> Surrogate:
-    """The one that `config.surrogate` names."""
+    """The surrogate that `config.surrogate` names."""
     advantages = inputs.batch.per_token["advantages"]
     if config.surrogate == "none":
         return plain_surrogate(ratio, advantages)

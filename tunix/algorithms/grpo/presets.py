@@ -1,7 +1,7 @@
-"""Published members of the family as settings of `GRPOConfig`. Loads without jax.
+"""Published variants of GRPO as settings of `GRPOConfig`. Loads without jax.
 
-A key that the user writes goes before the preset's. What a paper tunes to its task (group size, learning rate, updates
-per batch of rollouts) is left to the recipe.
+Keys that the user writes take precedence over the preset's. What a paper tunes for its task (group size, learning rate,
+updates per batch of rollouts) is left to the recipe.
 """
 
 from collections.abc import Mapping

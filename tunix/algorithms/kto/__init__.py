@@ -1,1 +1,1 @@
-"""KTO: completions that are labelled good or bad one by one."""
+"""KTO: training on completions that are labelled good or bad one by one."""

@@ -1,27 +1,26 @@
 """Kahneman-Tversky Optimisation: completions that are labelled desirable or not become likelier or less likely.
 
-What a completion is worth is measured from z0, how far the policy is from the reference on the whole. It is estimated
-before each update, from completions that are put behind prompts of other rows, so that no micro-batch sees another one.
+A completion's reward is compared with z0, an estimate of KL(policy || reference). It is computed before each update,
+from completions after prompts of other rows, so that no micro-batch depends on another one.
 
 Axes: S sequences, T time.
 """
 
 from collections.abc import Sequence as List
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
-from tunix.algorithms.base import Algorithm, Update
+from tunix.algorithms.base import Algorithm
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.kto.loss import BASELINE, kto_loss
 from tunix.data.packing import LABEL
 from tunix.data.pipeline import Packed
 from tunix.protocols import Client
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sequence
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 
 SIDES = {"chosen": 1.0, "rejected": 0.0}
-"""Side of a metric's name -> the label it is of."""
+"""Last part of a metric's name -> the label of its completions."""
 
 
 class KTO(Algorithm):
@@ -35,18 +34,13 @@ class KTO(Algorithm):
         return kto_loss(inputs, self.config)
 
     @property
-    def train_on(self) -> Literal["labels"]:
-        """A completion and its label."""
-        return "labels"
-
-    @property
     def needs_reference(self) -> bool:
-        """Always."""
+        """Always true: rewards are log-ratios to a reference."""
         return True
 
     @property
     def reference_path(self) -> str | None:
-        """As the recipe says."""
+        """The recipe's `reference_path`."""
         return self.config.reference_path
 
     @property
@@ -54,48 +48,47 @@ class KTO(Algorithm):
         """The loss, with the reference's log-probs."""
         return Loss(self.loss, reference=True)
 
-    def update(self, client: Client, data: Packed) -> Update:
-        """One update, measured from the batch's own z0."""
-        batch = self.measured(client, data)
-        metrics = dict(client.step(batch, self.objective))
+    def step(self, client: Client, batch: Batch) -> Metrics:
+        """Makes one update, with z0 of this batch as a metric."""
+        metrics = dict(super().step(client, batch))
         if self.config.loss == "kto":
             metrics["kl/z0"] = float(np.asarray(batch.per_sequence[BASELINE])[0])
-        return Update(without_absent(metrics, batch), (batch,))
+        return without_absent(metrics, batch)
 
     def evaluate(self, client: Client, held_out: List[Packed]) -> dict[str, float]:
-        """The loss over all the batches, each measured from its own z0."""
-        batches = [self.measured(client, packed) for packed in held_out]
-        return without_absent(client.evaluate(batches, self.held_out_objective), *batches)
+        """Evaluates the loss on all batches, each with its own z0."""
+        return without_absent(super().evaluate(client, held_out), *(packed.batch for packed in held_out))
 
-    def measured(self, client: Client, data: Packed) -> Batch:
-        """The batch with its z0, where the form has one."""
+    def prepare_batch(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
+        """The batch with its z0, where the loss has one."""
         if self.config.loss == "apo_zero":
-            return data.batch
-        size, length = len(data.batch.weights), data.batch.tokens.shape[1]
-        found = np.full(size, self.baseline(client, data.sequences, size, length), np.float32)
-        return replace(data.batch, per_sequence={**data.batch.per_sequence, BASELINE: found})
+            return batch
+        size, length = len(batch.weights), batch.tokens.shape[1]
+        baseline = np.full(size, self.baseline(client, sequences, size, length), np.float32)
+        return replace(batch, per_sequence={**batch.per_sequence, BASELINE: baseline})
 
     def baseline(self, client: Client, sequences: List[Sequence], size: int, length: int) -> float:
-        """z0: `max(0, mean_i log p(y_i | x_j) / p_ref(y_i | x_j))`, where x_j is the prompt of the row behind i.
+        """z0: `max(0, mean_i log p(y_i | x_j) / p_ref(y_i | x_j))`, where x_j is the prompt of the row after i.
 
-        A row alone has no other prompt; its z0 is 0.
+        For a single row, which has no other prompt, it is 0.
 
         Args:
+            client: computes log-probs.
             sequences: of the batch.
-            size: S; so many are scored, some twice where the last batch has fewer, so that nothing is compiled anew.
-            length: tokens that fit.
+            size: S; so many are scored, some twice where the last batch has fewer, so that nothing is compiled again.
+            length: tokens of a row.
         """
         if len(sequences) < 2:
             return 0.0
         mixed = mismatched(sequences, length)
-        asked = [mixed[i % len(mixed)] for i in range(size)]
-        policy, reference = client.logprobs(asked, "policy"), client.logprobs(asked, "reference")
+        scored = [mixed[i % len(mixed)] for i in range(size)]
+        policy, reference = client.logprobs(scored, "policy"), client.logprobs(scored, "reference")
         drift = [(p - q)[x.loss_mask].sum() for p, q, x in zip(policy, reference, mixed, strict=False)]
         return max(0.0, float(np.mean(drift)))
 
 
 def mismatched(sequences: List[Sequence], length: int) -> list[Sequence]:
-    """Each completion behind the prompt of the next row, the last one's behind the first; cut off at `length`."""
+    """Each completion after the prompt of the next row, the last one after the first row's; cut off at `length`."""
 
     def one(own: Sequence, other: Sequence) -> Sequence:
         start, end = int(np.argmax(own.loss_mask)), int(np.argmax(other.loss_mask))
@@ -107,7 +100,7 @@ def mismatched(sequences: List[Sequence], length: int) -> list[Sequence]:
 
 
 def without_absent(metrics: dict, *batches: Batch) -> dict:
-    """The metrics without those of a label that no sequence has: there is nothing that they could be the mean of."""
+    """The metrics without means over a label that no sequence has."""
     present = {
         float(label)
         for batch in batches

@@ -1,25 +1,25 @@
 """The `algorithm` section of a recipe for KTO. Loads without jax."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunix.config import AlgorithmConfig, Reads
+from tunix.config import AlgorithmConfig, RowKind
 
 Weight = Annotated[float, Field(gt=0)]
 
 
 class KTOConfig(AlgorithmConfig):
-    """Completions with a label each, desirable or not; no pairs."""
+    """Completions that are labelled desirable or not, one by one."""
 
     name: str = "kto"
     loss: Literal["kto", "apo_zero"] = "kto"
-    """`kto` values a completion against the batch's KL from the reference, `apo_zero` against 0."""
+    """`kto` compares a completion's reward with the batch's KL from the reference, `apo_zero` with 0."""
     beta: Weight = 0.1
-    """Scale of the rewards: the larger, the nearer to the reference."""
+    """Scale of the rewards: the larger, the closer to the reference."""
     desirable_weight: Weight = 1.0
-    """Weight of desirable completions. With n of the one kind and m of the other, n times this should be 1 to 4/3 times
+    """Weight of desirable completions. With n desirable and m undesirable ones, n times this should be 1 to 4/3 times
     m times the other weight."""
     undesirable_weight: Weight = 1.0
     """Weight of undesirable completions."""
@@ -29,11 +29,15 @@ class KTOConfig(AlgorithmConfig):
     starts from, or the base under an adapter."""
 
     @property
-    def reads(self) -> Reads:
-        """A completion and its label."""
-        return "labels"
+    def reads(self) -> RowKind:
+        """Completions with labels."""
+        return RowKind.LABELS
+
+    def tiny(self, batch_size: int) -> dict[str, Any]:
+        """The section for a `--tiny` run, without a `reference_path`: that model is of another structure."""
+        return super().tiny(batch_size) | {"reference_path": None}
 
     def complaints(self, batch_size: int) -> Iterator[str]:
-        """The KL is measured over mismatched rows."""
+        """A message where the batch has a single row, for which the KL cannot be estimated."""
         if self.loss == "kto" and batch_size < 2:
             yield "batch_size: 1 row has no other row's prompt, from which kto measures the KL; take 2 or more"

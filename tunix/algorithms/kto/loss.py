@@ -12,7 +12,7 @@ from tunix.data.packing import LABEL
 from tunix.types import LossInputs, LossOutputs, Term
 
 BASELINE = "kl"
-"""The per-sequence value z0, the same for a whole batch."""
+"""Name of the per-sequence value z0, which is the same for a whole batch."""
 
 
 def kto_loss(inputs: LossInputs, config: KTOConfig) -> LossOutputs:
@@ -23,10 +23,10 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> LossOutputs:
 
     KTO, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, eq. 8. z0 estimates KL(policy || reference) from
     completions to other rows' prompts (`KTO.baseline`) and has no gradient. With `apo_zero` z0 = 0: the two halves of
-    APO-zero (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266), each on rows of its own.
+    APO-zero (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266), each on separate rows.
 
     Args:
-        inputs: log-probs and reference log-probs `[B T]`, per-sequence `label`, and `kl` but for `apo_zero`.
+        inputs: log-probs and reference log-probs `[B T]`, per-sequence `label`, and `kl` except for `apo_zero`.
         config: the section of the recipe.
     """
     batch = inputs.batch

@@ -1,17 +1,18 @@
-"""Proximal Policy Optimisation: a critic says what each state is worth, and every token is credited for itself.
+"""Proximal Policy Optimisation: a critic estimates the value of each state, so that every token has an advantage.
 
 Axes: T time.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, length_lambda, whitened
 from tunix.algorithms.base import Update
+from tunix.algorithms.episodes import Credited, Groups, flat, grouped, old_policy_logprobs, with_tokens
 from tunix.algorithms.loss import kl_clamp
-from tunix.algorithms.on_policy import Credited, Groups, PolicyGradient, drawn_with, flat, grouped, with_tokens
+from tunix.algorithms.on_policy import Experience, PolicyGradient
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
 from tunix.protocols import Client
@@ -20,13 +21,13 @@ from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling,
 
 
 class PPO(PolicyGradient):
-    """PPO with a critic of its own, or with a value head on the policy's trunk."""
+    """PPO with a separate critic, or with a value head on the policy's trunk."""
 
     Config = PPOConfig
     config: PPOConfig
 
-    spare_tokens = 1
-    """The state behind a completion that was cut off is valued too: one token more than was drawn."""
+    extra_tokens = 1
+    """The state after a completion that was cut off has a value too: one token more than was sampled."""
 
     def __init__(self, config: PPOConfig, sampling: Sampling | None = None):
         super().__init__(config, sampling)
@@ -35,71 +36,71 @@ class PPO(PolicyGradient):
         self._measured: dict[str, float] = {}
 
     @property
-    def critic(self) -> str | None:
-        """Where values come from."""
+    def critic(self) -> Literal["own", "shared"]:
+        """The recipe's `critic`: a separate model, or a head on the policy's trunk."""
         return self.config.critic
 
     @property
-    def asks_before(self) -> bool:
-        """Always: the KL of whole completions is measured, and its coefficient may follow it."""
+    def reference_before_update(self) -> bool:
+        """Whether there is a reference: its KL over completions is measured, and the coefficient may follow it."""
         return self.needs_reference
 
     @property
     def objective(self) -> Loss:
-        """The policy's loss; with a shared trunk the values' too."""
+        """The policy's loss; with a shared trunk also that of the values."""
         return replace(super().objective, values=self.config.critic == "shared")
 
     @property
     def value_objective(self) -> Loss:
-        """The loss of a critic of its own."""
+        """The loss of a separate critic."""
         return Loss(self.value_loss, logprobs=False, values=True)
 
     @property
     def reads_entropy(self) -> bool:
-        """Where there is a bonus; and a subclass that has another loss may read it."""
+        """Whether there is an entropy bonus, or a subclass has a custom loss, which may read the entropy."""
         return bool(self.config.entropy_bonus) or type(self).loss is not PPO.loss
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `ppo_loss` and `policy_loss`."""
-        of = policy_loss if self.config.critic == "own" else ppo_loss
-        return of(inputs, self.config, self.config.over(self.sampling.max_tokens))
+        loss = policy_loss if self.config.critic == "own" else ppo_loss
+        return loss(inputs, self.config, self.config.over(self.sampling.max_tokens))
 
     def value_loss(self, inputs: LossInputs) -> LossOutputs:
-        """See `value_loss`."""
+        """See `loss.value_loss`."""
         return value_loss(inputs, self.config)
 
-    def update(self, client: Client, data: Rollouts) -> Update:
-        """A step; the KL coefficient then follows what was measured."""
-        done = super().update(client, data)
+    def learn(self, client: Client, experience: Experience) -> Update:
+        """Makes the updates on an experience; the KL coefficient then follows the measured KL."""
+        update = super().learn(client, experience)
         self._steps += 1
-        metrics = {**done.metrics, **self._measured}
+        metrics = {**update.metrics, **self._measured}
         if self.config.kl_target:
             metrics["kl/coefficient"] = self._kl
             self._kl = adapted_kl(self._kl, self._measured["kl/completion"], self.config.kl_target)
-        return replace(done, metrics=metrics)
+        return replace(update, metrics=metrics)
 
     def step(self, client: Client, batch: Batch) -> Metrics:
-        """One update of the policy, and of the critic where it is a model of its own."""
+        """Makes one update of the policy, and of the critic where it is a separate model."""
         if self.config.critic == "shared":
             return client.step(batch, self.objective)
-        found = client.step(batch, self.value_objective, of="critic")
-        critic = {f"critic/{n.removeprefix('train/')}" if n.startswith("train/") else n: x for n, x in found.items()}
+        logged = client.step(batch, self.value_objective, of="critic")
+        critic = {f"critic/{n.removeprefix('train/')}" if n.startswith("train/") else n: x for n, x in logged.items()}
         if self._steps < self.config.critic_warmup:
             return critic
         return {**client.step(batch, self.objective), **critic}
 
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
-        """Generalised advantages and returns of every drawn token, and the values they rest on."""
+        """The sequences with generalised advantages, returns and values of every sampled token."""
         episodes, listed = flat(groups), flat(sequences)
         penalties = self.penalties(groups).ravel()
-        values, behind = values_of(client, episodes, listed)
+        values, after = values_of(client, episodes, listed)
         rewards = [
             token_rewards(episode, data.weights, penalty) + self._kl_rewards(sequence)
             for episode, sequence, penalty in zip(episodes, listed, penalties, strict=True)
         ]
         pairs = [
             self._estimated(r, v, x.loss_mask, bootstrap)
-            for r, v, x, bootstrap in zip(rewards, values, listed, behind, strict=True)
+            for r, v, x, bootstrap in zip(rewards, values, listed, after, strict=True)
         ]
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
         advantages = [advantage for advantage, _ in pairs]
@@ -113,22 +114,22 @@ class PPO(PolicyGradient):
         ):
             sequences = with_tokens(sequences, name, grouped(arrays, sequences))
         if self.config.kl_target and self.config.kl_in == "loss":
-            own = {"kl_coefficient": self._kl}
-            sequences = [[replace(x, per_sequence={**x.per_sequence, **own}) for x in group] for group in sequences]
+            added = {"kl_coefficient": self._kl}
+            sequences = [[replace(x, per_sequence={**x.per_sequence, **added}) for x in group] for group in sequences]
         return sequences
 
     def get_state(self) -> dict[str, Any]:
-        """Steps done and the KL coefficient that they led to."""
+        """The number of steps done and the present KL coefficient."""
         return {"steps": self._steps, "kl": self._kl}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores the number of steps and the KL coefficient."""
         self._steps, self._kl = state["steps"], state["kl"]
 
     def _estimated(
         self, rewards: np.ndarray, values: np.ndarray, drawn: np.ndarray, bootstrap: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`[T]` advantages by the policy's lambda, and returns by the critic's."""
+        """`[T]` advantages with the policy's lambda, and returns with the critic's."""
         config = self.config
 
         def at(lam: float) -> tuple[np.ndarray, np.ndarray]:
@@ -139,31 +140,33 @@ class PPO(PolicyGradient):
         return advantages, returns if config.lam_critic is None else at(config.lam_critic)[1]
 
     def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
-        """`[T]` the KL penalty of each drawn token, where it stands in the reward."""
+        """`[T]` the KL penalty of each sampled token, where it is part of the reward, else 0."""
         if not self.config.kl or self.config.kl_in != "reward":
             return np.zeros(len(sequence.tokens))
         reference = sequence.per_token["reference_logprobs"]
         estimator, clamp = self.config.kl_estimator or "k1", kl_clamp(self.config)
-        return kl_rewards(drawn_with(sequence), reference, sequence.loss_mask, self._kl, estimator, clamp)
+        return kl_rewards(old_policy_logprobs(sequence), reference, sequence.loss_mask, self._kl, estimator, clamp)
 
     def _measure(
         self, listed: list[Sequence], returns: list[np.ndarray], values: list[np.ndarray], counted: list[np.ndarray]
     ) -> None:
-        """What is known only here: how well the critic explains the returns, and the KL of whole completions."""
+        """Remembers metrics of this step: how well the critic explains the returns, and the KL of completions."""
         joined = [np.concatenate([x[mask] for x, mask in zip(xs, counted, strict=True)]) for xs in (returns, values)]
         self._measured = {"value/explained_variance": explained_variance(*joined)} if joined[0].size else {}
         if self.config.kl:
-            drift = [float((drawn_with(x) - x.per_token["reference_logprobs"])[x.loss_mask].sum()) for x in listed]
+            drift = [
+                float((old_policy_logprobs(x) - x.per_token["reference_logprobs"])[x.loss_mask].sum()) for x in listed
+            ]
             self._measured["kl/completion"] = float(np.mean(drift))
 
 
 def values_of(
     client: Client, episodes: list[Scored], sequences: list[Sequence]
 ) -> tuple[list[np.ndarray], list[float]]:
-    """The critic's values `[T]` of each sequence, and of the state behind it where it was cut short, else 0."""
+    """The critic's values `[T]` of each sequence, and of the state after it where it was cut short, else 0."""
 
     def longer(sequence: Sequence) -> Sequence:
-        # The value at t is of the state before token t: any token will do behind the last.
+        # The value at t is of the state before token t: any token can follow the last.
         return replace(
             sequence,
             tokens=np.append(sequence.tokens, np.int32(0)),
@@ -171,29 +174,35 @@ def values_of(
             per_token={},
         )
 
-    found = client.values([longer(sequence) for sequence in sequences])
-    behind = [float(v[-1]) if cut_short(episode) else 0.0 for v, episode in zip(found, episodes, strict=True)]
-    return [v[:-1] for v in found], behind
+    values = client.values([longer(sequence) for sequence in sequences])
+    after = [float(v[-1]) if cut_short(episode) else 0.0 for v, episode in zip(values, episodes, strict=True)]
+    return [v[:-1] for v in values], after
 
 
 def cut_short(episode: Scored) -> bool:
-    """Whether rewards were still to come, as where the limit cut a game off.
+    """Whether rewards were still to come, as in a game that the token limit cut off.
 
-    A completion that functions have judged has had its verdict, cut off or not. With the critic's value on top, never
-    to stop would pay better than to answer: a policy that learns to sort then ends a third of its answers by the limit.
+    A completion that reward functions score has its whole reward, cut off or not. If the critic's value were added, not
+    to stop would pay more than to answer: a policy that learned to sort then had a third of its answers cut off.
     """
     return episode.truncated and list(episode.rewards) == [ENVIRONMENT]
 
 
 def token_rewards(episode: Scored, weights: dict[str, float], penalty: float) -> np.ndarray:
-    """`[T]` rewards on drawn tokens: a turn's on its last, everything else on the last of all; 0 for a failure."""
+    """`[T]` rewards of tokens: a turn's reward at its last token, all others at the completion's last sampled token.
+
+    Args:
+        episode: one whose rewards failed has 0 everywhere.
+        weights: weight of each reward, by name.
+        penalty: added to the completion's reward, e.g. for its length.
+    """
     start, completion = len(episode.prompt.tokens), episode.completion
     rewards = np.zeros(start + len(completion.tokens))
     if not completion.turns or np.isnan([*episode.rewards.values()]).any():
         return rewards
-    if ENVIRONMENT in weights:  # else it leaves the verdict to the functions
+    if ENVIRONMENT in weights:  # else the environment leaves scoring to the functions
         for (_, end), reward in zip(completion.turns, episode.turn_rewards, strict=False):
             rewards[start + end - 1] += weights[ENVIRONMENT] * reward
-    told = sum(weights[name] * reward for name, reward in episode.rewards.items() if name != ENVIRONMENT)
-    rewards[start + completion.turns[-1][1] - 1] += told + penalty
+    total = sum(weights[name] * reward for name, reward in episode.rewards.items() if name != ENVIRONMENT)
+    rewards[start + completion.turns[-1][1] - 1] += total + penalty
     return rewards

@@ -1,5 +1,6 @@
 """The `algorithm` section of a recipe for PPO. Loads without jax."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -11,34 +12,36 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 
 class PPOConfig(PolicyConfig):
-    """A critic values every token; advantages are generalised (GAE)."""
+    """A critic estimates values of all tokens; advantages are generalised (GAE)."""
+
+    tiny_caps: ClassVar[Mapping[str, int]] = {**PolicyConfig.tiny_caps, "critic_warmup": 2}
 
     name: str = "ppo"
     group_size: Positive = 1
     """Completions of each prompt."""
     gamma: Unit = 1.0
-    """Discount per drawn token."""
+    """Discount per sampled token."""
     lam: Unit = 0.95
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
     lam_length: Annotated[float, Field(gt=0)] | None = None
-    """The policy's lambda is 1 - 1 / (this times the completion's tokens), at least 0: the longer, the nearer to 1.
-    VAPO (https://arxiv.org/abs/2504.05118) takes 0.05. Null: lam."""
+    """The policy's lambda is 1 - 1 / (this times the completion's tokens), at least 0: the longer, the closer to 1.
+    VAPO (https://arxiv.org/abs/2504.05118) uses 0.05. Null: lam."""
     lam_critic: Unit | None = None
-    """Lambda of the returns that the critic learns; VAPO and VC-PPO take 1. Null: the policy's."""
+    """Lambda of the returns that the critic learns; VAPO and VC-PPO use 1. Null: the policy's."""
     whiten: bool = True
-    """Advantages are shifted and scaled to mean 0 and deviation 1 over the batch's trained tokens."""
+    """Whether advantages are shifted and scaled to mean 0 and deviation 1 over the batch's trained tokens."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Nats per completion to which the KL coefficient adapts, starting from `kl`; null keeps it."""
+    """Nats per completion to which the KL coefficient adapts, starting from `kl`; null leaves it constant."""
     critic: Literal["own", "shared"] = "own"
-    """A model of its own, which starts from the policy's weights; or a head on the policy's trunk."""
+    """`own`: a separate model, which starts from the policy's weights. `shared`: a head on the policy's trunk."""
     critic_learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of the critic of its own; null: the optimizer's."""
+    """Learning rate of a separate critic; null: the optimizer's."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
-    """First steps in which the critic of its own alone trains."""
+    """Number of first steps in which only a separate critic is trained."""
     value_coefficient: Annotated[float, Field(gt=0)] | None = None
-    """Weight of the value loss beside the policy's. Null: 0.5 with a shared trunk, 1 with a critic of its own."""
+    """Weight of the value loss. Null: 0.5 with a shared trunk, 1 with a separate critic."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Values count as within this of what they were at the rollout, where that makes the loss worse; null: no clip."""
+    """Bound of a value's change since the rollout, used where it makes the loss larger; null: no clip."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *PolicyConfig.rules,
@@ -57,7 +60,12 @@ class PPOConfig(PolicyConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """What null stands for, given the other settings."""
+        """The value that null becomes for each key, given the other settings."""
         shared = settings["critic"] == "shared"
         usual = super().usual(settings)
         return {**usual, "kl_in": "reward", "value_coefficient": 0.5 if shared else 1.0}
+
+    @property
+    def learning_rate_of_critic(self) -> float | None:
+        """The section's `critic_learning_rate`."""
+        return self.critic_learning_rate

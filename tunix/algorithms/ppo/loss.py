@@ -17,7 +17,7 @@ def ppo_loss(inputs: LossInputs, config: PPOConfig, over: Over | float) -> LossO
     Args:
         inputs: what the two read.
         config: the section of the recipe.
-        over: `config.over(completion_length)`; of the policy's terms.
+        over: `config.over(completion_length)`, for the policy's terms.
     """
     policy, value = policy_loss(inputs, config, over), value_loss(inputs, config)
     return LossOutputs({**policy.terms, **value.terms}, {**policy.metrics, **value.metrics}, policy.peaks)
@@ -48,9 +48,9 @@ def policy_loss(inputs: LossInputs, config: PPOConfig, over: Over | float) -> Lo
 def value_loss(inputs: LossInputs, config: PPOConfig) -> LossOutputs:
     """`value_coefficient / 2 max((V - R)^2, (V_clip - R)^2)` with `V_clip = V_old + clip(V - V_old, +-value_clip)`.
 
-    The clip is that of OpenAI's PPO2, not of the paper; whether it helps is doubted (Andrychowicz et al. 2021,
-    https://arxiv.org/abs/2006.05990, C.1), so `value_clip: null` does without. Always the mean over trained tokens:
-    a value is a token's, however the policy's terms are averaged. Alone, it is the loss of the critic's warm-up.
+    The clip is that of OpenAI's PPO2, not of the paper; it may not help (Andrychowicz et al. 2021,
+    https://arxiv.org/abs/2006.05990, C.1), and `value_clip: null` leaves it out. Always a mean over trained tokens,
+    however the policy's terms are averaged. Alone, it is the loss of a separate critic.
 
     Args:
         inputs: `values`, and per-token `returns` and `old_values`.

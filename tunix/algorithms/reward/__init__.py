@@ -1,1 +1,1 @@
-"""Reward models: config, loss, class."""
+"""Reward models: a scalar head that is trained on pairs of completions."""

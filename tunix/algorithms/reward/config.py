@@ -4,23 +4,23 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from tunix.config import AlgorithmConfig, Reads
+from tunix.config import AlgorithmConfig, RowKind
 
 
 class RewardModelConfig(AlgorithmConfig):
-    """How scores of pairs become a loss."""
+    """Settings of the loss on the scores of pairs."""
 
     name: str = "reward"
-    speaks: ClassVar[bool] = False
+    has_lm_head: ClassVar[bool] = False
     centring: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the squared sum of a pair's scores, which keeps them around 0 (Eisenstein et al. 2023,
+    """Coefficient of the squared sum of a pair's scores, which centres them at 0 (Eisenstein et al. 2023,
     https://arxiv.org/abs/2312.09244); 0.01 is usual, 0 for none."""
 
     @property
-    def reads(self) -> Reads:
-        """Two completions, of which one is better."""
-        return "pairs"
+    def reads(self) -> RowKind:
+        """Pairs of completions, of which one is better."""
+        return RowKind.PAIRS
 
     def sequences_per_update(self, batch_size: int) -> int:
-        """Two for each pair."""
+        """Sequences of one update: two for each pair."""
         return 2 * batch_size

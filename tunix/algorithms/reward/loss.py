@@ -13,17 +13,17 @@ MARGIN = "margin"
 
 
 def reward_loss(inputs: LossInputs, centring: float) -> LossOutputs:
-    """Bradley-Terry: the chosen completion wins with probability `sigmoid(r_chosen - r_rejected)`.
+    """Bradley-Terry loss: the chosen completion wins with probability `sigmoid(r_chosen - r_rejected)`.
 
     L = mean over pairs of -log sigmoid(r_c - r_r - m) + centring (r_c + r_r)^2
 
     The first term is that of Ouyang et al. 2022 (https://arxiv.org/abs/2203.02155, eq. 1), with the margin m of Llama 2
-    (Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. 2) where rows have one. Only differences matter to it;
-    the second (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244) settles the offset, which is free else.
+    (Touvron et al. 2023, https://arxiv.org/abs/2307.09288, eq. 2) where rows have one. It depends on differences only;
+    the second (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244) fixes the offset, which is free otherwise.
 
     Args:
-        inputs: `values` `[B T]`, of which each sequence's single trained token has its score; and per-sequence `margin`
-            `[S]` where rows have one, the same on either side of a pair.
+        inputs: `values` `[B T]`, where each sequence's single trained token has its score; and per-sequence `margin`
+            `[S]` where rows have one, equal on both sides of a pair.
         centring: coefficient of the second term; 0 for none.
     """
     assert inputs.values is not None

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: maximise the likelihood of the trained tokens."""
 
-from typing import Literal
-
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.algorithms.sft.loss import sft_loss
@@ -9,7 +7,7 @@ from tunix.types import Loss, LossInputs, LossOutputs
 
 
 class SFT(Algorithm):
-    """Supervised fine-tuning on completions or on whole texts."""
+    """Supervised fine-tuning, on completions or on whole texts."""
 
     Config = SFTConfig
     config: SFTConfig
@@ -19,11 +17,6 @@ class SFT(Algorithm):
         return sft_loss(inputs, over=self.config.reduction)
 
     @property
-    def train_on(self) -> Literal["completion", "all"]:
-        """As the recipe says."""
-        return self.config.train_on
-
-    @property
     def objective(self) -> Loss:
-        """With NEFTune's noise while training, where asked."""
+        """The loss, with NEFTune's noise on the embeddings where the recipe sets it."""
         return Loss(self.loss, embedding_noise=self.config.neftune_alpha)

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tunix.config import AlgorithmConfig
+from tunix.config import AlgorithmConfig, RowKind
 
 
 class SFTConfig(AlgorithmConfig):
-    """Which tokens are trained, and how their losses become one number."""
+    """Which tokens are trained, and how their losses are averaged."""
 
     name: str = "sft"
     train_on: Literal["completion", "all"] = "completion"
@@ -17,3 +17,8 @@ class SFTConfig(AlgorithmConfig):
     """`tokens`: mean over the batch's trained tokens. `sequences`: mean over sequences of each one's token mean."""
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Noise on the embeddings while training (Jain et al. 2023, https://arxiv.org/abs/2310.05914); 5 is usual."""
+
+    @property
+    def reads(self) -> RowKind:
+        """Given text, all of it or its completion."""
+        return RowKind(self.train_on)

@@ -14,6 +14,6 @@ def sft_loss(inputs: LossInputs, over: Over) -> LossOutputs:
 
     Args:
         inputs: log-probs `[B T]` of the taken tokens.
-        over: which mean.
+        over: what the term is averaged over.
     """
     return LossOutputs({"nll": Term(-inputs.logprobs, over)})

@@ -1,17 +1,20 @@
 """What a family file fills in: how its config.json is read and written, and what its tensors are called.
 
-A `Tensor` ties one of our weights to its Hugging Face name and layout, such as `(N H) D` there and `D N H` here, and
-moves single shards between the two. The six families share most names; a family file adds its own norms.
+A `Tensor` maps one of our weights to its Hugging Face name and layout, such as `(N H) D` there and `D N H` here, and
+converts single shards between the two. The families here share most names; a family file adds its norms.
+
+Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, E experts.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 
+from tunix.data.templates import TemplateName
 from tunix.models.config import DecoderConfig
 from tunix.models.families.hf_config import Fields, write_rope_fields
 
@@ -31,23 +34,47 @@ class Tensor:
     """One weight in a Hugging Face folder. Layers are single here: `L` is in neither layout."""
 
     name: str
-    """With `{layer}` where there is one in each layer."""
+    """The name in the file, with `{layer}` where each layer has one, and `{expert}` where each expert has one."""
     theirs: str
-    """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is one that we leave out."""
+    """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is an axis that we leave out."""
     ours: str
-    """The same axes in our order: `D N H`."""
+    """Axes in our order: `D N H`; before them E, where each expert's is a tensor of its own: `E D F`."""
 
-    def key(self, layer: int | None) -> str:
+    def key(self, layer: int | None, expert: int | None = None) -> str:
         """The name in the file."""
-        return self.name.format(layer=layer)
+        return self.name.format(layer=layer, expert=expert)
+
+    def keys(self, layer: int | None, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The names in the file of a weight that has `shape` here: one, or one for each expert."""
+        experts = range(shape[0]) if self.by_expert else (None,)
+        return tuple(self.key(layer, expert) for expert in experts)
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each expert's part is a tensor of its own in the file."""
+        return self.ours.startswith("E ")
+
+    @property
+    def single(self) -> "Tensor":
+        """The tensor of one expert; the tensor itself where there are no experts."""
+        return replace(self, ours=self.ours.removeprefix("E "))
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in the file of a weight that has `shape` here."""
         sizes = dict(zip(self.ours.split(), shape, strict=True))
         return tuple(math.prod(sizes[axis] for axis in group) for group in self._groups)
 
-    def read(self, piece: Piece, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` of our weight; only what it needs is read from the file."""
+    def read(self, pieces: Sequence[Piece], shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of our weight; only what it needs is read from the file.
+
+        Args:
+            pieces: the tensors of `keys`.
+            shape: of our weight.
+        """
+        if self.by_expert:
+            parts = [self.single.read([piece], shape[1:], index[1:]) for piece in pieces[index[0]]]
+            return np.stack(parts)
+        (piece,) = pieces
         axes = self.ours.split()
         sizes = dict(zip(axes, shape, strict=True))
         bounds = {axis: where.indices(sizes[axis])[:2] for axis, where in zip(axes, index, strict=True)}
@@ -57,7 +84,7 @@ class Tensor:
                 slices.append(slice(0, 1))
                 continue
             first, *rest = group
-            # Flattened axes are contiguous runs as long as only the outermost is split, which mesh.RULES sees to.
+            # Flattened axes are contiguous runs as long as only the outermost is split, which mesh.RULES ensures.
             assert all(bounds[axis] == (0, sizes[axis]) for axis in rest), (self.name, index)
             run = math.prod(sizes[axis] for axis in rest)
             slices.append(slice(bounds[first][0] * run, bounds[first][1] * run))
@@ -66,9 +93,10 @@ class Tensor:
         return part.transpose([order.index(axis) for axis in axes])
 
     def write(self, array: np.ndarray) -> np.ndarray:
-        """Our weight in the file's layout."""
-        axes = self.ours.split()
-        return array.transpose([axes.index(axis) for axis in self._order]).reshape(self.their_shape(array.shape))
+        """Our weight, or one expert's part of it, in the file's layout."""
+        axes = self.single.ours.split()
+        sizes = self.single.their_shape(array.shape)
+        return array.transpose([axes.index(axis) for axis in self._order]).reshape(sizes)
 
     @property
     def contracted(self) -> int:
@@ -85,9 +113,30 @@ class Tensor:
         return [axis for group in self._groups for axis in group]
 
 
+def axis_sizes(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of a layer's and the tables' weights, by its letter."""
+    c = config
+    return {
+        "V": c.vocab_size,
+        "D": c.d_model,
+        "N": c.num_heads,
+        "K": c.num_kv_heads,
+        "H": c.head_dim,
+        "F": c.ffn,
+    }
+
+
 @dataclass(frozen=True)
 class FamilyText:
-    """Everything that is particular to one family."""
+    """Everything that is particular to one family; its file defines one, and the table of `table.py` lists it."""
+
+    model_types: tuple[str, ...]
+    """`model_type` in config.json, such as `("gemma3_text", "gemma3")`."""
+    hub: str
+    """A regular expression that is found in the family's hub ids in lower case, such as `gemma-?3`. Where several
+    families match, the longest match decides."""
+    template: TemplateName
+    """The chat format of models from scratch."""
 
     architecture: str
     """Class in transformers, such as `LlamaForCausalLM`."""
@@ -96,17 +145,19 @@ class FamilyText:
     read: Callable[[Fields], DecoderConfig]
     """The fields of config.json -> our config."""
     write: Callable[[DecoderConfig], dict[str, Any]]
-    """Our config -> the fields of config.json that are this family's own."""
+    """Our config -> the fields of config.json."""
     tensors: Mapping[str, Tensor]
     """Our parameter name -> the tensor; those that a config does not have are simply unused."""
     presets: Mapping[str, DecoderConfig]
-    """The published sizes."""
+    """The published sizes by name, such as `gemma3-1b`."""
     small: DecoderConfig
     """A tiny shape for `init: random` without a preset."""
     local: Callable[[int], tuple[bool, ...]] = lambda layers: ()
     """The published pattern of local layers for a number of layers."""
     whole_heads: bool = False
-    """transformers refuses a d_model that num_heads does not divide, although nothing computes with the quotient."""
+    """Whether transformers refuses a d_model that num_heads does not divide (nothing computes with the quotient)."""
+    axes: Callable[[DecoderConfig], dict[str, int]] = axis_sizes
+    """The size of each axis that `tensors` names."""
     prefixes: tuple[tuple[str, str | None], ...] = ()
     """Prefixes of tensors in multimodal folders -> those of a text folder; None for parts that are left out."""
 
@@ -122,19 +173,6 @@ class Shape(TypedDict):
     head_dim: int
     ffn: int
     max_positions: int
-
-
-def axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of a layer's and the tables' weights, by its letter."""
-    c = config
-    return {
-        "V": c.vocab_size,
-        "D": c.d_model,
-        "N": c.num_heads,
-        "K": c.num_kv_heads,
-        "H": c.head_dim,
-        "F": c.ffn,
-    }
 
 
 def sizes(fields: Fields, **defaults: int | None) -> Shape:
@@ -185,7 +223,7 @@ def layer_types(config: DecoderConfig) -> list[str]:
 
 
 def in_layers(table: Mapping[str, tuple[str, str, str]]) -> dict[str, Tensor]:
-    """Names within a layer -> tensors by our full names."""
+    """Tensors by our full names, from a table by names within a layer."""
     return {
         f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes)
         for ours, (name, theirs, axes) in table.items()
@@ -209,7 +247,7 @@ SHARED: Mapping[str, Tensor] = {
         }
     ),
 }
-"""Tensors that are called the same in all six families."""
+"""Tensors that have the same names in all families here."""
 
 TWO_NORMS: Mapping[str, Tensor] = in_layers(
     {

@@ -7,7 +7,6 @@ https://huggingface.co/google (gemma-2b, gemma-7b, gemma-2-2b, gemma-2-9b, gemma
 
 from typing import Any
 
-from tunix.config import Family
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import SHARED, TWO_NORMS, FamilyText, Shape, in_layers, layer_types, sizes, written
 from tunix.models.families.hf_config import Fields
@@ -43,14 +42,14 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
 
 
 def gemma_sizes(fields: Fields, **defaults: int | None) -> Shape:
-    """`family.sizes`, after the switches that no Gemma here has."""
+    """The shape that a config.json states, after refusing the switches that no Gemma here has."""
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False, None)
     return sizes(fields, **defaults)
 
 
 def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
-    """What all Gemmas have in common, and what is different in this one."""
+    """The config of a Gemma: what all have in common, and `different` for what this one adds."""
     return DecoderConfig(
         activation="gelu_tanh",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
@@ -79,12 +78,12 @@ def gemma_query_scale(fields: Fields, head_dim: int) -> float | None:
 
 
 def alternating(layers: int) -> tuple[bool, ...]:
-    """Gemma 2: local, global, local, ..."""
+    """Gemma 2's pattern of local layers: local, global, local, ..."""
     return every(2, layers)
 
 
 def every(period: int, layers: int) -> tuple[bool, ...]:
-    """Local but for each `period`-th layer."""
+    """A pattern of local layers: all are local but each `period`-th."""
     return tuple((layer + 1) % period != 0 for layer in range(layers))
 
 
@@ -108,7 +107,7 @@ def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def gemma_preset(
-    family: Family, d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
+    family: str, d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
 ) -> DecoderConfig:
     """A published Gemma; `different` replaces Gemma 1's vocabulary, context and rope, and adds what came later."""
     plain: dict[str, Any] = {"vocab_size": 256_000, "max_positions": 8192, "rope": Rope(theta=10_000.0)}
@@ -148,6 +147,9 @@ FOUR_NORMS = in_layers(
 """Norms of a block that norms the outputs of its parts too."""
 
 GEMMA = FamilyText(
+    model_types=("gemma",),
+    hub="gemma",
+    template="gemma",
     architecture="GemmaForCausalLM",
     classifier="GemmaForSequenceClassification",
     read=read_gemma,
@@ -161,6 +163,9 @@ GEMMA = FamilyText(
 )
 
 GEMMA2 = FamilyText(
+    model_types=("gemma2",),
+    hub="gemma-?2-",
+    template="gemma",
     architecture="Gemma2ForCausalLM",
     classifier="Gemma2ForSequenceClassification",
     read=read_gemma2,

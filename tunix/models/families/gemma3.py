@@ -1,7 +1,7 @@
 """Gemma 3's text models (https://arxiv.org/abs/2503.19786): five local layers to a global one, a rope for each kind.
 
-Over Gemma 2: norms of each head's query and key instead of soft caps. A multimodal folder gives its text part, whose
-tensors stand under a prefix; an export is always a `gemma3_text` folder. Sizes are those of the config.json files under
+Over Gemma 2: norms of each head's query and key instead of soft caps. Of a multimodal folder the text part is read,
+whose tensors have a prefix; an export is always a `gemma3_text` folder. Sizes are those of the config.json files under
 https://huggingface.co/google (gemma-3-270m, -1b-pt, -4b-pt, -12b-pt, -27b-pt).
 """
 
@@ -75,8 +75,8 @@ def read_multimodal(fields: Fields) -> DecoderConfig:
     config = read_gemma3(text)
     text.finish()
     fields.only("tie_word_embeddings", config.tied)
-    fields.asked |= MULTIMODAL
-    # Chat folders name the end of a turn beside the text part: [1, 106] there, 1 inside.
+    fields.read |= MULTIMODAL
+    # Chat folders name the end of a turn outside the text part only: [1, 106] there, 1 inside.
     return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
 
 
@@ -91,7 +91,7 @@ def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
 
 
 def five_to_one(layers: int) -> tuple[bool, ...]:
-    """Gemma 3: five local layers, then a global one."""
+    """Gemma 3's pattern of local layers: five local ones, then a global one."""
     return every(6, layers)
 
 
@@ -124,6 +124,9 @@ _TEXT_ONLY: dict[str, Any] = {
 }
 
 GEMMA3 = FamilyText(
+    model_types=("gemma3_text", "gemma3"),
+    hub="gemma-?3",
+    template="gemma",
     architecture="Gemma3ForCausalLM",
     classifier="Gemma3TextForSequenceClassification",
     read=read_gemma3,

@@ -1,8 +1,8 @@
-"""A config.json, read field by field: what nobody asked for and is not known to be harmless is refused by name.
+"""A config.json, read field by field: a field that is neither read nor known to be harmless is refused by name.
 
 A family's `read` takes each field that it understands; `finish` then looks at what is left. Rope comes in two
 spellings, `rope_parameters` (transformers 5, for Gemma 3 one per layer type) and `rope_theta` with `rope_scaling`;
-both may stand side by side, as we write them ourselves, if they agree.
+both may be present, as in the files that we write, if they agree.
 """
 
 import math
@@ -66,16 +66,18 @@ HARMLESS_AT: Mapping[str, tuple[Any, ...]] = {
 
 
 class Fields:
-    """The fields of one JSON object and which of them were asked for."""
+    """The fields of one JSON object, and which of them were read."""
 
     def __init__(self, raw: Mapping[str, Any], file: Path, inside: str = ""):
-        """Args:
-        raw: the object.
-        file: where it stands, for messages.
-        inside: path of the object within the file, such as `rope_parameters.`.
+        """Starts with no field read.
+
+        Args:
+            raw: the object.
+            file: the file that it is in, for messages.
+            inside: path of the object within the file, such as `rope_parameters.`.
         """
         self.raw, self.file, self.inside = raw, file, inside
-        self.asked: set[str] = set()
+        self.read: set[str] = set()
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raises the error for a field that cannot be used."""
@@ -84,7 +86,7 @@ class Fields:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value; `default` only where the field is missing, not where it is null."""
-        self.asked.add(name)
+        self.read.add(name)
         return self.raw.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -175,15 +177,15 @@ class Fields:
         blocks = [(new, where)]
         if scaling_field is not None:
             blocks.append((self.mapping(scaling_field), f"{scaling_field}."))
-        found = [_read_rope(Fields(block, self.file, at), base, max_positions) for block, at in blocks if block]
-        found = found or [Rope(theta=base)]
-        if any(rope != found[0] for rope in found) or (stated is not None and found[0].theta != stated):
+        ropes = [_read_rope(Fields(block, self.file, at), base, max_positions) for block, at in blocks if block]
+        ropes = ropes or [Rope(theta=base)]
+        if any(rope != ropes[0] for rope in ropes) or (stated is not None and ropes[0].theta != stated):
             self.refuse("rope_parameters", f"contradicts {theta_field} or {scaling_field} in the same file.")
-        return found[0]
+        return ropes[0]
 
     def finish(self) -> None:
-        """Refuses the first field that nobody asked for and that could change the computation."""
-        for name in sorted(set(self.raw) - self.asked - HARMLESS):
+        """Refuses the first field that was not read and could change the computation."""
+        for name in sorted(set(self.raw) - self.read - HARMLESS):
             if name in HARMLESS_AT:
                 self.only(name, *HARMLESS_AT[name])
             else:
@@ -192,7 +194,7 @@ class Fields:
 
 def _read_rope(block: Fields, theta: float, max_positions: int) -> Rope:
     kind = block.get("rope_type", block.get("type", "default"))
-    block.asked.add("type")
+    block.read.add("type")
     if kind not in KINDS:
         block.refuse("rope_type" if "rope_type" in block.raw else "type", f"is not supported; {', '.join(KINDS)} are.")
     rope = Rope(theta=block.number("rope_theta", theta), kind=kind)
@@ -239,7 +241,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
 
 
 def write_rope_fields(rope: Rope) -> dict[str, Any]:
-    """Both spellings: a reader that only knows the old one would otherwise fall back to a wrong base without a word."""
+    """A rope in both spellings: a reader that only knows the old one would otherwise silently use a wrong base."""
     scaling = {name: value for name, value in write_rope(rope).items() if name != "rope_theta"}
     return {
         "rope_parameters": write_rope(rope),

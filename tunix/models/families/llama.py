@@ -1,4 +1,4 @@
-"""Llama 3, 3.1 and 3.2 (Dubey et al. 2024, https://arxiv.org/abs/2407.21783): the plain member of the house.
+"""Llama 3, 3.1 and 3.2 (Dubey et al. 2024, https://arxiv.org/abs/2407.21783): the plainest architecture here.
 
 From 3.1 on its rope is stretched (`llama3`). Sizes are those of the config.json files under
 https://huggingface.co/meta-llama (Meta-Llama-3-8B, Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B).
@@ -12,7 +12,7 @@ from tunix.models.families.hf_config import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
-    """A `llama` config.json. Llama 1 and 2 and their kin read the same way."""
+    """A `llama` config.json. Llama 1 and 2, and models derived from them, read the same way."""
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
@@ -61,6 +61,9 @@ def _preset(
 
 
 LLAMA = FamilyText(
+    model_types=("llama",),
+    hub="llama",
+    template="llama3",
     architecture="LlamaForCausalLM",
     classifier="LlamaForSequenceClassification",
     read=read,

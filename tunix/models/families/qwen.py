@@ -131,6 +131,9 @@ def _small(family: Literal["qwen2", "qwen3"]) -> DecoderConfig:
 
 
 QWEN2 = FamilyText(
+    model_types=("qwen2",),
+    hub="qwen",
+    template="chatml",
     architecture="Qwen2ForCausalLM",
     classifier="Qwen2ForSequenceClassification",
     read=read_qwen2,
@@ -159,6 +162,9 @@ QWEN2 = FamilyText(
 )
 
 QWEN3 = FamilyText(
+    model_types=("qwen3",),
+    hub="qwen-?3",
+    template="chatml",
     architecture="Qwen3ForCausalLM",
     classifier="Qwen3ForSequenceClassification",
     read=read_qwen3,

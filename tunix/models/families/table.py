@@ -4,12 +4,12 @@ Loads without jax, so that a recipe is checked at once.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunix.config import Family
 from tunix.errors import UserError, nearest
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import FamilyText
@@ -36,25 +36,38 @@ SIZE_NAMES = (
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The model that a folder's config.json describes, whatever weights are beside it (`models/folder.py` looks).
+    """The model that a folder's config.json describes, whatever its weights are (`hf.checked_config` checks).
 
     Raises:
-        UserError: config.json is missing or broken, the model type is not ours, or a field is not handled.
+        UserError: config.json is missing or broken, the model type is not supported, or a field is not handled.
     """
     return from_hf(read_json(folder / "config.json"), folder / "config.json")
 
 
-def family_of(raw: Mapping[str, Any], file: Path) -> Family:
+def family_of(raw: Mapping[str, Any], file: Path) -> str:
     """The family of a parsed config.json.
 
     Raises:
-        UserError: the model type is not ours.
+        UserError: the model type is not supported.
     """
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        supported = ", ".join(MODEL_TYPES)
+    family = family_of_type(model_type)
+    if family is None:
+        supported = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
         raise UserError(f"{file}: model_type = {model_type!r} is not supported; tunix has {supported}.")
-    return MODEL_TYPES[model_type]
+    return family
+
+
+def family_of_type(model_type: Any) -> str | None:
+    """The family of a `model_type` of config.json, or None."""
+    return next((name for name, family in FAMILIES.items() if model_type in family.model_types), None)
+
+
+def family_of_name(name: str) -> str | None:
+    """The family that a hub id such as `google/gemma-3-1b-it` names, or None."""
+    matches = {family: re.search(text.hub, name.lower()) for family, text in FAMILIES.items()}
+    lengths = {family: len(match[0]) for family, match in matches.items() if match}
+    return max(lengths, key=lengths.__getitem__, default=None)
 
 
 def from_hf(raw: Mapping[str, Any], file: Path) -> DecoderConfig:
@@ -80,18 +93,30 @@ def preset(name: str) -> DecoderConfig:
     Raises:
         UserError: there is none of this name.
     """
-    if name not in PRESETS:
-        raise UserError(f"preset {name!r} is not known.{nearest(name, PRESETS)} There are {', '.join(PRESETS)}.")
-    return PRESETS[name]
+    known = presets()
+    if name not in known:
+        raise UserError(f"preset {name!r} is not known.{nearest(name, known)} There are {', '.join(known)}.")
+    return known[name]
 
 
-def small(family: Family) -> DecoderConfig:
-    """A family's tiny shape, the start of `init: random` where only the family and sizes are given."""
+def presets() -> dict[str, DecoderConfig]:
+    """The published sizes of all families by name."""
+    return {name: size for family in FAMILIES.values() for name, size in family.presets.items()}
+
+
+def small(family: str) -> DecoderConfig:
+    """A family's tiny shape, the start of `init: random` where only the family and sizes are given.
+
+    Raises:
+        UserError: there is no such family.
+    """
+    if family not in FAMILIES:
+        raise UserError(f"family {family!r} is not known.{nearest(family, FAMILIES)} There are {', '.join(FAMILIES)}.")
     return FAMILIES[family].small
 
 
 def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig:
-    """The config with some sizes replaced; what follows from them follows.
+    """The config with some sizes replaced, and the sizes that follow from them adjusted.
 
     Local layers keep the family's pattern, and head_dim stays d_model / num_heads where it was and is not given.
 
@@ -118,7 +143,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        UserError: the file is missing, is not its folder's own, or holds no JSON object.
+        UserError: the file is missing, is a link out of its folder, or holds no JSON object.
     """
     refuse_foreign(file.parent, file.name)
     try:
@@ -148,7 +173,7 @@ def _check(config: DecoderConfig, where: str) -> None:
         )
 
 
-FAMILIES: Mapping[Family, FamilyText] = {
+FAMILIES: dict[str, FamilyText] = {
     "llama": LLAMA,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
@@ -156,18 +181,4 @@ FAMILIES: Mapping[Family, FamilyText] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
 }
-
-MODEL_TYPES: Mapping[str, Family] = {
-    "llama": "llama",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "gemma3": "gemma3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
-"""model_type of config.json -> family."""
-
-PRESETS: Mapping[str, DecoderConfig] = {
-    name: size for family in FAMILIES.values() for name, size in family.presets.items()
-}
+"""What `model.family` may be in a recipe -> the family. A new one is one file in this folder, and one line here."""

@@ -1,10 +1,10 @@
-"""A projection that computes as if its matrix, and what comes in, were held in few bits (quantization-aware training).
+"""Projections that compute as if their matrix and inputs were stored in few bits (quantization-aware training).
 
-Values are rounded by the very arithmetic of `formats.py` and come back at once, so that everything after them is an
+Values are rounded by the arithmetic of `formats.py` and dequantized at once, so that everything after them is an
 ordinary product. Gradients pass the rounding as if it were not there (straight-through: Bengio et al. 2013,
-https://arxiv.org/abs/1308.3432). Nothing is cut off, since a tile's largest value is within its range.
+https://arxiv.org/abs/1308.3432). Nothing is clipped, since a tile's largest value is within its range.
 
-Axes: B rows, T time, C inputs, K outputs.
+Axes: B rows, T time.
 """
 
 from collections.abc import Callable
@@ -28,22 +28,24 @@ from tunix.models.quantization.formats import (
 from tunix.models.quantization.rules import RULES_FILE, ActivationType, Rules
 
 LARGEST: dict[ActivationType, str] = {"int8": f"absmax,{127.5 / 127}", "fp8": "absmax"}
-"""Of a token, what its type's last number stands for: the largest value. qwix lets that lie half a step beyond an
-integer's last, between two numbers: trainer and sampler, which sum in another order, would not take the same one."""
+"""How a token's scale is chosen: its largest value becomes the type's last number. qwix's default puts it half a step
+beyond the last integer, between two numbers: trainer and sampler, which sum in different orders, would not round it to
+the same one."""
 WHOLE = 1 << 31
 """A tile that is larger than any matrix: all inputs share a scale."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a projection rounds."""
+    """What a projection rounds in simulation."""
 
     weights: Quantization | None
-    """None where they lie on their grid already."""
+    """How the matrix is rounded; None where it is on its grid already."""
     activations: ActivationType | None
+    """What inputs are rounded to; None leaves them as they are."""
 
     def weight(self, w: Float[Array, "..."], contracted: int) -> Float[Array, "..."]:
-        """The matrix on its grid, in its own dtype.
+        """The matrix rounded to its grid, in its own dtype.
 
         Args:
             contracted: how many of its first axes are inputs.
@@ -54,7 +56,7 @@ class Simulated:
         return straight_through(lambda w: dequantize(*quantize(w, how, contracted)), w)
 
     def inputs(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *inputs"]:
-        """What multiplies the matrix: each token rounded by a scale of its own."""
+        """The inputs that multiply the matrix: each token rounded with its own scale."""
         kind = self.activations
         if kind is None:
             return x
@@ -74,43 +76,43 @@ def straight_through(function: Callable[[jax.Array], jax.Array], x: Float[Array,
 
 
 def simulated(rules: Rules | None, weights: bool = True) -> tuple[tuple[str, Simulated], ...]:
-    """Our name of each projection that rounds -> what.
+    """The projections that round in simulation, by our names, and what each rounds.
 
     Args:
         rules: None for no rounding.
-        weights: False where they were rounded before, so that only activations are.
+        weights: False where the weights are on their grid already, so that only activations are rounded.
     """
     if rules is None:
         return ()
-    found = {
+    roundings = {
         name: Simulated(
             Quantization(rule.weights, rule.tile or WHOLE) if weights and rule.weights else None, rule.activations
         )
         for name, rule in rules.modules.items()
     }
-    return tuple((name, how) for name, how in found.items() if how.weights or how.activations)
+    return tuple((name, one) for name, one in roundings.items() if one.weights or one.activations)
 
 
 def supported(rules: Rules | None) -> tuple[tuple[str, Simulated], ...]:
-    """`simulated`, of types that this device can compute with.
+    """What `simulated` returns, after checking that this device can compute with its types.
 
     Raises:
-        UserError: it cannot, with one that the rules name.
+        UserError: it cannot, with a type that the rules name.
     """
-    found = simulated(rules)
-    kinds = {how.weights for _, how in found if how.weights}
-    kinds |= {Quantization(how.activations, SMALLEST_TILE) for _, how in found if how.activations}
+    roundings = simulated(rules)
+    kinds = {one.weights for _, one in roundings if one.weights}
+    kinds |= {Quantization(one.activations, SMALLEST_TILE) for _, one in roundings if one.activations}
     for kind in kinds:
         check_supported(kind, key="quantization.rules")
-    return found
+    return roundings
 
 
 def check_unrounded(folder: Path | None, held: Rules | None, wanted: Rules | None) -> None:
-    """Refuses to train from weights that were rounded, where that would not do what it seems to.
+    """Refuses to train from rounded weights where that would not do what the recipe seems to ask for.
 
     Args:
         folder: where they are.
-        held: how they were rounded; None where nothing says that they were.
+        held: how they were rounded; None where no rules say that they were.
         wanted: how they are to be rounded while they train.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Frozen weights in four or eight bits: how a matrix is rounded, what of it is kept, and how it comes back.
+"""Frozen weights in four or eight bits: how a matrix is rounded, stored and dequantized.
 
 A quantized matrix is two parameters: `w` holds the rounded values, in the matrix's own shape, and `w_scale` one float32
-number for each tile of inputs and each output. The values tell their type, and the scales their tile: `uint4` are
-indices into NF4's table, all others are numbers. qwix rounds (`quantize`); a layer multiplies with what `dequantize`
-makes of it, one matrix at a time, so that the base is never in memory as it was.
+number for each tile of inputs and each output. The values' dtype gives the type, the scales' shape the tile: `uint4`
+are indices into NF4's table, all others are numbers. qwix rounds (`quantize`); a layer multiplies with the result of
+`dequantize`, one matrix at a time, so that the unrounded base is never in memory as a whole.
 
-Axes: C inputs (all contracted axes of a projection, flattened), K outputs (its other axes), L layers.
+Axes: I inputs, O outputs, L layers.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from tunix.mesh import Axes
 from tunix.util.exact import jit
 
 SCALE = "_scale"
-"""What the name of the scales adds to that of the values."""
+"""Suffix of the scales' name, after the name of the values."""
 
 NF4 = (
     -1.0,
@@ -48,21 +48,23 @@ NF4 = (
 ROUNDED: Mapping[BaseType, Any] = {"nf4": "nf4", "int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
 """Our name of a type -> qwix's."""
 SMALLEST_TILE = 8
-"""With fewer inputs to a scale, the scales weigh as much as the values."""
+"""With fewer inputs to a scale, the scales take as much memory as the values."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a base is rounded."""
+    """How a frozen base is rounded."""
 
     base: BaseType
+    """The type of the values, e.g. `nf4`."""
     tile: int
-    """Inputs that share a scale, at most: a matrix takes the largest divisor of its own."""
+    """Inputs that share a scale, at most: a matrix takes the largest divisor of its inputs up to this."""
 
 
 def quantize(w: Float[Array, "..."], how: Quantization, contracted: int) -> tuple[jax.Array, jax.Array]:
-    """The values in the shape of `w`, and the scales `[C / tile, *K]` in float32: the tile's largest value, or what
-    lies half a step beyond the type's last number, is the tile's edge.
+    """The rounded values in the shape of `w`, and the scales `[I / tile, *O]` in float32.
+
+    A tile's largest value becomes the type's last number, or lies half a step beyond it.
 
     Args:
         w: the matrix, of any float type.
@@ -70,8 +72,8 @@ def quantize(w: Float[Array, "..."], how: Quantization, contracted: int) -> tupl
     """
     flat = w.astype(jnp.float32).reshape(-1, *w.shape[contracted:])
     tile, outputs = tile_of(len(flat), how.tile), range(1, flat.ndim)
-    found = qwix.quantize(flat, ROUNDED[how.base], channelwise_axes=outputs, tiled_axes={0: tile})
-    return found.qvalue.reshape(w.shape), found.scale
+    rounded = qwix.quantize(flat, ROUNDED[how.base], channelwise_axes=outputs, tiled_axes={0: tile})
+    return rounded.qvalue.reshape(w.shape), rounded.scale
 
 
 def dequantize(values: Shaped[Array, "..."], scales: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -81,7 +83,7 @@ def dequantize(values: Shaped[Array, "..."], scales: Float[Array, "..."]) -> Flo
 
 
 def _numbers(values: Shaped[Array, "..."]) -> Float[Array, "..."]:
-    """What rounded values are before their scales multiply them."""
+    """Rounded values as float32 numbers, before their scales multiply them."""
     if values.dtype != jnp.uint4:
         return values.astype(jnp.float32)
     # qwix looks NF4 up in the flattened matrix, which a mesh would have to gather. All indices are in the table: to
@@ -90,13 +92,13 @@ def _numbers(values: Shaped[Array, "..."]) -> Float[Array, "..."]:
 
 
 def plain(params: Mapping[str, jax.Array], name: str) -> Float[Array, "L ..."]:
-    """A stacked weight by name: dequantized, if it is quantized, else as it is."""
+    """A stacked weight by name: dequantized if it is stored in few bits, else as it is."""
     scales = params.get(name + SCALE)
     return params[name] if scales is None else jax.vmap(dequantize)(params[name], scales)
 
 
 def scale_axes(axes: Axes, contracted: int) -> Axes:
-    """The logical axes of the scales: tiles live where their inputs do."""
+    """The logical axes of the scales: tiles are sharded as their inputs are."""
     return (axes[0], *axes[contracted:])
 
 
@@ -110,8 +112,8 @@ def check_tile(name: str, inputs: int, how: Quantization, key: str = "adapter.ti
 
     Args:
         name: of the projection.
-        inputs: C.
-        key: what the recipe asked with.
+        inputs: I, e.g. 2048.
+        key: the recipe's key, for the error.
 
     Raises:
         UserError: its largest tile is so small that the scales would be as large as the values.
@@ -124,14 +126,14 @@ def check_tile(name: str, inputs: int, how: Quantization, key: str = "adapter.ti
 
 
 def check_supported(how: Quantization, key: str = "adapter.base") -> None:
-    """Refuses a type that this device's compiler does not know: rounds a few numbers, and back.
+    """Refuses a type that this device cannot compute with: rounds and dequantizes a few numbers to see.
 
     Args:
-        how: what is wanted.
-        key: what the recipe asked with.
+        how: the type to check.
+        key: the recipe's key, for the error.
 
     Raises:
-        UserError: it does not.
+        UserError: the device's compiler does not know the type.
     """
     try:
         jax.block_until_ready(jit(lambda w: dequantize(*quantize(w, how, 1)))(jnp.ones((SMALLEST_TILE, 1))))
@@ -144,7 +146,7 @@ def check_supported(how: Quantization, key: str = "adapter.base") -> None:
 
 
 def bytes_per_weight(params: Mapping[str, jax.Array]) -> float:
-    """Bytes of the quantized weights among these with their scales, by the number of weights."""
+    """Mean bytes for each quantized weight among these, its share of the scales included."""
     pairs = [(x, params[name + SCALE]) for name, x in params.items() if name + SCALE in params]
     return sum(stored_bytes(x) + stored_bytes(scales) for x, scales in pairs) / sum(x.size for x, _ in pairs)
 

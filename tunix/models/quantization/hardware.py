@@ -1,7 +1,7 @@
-"""Which products a platform multiplies as they are, and what it makes of the others: what a run says at its start.
+"""Which products a platform multiplies as they are, and how it computes the others: logged when a run starts.
 
 The facts are those of docs/kernels.md, which has the evidence; a test compares the two. Products of two operands in few
-bits are listed beside those that models use, so that a run can say what it leaves unused. Loads without jax.
+bits are listed along with those that models use, so that a run can report which it leaves unused. Loads without jax.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,15 @@ PLACES: Mapping[Way | None, str] = {
 def line(
     kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, platform: str, *, simulated: bool = False
 ) -> str:
-    """What a run says of its products.
+    """The line that a run logs about how its products are computed.
 
     Args:
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
         compute, platform, simulated: as in `product`.
     """
-    how = partial(product, compute=compute, platform=platform, simulated=simulated)
-    return (
-        f"products of the layers: {'; '.join(how(*kind) for kind in kinds or [(None, None)])}; attention: {ATTENTION}"
-    )
+    describe = partial(product, compute=compute, platform=platform, simulated=simulated)
+    described = "; ".join(describe(*kind) for kind in kinds or [(None, None)])
+    return f"products of the layers: {described}; attention: {ATTENTION}"
 
 
 def product(
@@ -50,10 +49,10 @@ def product(
 
     Args:
         weights: what they are rounded to; None for plain ones.
-        activations: likewise.
+        activations: what they are rounded to; None for plain ones.
         compute: dtype of the computation.
         platform: `cpu`, `gpu` or `tpu`, as jax calls it.
-        simulated: the weights are held as they were, and rounded in each pass; so are activations always.
+        simulated: the weights are stored unrounded, and rounded in each forward pass; so are activations always.
     """
     if weights is None:
         return compute + _multiplied(compute, platform)
@@ -70,7 +69,7 @@ def product(
 
 
 def _multiplied(compute: DType, platform: str) -> str:
-    """What becomes of operands in the compute dtype, where they are not multiplied as they are."""
+    """A note on how operands in the compute dtype are multiplied; empty where they are multiplied as they are."""
     way = WAYS[compute].get(platform)
     if way is None:
         return f" (how {platform} multiplies is not determined)"

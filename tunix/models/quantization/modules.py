@@ -1,7 +1,7 @@
-"""What a layer's matrices are called, and which of them a pattern means. Loads without jax.
+"""The names of a layer's matrices, and which of them a pattern matches. Loads without jax.
 
-Patterns are PEFT's and qwix's: a regular expression that a module's whole Hugging Face name matches, or what follows
-one of its dots; `q_proj` is one. Layers are stacked here and treated alike, so a pattern cannot choose between layers.
+Patterns are as in PEFT and qwix: a regular expression that matches a module's whole Hugging Face name, or what follows
+one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a pattern cannot choose between layers.
 """
 
 import re
@@ -19,22 +19,22 @@ MODULES = {
 }
 """Hugging Face's names of a layer's matrices -> ours."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
-"""The same by their last word."""
+"""The last part of Hugging Face's name -> ours."""
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
 
 def matched(pattern: str) -> tuple[str, ...]:
-    """The modules that a pattern means, by their last word.
+    """The modules that a pattern matches, by the last part of their names.
 
     Raises:
-        ValueError: it is no regular expression, means nothing, or a module of some layers only.
+        ValueError: it is no regular expression, matches nothing, or matches a module in some layers only.
     """
     try:
         whole = re.compile(rf"(.*\.)?({pattern})")
     except re.error as error:
         raise ValueError(f"{pattern!r} is neither a module's name nor a regular expression ({error})") from None
-    found = []
+    names = []
     for name in MODULES:
         layers = [n for n in range(MOST_LAYERS) if whole.fullmatch(f"model.layers.{n}.{name}")]
         if layers and len(layers) < MOST_LAYERS:
@@ -42,8 +42,8 @@ def matched(pattern: str) -> tuple[str, ...]:
                 f"{pattern!r} means {name} of some layers only; layers are stacked and treated alike, so leave the "
                 r"layer's number open: layers\.\d+\."
             )
-        found += [name.split(".")[-1]] if layers else []
-    if not found:
+        names += [name.split(".")[-1]] if layers else []
+    if not names:
         hint = nearest(pattern, [*PROJECTIONS, *MODULES])
         raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")
-    return tuple(found)
+    return tuple(names)

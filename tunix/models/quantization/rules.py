@@ -1,7 +1,7 @@
 """Which matrices of a model are rounded to what: the rules of a recipe, of `tunix quantize`, and of a rounded folder.
 
-The first rule whose pattern means a module counts, as in qwix. A folder whose weights lie on a grid says so in
-`tunix_quantization.json`; whoever does not read that file loads plain weights. Loads without jax.
+The first rule whose pattern matches a module counts, as in qwix. A folder whose weights are rounded to a grid has the
+rules in `tunix_quantization.json`; a program that does not read that file loads plain weights. Loads without jax.
 """
 
 import json
@@ -18,14 +18,14 @@ from tunix.util.atomic_io import refuse_foreign
 
 ActivationType = Literal["int8", "fp8"]
 FITTING: Mapping[ActivationType, tuple[BaseType, ...]] = {"int8": ("int8", "int4"), "fp8": ("fp8",)}
-"""The weights that a product takes beside rounded activations: integers with integers, floats with floats."""
+"""The weights that go with rounded activations in a product: integers with integers, floats with floats."""
 USUAL_TILE: Mapping[BaseType, int | None] = {"nf4": 128, "int4": 128, "int8": None, "fp8": None}
 TABLES = ("embed_tokens", "lm_head")
 RULES_FILE = "tunix_quantization.json"
 
 
 class Rule(Config):
-    """What becomes of the modules that a pattern means."""
+    """How the modules that a pattern matches are rounded."""
 
     module: str
     """As Hugging Face spells it (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or a regular
@@ -33,9 +33,9 @@ class Rule(Config):
     weights: BaseType | None = None
     """nf4, int4, int8 or fp8; null leaves the modules as they are, whatever later rules say."""
     activations: ActivationType | None = None
-    """Rounds the inputs too, with one scale for each token: int8 beside int8 or int4, fp8 beside fp8."""
+    """Rounds the inputs too, with one scale for each token: int8 with int8 or int4 weights, fp8 with fp8 weights."""
     tile: Annotated[int, Field(ge=8)] | None = None
-    """Inputs that share a scale, at most; null is all inputs of an output. Left out, it is 128 for 4 bits, else
+    """Inputs that share a scale, at most; null is all inputs of an output. The default is 128 for 4 bits, else
     null."""
 
     @model_validator(mode="before")
@@ -61,14 +61,14 @@ class Rule(Config):
         if self.activations and self.weights not in FITTING[self.activations]:
             fitting = " or ".join(FITTING[self.activations])
             raise ValueError(
-                f"activations {self.activations} and weights {self.weights} have no product: beside "
-                f"{self.activations} weights are {fitting}"
+                f"activations {self.activations} and weights {self.weights} have no product: with "
+                f"{self.activations} activations, weights are {fitting}"
             )
         return self
 
 
 class Rules(Config):
-    """Rules in their order."""
+    """Quantization rules, in order of precedence."""
 
     rules: tuple[Rule, ...]
     """The first whose pattern matches a module counts; a module that none matches stays as it is."""
@@ -97,10 +97,10 @@ class Rules(Config):
     @property
     def modules(self) -> dict[str, Rule]:
         """Our name of each rounded module -> the rule that counts."""
-        found: dict[str, Rule] = {}
+        first: dict[str, Rule] = {}
         for rule in self.rules:
-            found |= {name: rule for name in map(PROJECTIONS.__getitem__, matched(rule.module)) if name not in found}
-        return {name: rule for name, rule in found.items() if rule.weights}
+            first |= {name: rule for name in map(PROJECTIONS.__getitem__, matched(rule.module)) if name not in first}
+        return {name: rule for name, rule in first.items() if rule.weights}
 
     @property
     def inputs(self) -> bool:
@@ -108,8 +108,8 @@ class Rules(Config):
         return any(rule.activations for rule in self.modules.values())
 
     @property
-    def told(self) -> str:
-        """What is rounded, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
+    def summary(self) -> str:
+        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
         kinds = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds]
         return f"{len(self.modules)} of a layer's {len(PROJECTIONS)} matrices compute as {', '.join(kinds)}"
 
@@ -121,7 +121,7 @@ class Rules(Config):
 
 class QuantizationConfig(Rules):
     """Quantization-aware training (Jacob et al. 2018, https://arxiv.org/abs/1712.05877): the model computes with
-    rounded weights, and the full-precision ones behind them learn."""
+    rounded weights, and trains the full-precision ones that they are rounded from."""
 
     mode: Literal["qat"] = "qat"
     """`qat` rounds in the forward pass; gradients pass as if it had not. What is sampled, evaluated and exported is the
@@ -129,24 +129,24 @@ class QuantizationConfig(Rules):
 
 
 def write_rules(folder: Path, rules: Rules) -> None:
-    """Says in a model's folder how its weights were rounded."""
-    told = {"rules": rules.model_dump(mode="json", include={"rules"})["rules"], "weights": "on their grid"}
-    (folder / RULES_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    """Writes into a model's folder how its weights were rounded."""
+    content = {"rules": rules.model_dump(mode="json", include={"rules"})["rules"], "weights": "on their grid"}
+    (folder / RULES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_rules(folder: Path) -> Rules | None:
-    """How the weights of a folder were rounded; None where nothing says that they were.
+    """How the weights of a folder were rounded; None where there is no such file.
 
     Raises:
-        UserError: the file is damaged, or says what this version does not know.
+        UserError: the file is damaged, or has rules that this version does not know.
     """
     file = folder / RULES_FILE
     if not file.is_file():
         return None
     refuse_foreign(folder, file.name)
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        return Rules(rules=told["rules"])
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return Rules(rules=content["rules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
         raise UserError(

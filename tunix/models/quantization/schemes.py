@@ -1,7 +1,7 @@
-"""What config.json says of packed weights: the `quantization_config` of compressed-tensors.
+"""How config.json describes packed weights: the `quantization_config` of compressed-tensors.
 
-A scheme tells of how many bits a matrix is, how many inputs share a scale, whether inputs are rounded too, and in which
-form the values lie in the file, which `hf/compressed_tensors.py` reads and writes.
+A scheme states how many bits a matrix has, how many inputs share a scale, whether inputs are rounded too, and how the
+values are stored in the file, which `hf/compressed_tensors.py` reads and writes.
 Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
 """
 
@@ -19,19 +19,19 @@ from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 SECTION, METHOD = "quantization_config", "compressed-tensors"
 WORDS, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 FORMATS = (WORDS, INTEGERS, FLOATS, MIXED, "naive-quantized")
-"""Those that are read; `naive-quantized` is held like integers and floats."""
+"""Formats that are read; `naive-quantized` is stored like integers and floats."""
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
 
 
 def format_of(rule: Rule) -> str:
-    """How a module that a rule rounds is held."""
+    """The format in which a module that a rule rounds is stored."""
     if rule.weights == "fp8":
         return FLOATS
     return INTEGERS if rule.weights == "int8" and rule.activations else WORDS
 
 
 def check_packs(rules: Rules) -> None:
-    """Refuses rules that the format has no words for.
+    """Refuses rules that the format cannot express.
 
     Raises:
         UserError: one of them rounds to nf4.
@@ -50,13 +50,13 @@ class Packing:
 
     rule: Rule
     shape: tuple[int, int]
-    """`(K, C)`."""
+    """`(O, I)`: outputs and inputs."""
     tile: int
     """Inputs that share a scale."""
 
     @property
     def scheme(self) -> dict[str, Any]:
-        """As a group of config.json says it, without its targets."""
+        """The group in config.json that describes it, without the targets."""
         assert self.rule.weights is not None
         kinds = {"int4": "int", "int8": "int", "fp8": "float"}
         bits = {"num_bits": BITS[self.rule.weights], "type": kinds[self.rule.weights], "symmetric": True}
@@ -70,11 +70,11 @@ class Packing:
 
 
 def section(packing: Mapping[str, Packing], head: str) -> dict[str, Any]:
-    """What stands under SECTION in config.json.
+    """The value of SECTION in config.json.
 
     Args:
-        packing: by our name of a layer's matrix: `up`.
-        head: the matrix behind the layers, which stays as it is.
+        packing: how each packed matrix of a layer is packed, by our name of it, e.g. `up`.
+        head: the name of the head, which stays as it is.
     """
     targets: dict[str, list[str]] = {}
     ignored = [head]
@@ -98,7 +98,7 @@ def section(packing: Mapping[str, Packing], head: str) -> dict[str, Any]:
     }
 
 
-def check_section(told: Mapping[str, Any], file: Path) -> None:
+def check_section(stated: Mapping[str, Any], file: Path) -> None:
     """Refuses a `quantization_config` that this module does not read.
 
     Raises:
@@ -108,15 +108,15 @@ def check_section(told: Mapping[str, Any], file: Path) -> None:
     def refuse(what: str) -> NoReturn:
         raise UserError(f"{file}: {SECTION} {what}: take the model that it was made of")
 
-    if (method := told.get("quant_method")) != METHOD:
+    if (method := stated.get("quant_method")) != METHOD:
         refuse(f"is of quant_method {method!r}, and tunix reads {METHOD!r} alone")
-    groups = told.get("config_groups")
+    groups = stated.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         refuse("has no config_groups that say what each is")
-    formats = {told.get("format"), *(group.get("format") or told.get("format") for group in groups.values())}
+    formats = {stated.get("format"), *(group.get("format") or stated.get("format") for group in groups.values())}
     for unknown in sorted(str(one) for one in formats - {*FORMATS}):
         refuse(f"has format {unknown!r}, and tunix reads {', '.join(FORMATS)}{nearest(unknown, FORMATS)}")
     rounds = any(group.get("input_activations") for group in groups.values())
-    if told.get("kv_cache_scheme") or (rounds and not (file.parent / RULES_FILE).is_file()):
-        what = "the cache" if told.get("kv_cache_scheme") else "what comes into a matrix"
+    if stated.get("kv_cache_scheme") or (rounds and not (file.parent / RULES_FILE).is_file()):
+        what = "the cache" if stated.get("kv_cache_scheme") else "what comes into a matrix"
         refuse(f"rounds {what} too, which tunix knows of its own folders alone ({RULES_FILE})")

@@ -1,9 +1,9 @@
-"""Prompts into rows of their own cache, from which slots are filled: a group's prompt is computed once.
+"""Computes prompts in rows of their own, from which slots are filled, so that a group's prompt is computed once.
 
-Prompts that are cut alike (`shapes.py`) share a dispatch. Their rows are as long as they need, so that few lengths of
-them are compiled and little is read, and grow to the length of the slots that they go to.
+Prompts that are cut into equal chunks (`shapes.py`) share a dispatch. Their rows are as long as the prompts need, so
+that few lengths are compiled and little memory is read, and are then lengthened to that of the slots.
 
-Axes: R rows, C tokens of a chunk, D model.
+Axes: B rows, T time.
 """
 
 from collections.abc import Sequence
@@ -21,48 +21,52 @@ from tunix.types import Sampling
 
 
 class Piece(NamedTuple):
-    """Tokens to append to a row that holds `start` already."""
+    """Tokens to append to a row of the cache that holds `start` tokens already."""
 
     tokens: np.ndarray
     start: int
     adapter: int
-    """Number of the row's, from 1; 0 for none."""
+    """Number of the row's adapter, from 1; 0 for none."""
 
 
 @dataclass
 class Rows:
-    """Prompts that were computed together."""
+    """The caches of prompts that were computed together."""
 
     state: State
     length: int
-    """Of their caches."""
+    """Length of the caches, in tokens."""
 
     def lengthen(self, model: Model, sizes: Sizes, length: int) -> None:
-        """Grows to the length of the slots."""
-        own = np.arange(self.state.hidden.shape[0], dtype=np.int32)
+        """Lengthens the caches to `length`, that of the slots."""
+        same_rows = np.arange(self.state.hidden.shape[0], dtype=np.int32)
         while self.length < length:
             self.length = sizes.bucket(self.length + 1)
-            self.state = resize(model, self.state, own, self.length, sizes.piece)
+            self.state = resize(model, self.state, same_rows, self.length, sizes.piece)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt that is computed: row `row` of `rows`."""
+    """A computed prompt: row `row` of `rows`."""
 
     rows: Rows
     row: int
     logprobs: np.ndarray | None
-    """`[T]` of its tokens, where asked for."""
+    """`[T]` log-probs of its tokens; None where the request does not want them."""
 
 
 def append(
     model: Model, weights: Weights, rows: State, pieces: Sequence[Piece], sizes: Sizes, settings: Sequence[Sampling]
 ) -> tuple[State, np.ndarray | None]:
-    """Rows with their pieces (all cut alike), and where `settings` are given the log-probs of the tokens behind the
-    first of each piece, `[R T]`.
+    """Appends a piece to each row; also the log-probs `[B T]` of each piece's tokens after its first.
 
     Args:
-        settings: of each row, or none.
+        model: what computes them.
+        weights: its weights.
+        rows: caches to append to.
+        pieces: one for each row, all cut into equal chunks.
+        sizes: the engine's shapes.
+        settings: the sampling settings of each row; empty where no log-probs are wanted.
     """
     whole, last = sizes.cut(len(pieces[0].tokens))
     start = np.array([piece.start for piece in pieces], np.int32)
@@ -71,7 +75,7 @@ def append(
     padded = np.zeros((len(pieces), whole * sizes.chunk + last + 1), np.int32)
     for row, piece in zip(padded, pieces, strict=True):
         row[: len(piece.tokens)] = piece.tokens
-    found = []
+    logprobs = []
     for chunk in range(whole + 1):
         begin = chunk * sizes.chunk
         here = slice(begin, begin + (sizes.chunk if chunk < whole else last))
@@ -79,8 +83,8 @@ def append(
         rows, hidden = prefill(model, weights, rows, padded[:, here], start + np.int32(begin), count, adapters)
         if settings:
             targets = padded[:, here.start + 1 : here.stop + 1]
-            found.append(score(model, weights.top, hidden, targets, Transform.of(settings)))
-    return rows, np.concatenate(found, axis=1) if found else None
+            logprobs.append(score(model, weights.top, hidden, targets, Transform.of(settings)))
+    return rows, np.concatenate(logprobs, axis=1) if logprobs else None
 
 
 def compute(
@@ -91,11 +95,15 @@ def compute(
     settings: Sequence[Sampling],
     sizes: Sizes,
 ) -> list[Prefix]:
-    """The prefix of each prompt.
+    """Computes the prefix of each prompt.
 
     Args:
-        adapters: of each.
-        settings: of each; prompt log-probs are computed where they ask for them.
+        model: what computes them.
+        weights: its weights.
+        prompts: `[T]` token ids each.
+        adapters: number of each prompt's adapter, from 1; 0 for none.
+        settings: each prompt's sampling settings; prompt log-probs are computed where these want them.
+        sizes: the engine's shapes.
     """
     made: dict[int, Prefix] = {}
 
@@ -103,14 +111,14 @@ def compute(
         return (*sizes.cut(len(prompts[item])), settings[item].prompt_logprobs)
 
     for batch in batches(range(len(prompts)), key):
-        # The same for all prompts that are cut alike.
+        # The length is the same for all prompts of a batch.
         length = sizes.bucket(len(prompts[batch[0]]))
         state = blank(model, len(batch), length, sizes.piece, sizes.dtype)
         scored = [settings[item] for item in batch if settings[item].prompt_logprobs]
         pieces = [Piece(prompts[item], 0, adapters[item]) for item in batch]
-        state, found = append(model, weights, state, pieces, sizes, scored)
+        state, logprobs = append(model, weights, state, pieces, sizes, scored)
         rows = Rows(state, length)
         for row, item in enumerate(batch):
-            own = None if found is None else np.pad(found[row], (1, 0))[: len(prompts[item])]
-            made[item] = Prefix(rows, row, own)
+            of_prompt = None if logprobs is None else np.pad(logprobs[row], (1, 0))[: len(prompts[item])]
+            made[item] = Prefix(rows, row, of_prompt)
     return [made[item] for item in range(len(prompts))]

@@ -1,13 +1,13 @@
-"""The compiled programs of the engine: pure functions over slots, few in number, with shapes from a closed set.
+"""The engine's compiled programs: a few pure functions over slots, with shapes from a closed set.
 
 `prefill` computes prompts in rows of their own, `put` copies rows into slots (one prompt's row into all slots of its
-group), `decode` draws tokens until slots have ended, `take` copies slots out so that `prefill` can append to them, and
-`resize` changes the number of slots and the length of their caches.
+group), `decode` samples tokens until slots have ended, `take` copies slots out so that `prefill` can append to them,
+and `resize` changes the number of slots and the length of their caches.
 
-A slot's last hidden state waits in `State.hidden`: a step draws from it, then runs the drawn token, so that prompts,
-observations and drawn tokens all leave a slot in the same condition.
+A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
+that prompts, observations and sampled tokens all leave a slot in the same condition.
 
-Axes: S slots, R rows of a prefill, C tokens of a chunk, D model, K steps of a dispatch, M stop ids, A reported ids.
+Axes: Sl slots, B rows (of a prefill), C tokens at a time, D model width, V vocabulary, St decode steps.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from tunix.config import DType
 from tunix.mesh import constrain
-from tunix.models.kv_cache import Cache, Weights, empty, extend, placed
+from tunix.models.attention_inputs import Cache, placed
+from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.util.exact import jit
@@ -30,15 +31,15 @@ Host = jax.Array | np.ndarray
 Found = TypeVar("Found")
 
 IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""XLA's usual order on a CPU begins with all that waits for nothing, and would hold the matrices of all layers
-dequantized; in this one each comes when it is needed."""
+"""XLA's usual order on a CPU begins with everything that depends on nothing, which would keep the matrices of all
+layers dequantized at once; in this order each is dequantized when it is needed."""
 
 
-def compiled(**how: Any) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """`jax.jit` with these arguments, for a function that multiplies with the weights of a model."""
+def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """`jax.jit` with these arguments, for a function that multiplies by a model's weights."""
 
     def decorate(function: Callable[..., Found]) -> Callable[..., Found]:
-        usual, in_turn = jit(function, **how), jit(function, **how, options=IN_TURN)
+        usual, in_turn = jit(function, **arguments), jit(function, **arguments, options=IN_TURN)
 
         @wraps(function)
         def call(model: Model, *rest: Any) -> Found:
@@ -51,45 +52,46 @@ def compiled(**how: Any) -> Callable[[Callable[..., Found]], Callable[..., Found
 
 
 class State(NamedTuple):
-    """What the device holds of the slots."""
+    """The slots' arrays on the device."""
 
     caches: tuple[Cache, ...]
-    """Of each layer."""
-    hidden: Float[Array, "S D"]
-    """The state that the next token of each slot is drawn from."""
+    """Keys and values of each layer."""
+    hidden: Float[Array, "Sl D"]
+    """The hidden state from which the next token of each slot is sampled."""
 
 
 class Flow(NamedTuple):
-    """What the host says about the slots at each dispatch."""
+    """The slots' arrays from the host, new at each dispatch."""
 
     held: Host
-    """`[S]` int32: tokens in the cache."""
+    """`[Sl]` int32: tokens in the cache."""
     left: Host
-    """`[S]` int32: tokens that may still be drawn; 0 for slots that rest."""
+    """`[Sl]` int32: tokens that may still be sampled; 0 for idle slots."""
     drawn: Host
-    """`[S]` int32: index of the next token among those drawn for the request."""
+    """`[Sl]` int32: index of the next token among those sampled for the request."""
     seeds: Host
-    """`[S 2]` uint32: high and low word of the seed."""
+    """`[Sl 2]` uint32: high and low word of the seed."""
     request: Host
-    """`[S]` int32: index of the request."""
+    """`[Sl]` int32: index of the request."""
     adapter: Host
-    """`[S]` int32: number of its adapter, from 1; 0 for none."""
+    """`[Sl]` int32: number of the request's adapter, from 1; 0 for none."""
     stops: Host
-    """`[S M]` int32, padded with -1."""
+    """`[Sl stops]` int32: the request's stop ids, padded with -1."""
     transform: Transform
+    """The request's sampling settings."""
 
 
 class Steps(NamedTuple):
-    """What a dispatch found, step by step; of slot s the first `counts[s]` are real."""
+    """The tokens of a dispatch, step by step; in slot s the first `counts[s]` were sampled."""
 
     draws: Draw
-    """With K in front."""
-    counts: Int[Array, "S"]
+    """Arrays `[St Sl ...]`."""
+    counts: Int[Array, "Sl"]
 
 
 @partial(jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
 def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> State:
-    """Slots, or rows, that hold nothing."""
+    """Empty slots or rows."""
     hidden = constrain(jnp.zeros((rows, model.config.d_model), model.dtype), "rows", None)
     return State(empty(model.config, rows, length, piece, dtype), hidden)
 
@@ -99,12 +101,12 @@ def prefill(
     model: Model,
     weights: Weights,
     rows: State,
-    tokens: Int[Host, "R C"],
-    start: Int[Host, "R"],
-    count: Int[Host, "R"],
-    adapters: Int[Host, "R"],
-) -> tuple[State, Float[Array, "R C D"]]:
-    """Appends a chunk of `count` tokens to each row that holds `start`; also the states of all of the chunk."""
+    tokens: Int[Host, "B C"],
+    start: Int[Host, "B"],
+    count: Int[Host, "B"],
+    adapters: Int[Host, "B"],
+) -> tuple[State, Float[Array, "B C D"]]:
+    """Appends a chunk of `count` tokens to each row, which holds `start` tokens; also the chunk's hidden states."""
     new = (jnp.asarray(x) for x in (tokens, start, count, adapters))
     hidden, caches = extend(model, weights, rows.caches, *new)
     last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)[:, 0]
@@ -113,21 +115,21 @@ def prefill(
 
 @partial(jit, static_argnames="model")
 def score(
-    model: Model, top: Params, hidden: Float[Array, "R C D"], targets: Int[Host, "R C"], transform: Transform
-) -> Float[Array, "R C"]:
-    """Log-probs of the tokens behind the states of a chunk, under each row's transform."""
+    model: Model, top: Params, hidden: Float[Array, "B C D"], targets: Int[Host, "B C"], transform: Transform
+) -> Float[Array, "B C"]:
+    """Log-probs of the tokens that follow the states of a chunk, under each row's transform."""
 
     def column(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
         state, target = inputs
         return logprobs(model.logits(top, state[:, None])[:, 0], target, transform)
 
-    # One column at a time: logits of a whole chunk would be [R C V].
+    # One column at a time: logits of a whole chunk would be [B C V].
     return jax.lax.map(column, (hidden.swapaxes(0, 1), targets.T)).T
 
 
 @partial(jit, donate_argnames="state")
-def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
-    """Slot s takes row `source[s]`, or stays as it is where that is -1. Rows may be shorter than slots."""
+def put(state: State, rows: State, source: Int[Host, "Sl"]) -> State:
+    """Copies row `source[s]` into slot s; where that is -1, the slot is unchanged. Rows may be shorter than slots."""
     chosen, taken = jnp.maximum(source, 0), source >= 0
 
     def one(slots: jax.Array, rows: jax.Array) -> jax.Array:
@@ -140,14 +142,14 @@ def put(state: State, rows: State, source: Int[Host, "S"]) -> State:
 
 
 @jit
-def take(state: State, slots: Int[Host, "R"]) -> State:
-    """Copies of some slots as rows."""
+def take(state: State, slots: Int[Host, "B"]) -> State:
+    """Copies some slots into rows."""
     return State(jax.tree.map(lambda x: placed(x[slots]), state.caches), state.hidden[slots])
 
 
 @partial(jit, static_argnames=("model", "length", "piece"))
-def resize(model: Model, state: State, source: Int[Host, "S"], length: int, piece: int) -> State:
-    """Slots for sequences of `length`; slot s is the old slot `source[s]`."""
+def resize(model: Model, state: State, source: Int[Host, "Sl"], length: int, piece: int) -> State:
+    """Copies slots into caches of another length; slot s is the old slot `source[s]`."""
 
     dtype: DType = "bfloat16" if state.caches[0][0].dtype == jnp.bfloat16 else "float32"
     shapes = jax.eval_shape(lambda: empty(model.config, source.shape[0], length, piece, dtype))
@@ -169,10 +171,16 @@ def decode(
     most: Int[Host, ""],
     enough: Int[Host, ""],
 ) -> tuple[State, Steps]:
-    """Draws up to `most` <= `steps` (K) tokens in each slot that has some left.
+    """Samples up to `most` <= `steps` (St) tokens in each slot that has some left.
 
     Args:
-        enough: returns as soon as no more slots than these are running.
+        model: what is sampled from.
+        steps: K.
+        weights: the model's weights.
+        state: the slots.
+        flow: what the host knows of them.
+        most: tokens of a slot at most.
+        enough: the dispatch ends as soon as no more slots than these are running.
     """
     flow = jax.tree.map(jnp.asarray, flow)
     keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
@@ -200,8 +208,8 @@ def decode(
     return state, Steps(draws, count)
 
 
-def _request_keys(flow: Flow) -> Key[Array, "S"]:
-    """`[S]` keys of the requests: of their seed and index alone."""
+def _request_keys(flow: Flow) -> Key[Array, "Sl"]:
+    """`[Sl]` random keys of the requests, from their seed and index alone."""
     keys = jax.random.wrap_key_data(jnp.asarray(flow.seeds), impl="threefry2x32")
     return jax.vmap(jax.random.fold_in)(keys, flow.request)
 
@@ -211,8 +219,8 @@ def _draw(
     weights: Weights,
     state: State,
     flow: Flow,
-    keys: Key[Array, "S"],
-    number: Int[Array, "S"],
+    keys: Key[Array, "Sl"],
+    number: Int[Array, "Sl"],
     live: jax.Array,
 ) -> Draw:
     logits = model.logits(weights.top, state.hidden[:, None])[:, 0]

@@ -1,7 +1,7 @@
-"""One request on its way through the engine: what was drawn, what an environment added, and how it ends.
+"""One request on its way through the engine: the sampled tokens, an environment's observations, and how it ends.
 
-Tokens arrive in pieces of some steps. Stop strings are looked for here, token by token, so that the size of a piece
-changes nothing; what was drawn behind one is cut.
+Tokens arrive several at a time. Stop strings are looked for here, token by token, so that the number that arrives at
+once changes nothing; tokens that were sampled after a stop string are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the engine once."""
+    """A prompt to complete once."""
 
     prompt: np.ndarray
     """`[T]` token ids, at least one."""
     sampling: Sampling
-    """How its tokens are drawn."""
+    """How its tokens are sampled."""
     seed: int
-    """A draw depends on (seed, index, token index) alone."""
+    """A token's random numbers depend on (seed, index, token index) alone."""
     index: int = 0
-    """Tells requests of one seed apart."""
+    """Number of the request among those of one seed."""
     adapter: str | None = None
-    """Of those that lie beside the loaded weights, the one that answers; None for the loaded weights alone."""
+    """Name of the loaded adapter that answers; None for the weights alone."""
 
 
 @dataclass
@@ -40,45 +40,50 @@ class Episode:
 
     request: Request
     number: int
-    """Its place among the requests of the run."""
+    """Its index among the requests of one call of `Engine.run`."""
     length: int
     """Tokens of prompt and completion at most."""
     decode: Decode | None
-    """For stop strings."""
+    """Token ids -> text, for stop strings."""
     adapter: int = 0
-    """Number of the request's, from 1; 0 for none."""
+    """Number of the request's adapter, from 1; 0 for none."""
     tokens: list[int] = field(default_factory=list)
-    """Behind the prompt: drawn and observed."""
+    """Tokens after the prompt, sampled and observed."""
     logprobs: list[float] = field(default_factory=list)
-    """0 where observed."""
+    """Log-prob of each of these tokens; 0 where it was observed."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights for each of these tokens."""
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """`[n]` ids and log-probs of each token."""
+    """The `[A]` most likely ids and their log-probs at each of these tokens."""
     turns: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    """Closed by a new one only when an environment has answered."""
+    """Start and end of each turn in `tokens`; the last one grows until an environment answers."""
     prompt_logprobs: np.ndarray | None = None
+    """`[T]` log-probs of the prompt's tokens; None where the request does not want them."""
     ended: Literal["stop", "length"] | None = None
-    """Whether the current turn has, and why."""
+    """Why the current turn has ended; None while it goes on."""
 
     @property
     def held(self) -> int:
-        """Tokens that the cache should hold."""
+        """Tokens of the prompt and after it, which the cache has to hold."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
     def drawn(self) -> int:
-        """Drawn tokens over all turns."""
+        """Sampled tokens over all turns."""
         return sum(end - start for start, end in self.turns)
 
     @property
     def left(self) -> int:
-        """Tokens that may still be drawn."""
+        """Tokens that may still be sampled."""
         return min(self.request.sampling.max_tokens - self.drawn, self.length - self.held)
 
-    def take(self, draws: Draw, count: int) -> np.ndarray:
-        """Appends the first `count` drawn tokens, up to the end of the turn; those that were kept.
+    def take(self, draws: Draw, count: int, version: int) -> np.ndarray:
+        """Appends the first `count` sampled tokens, up to the end of the turn; returns those that were appended.
 
         Args:
-            draws: of this request, `[K ...]`.
+            draws: the request's sampled tokens, `[St ...]`.
+            count: how many of them are real.
+            version: of the weights that they were sampled from.
         """
         settings, before = self.request.sampling, len(self.tokens)
         for step in range(count):
@@ -89,18 +94,20 @@ class Episode:
                 n = settings.top_logprobs
                 self.top.append((np.asarray(draws.top_ids[step, :n]), np.asarray(draws.top_logprobs[step, :n])))
             self.turns[-1] = (self.turns[-1][0], len(self.tokens))
-            if token in settings.stop_ids or self._said_a_stop():
+            if token in settings.stop_ids or self._has_stop_string():
                 self.ended = "stop"
                 break
         if self.ended is None and self.left <= 0:
             self.ended = "length"
+        self.versions += [version] * (len(self.tokens) - before)
         return np.array(self.tokens[before:], np.int32)
 
-    def observe(self, observation: np.ndarray) -> np.ndarray | None:
-        """Opens the next turn behind an observation; the tokens that the cache has to be given, from `held - len`.
+    def observe(self, observation: np.ndarray, version: int) -> np.ndarray | None:
+        """Appends an observation and opens the next turn; returns the tokens to append to the cache, whose last one is
+        token `held`.
 
-        The last token before the observation is among them: its state was lost where tokens behind it were cut.
-        None, and the end by length, where nothing could be drawn behind the observation.
+        The last token before the observation is among them: its state was lost where tokens after it were dropped.
+        Returns None, and ends the episode by its length, where nothing could be sampled after the observation.
         """
         if self.request.sampling.max_tokens <= self.drawn or self.held + len(observation) >= self.length:
             self.ended = "length"
@@ -108,6 +115,7 @@ class Episode:
         last = self.tokens[-1]
         self.tokens += observation.tolist()
         self.logprobs += [0.0] * len(observation)
+        self.versions += [version] * len(observation)
         n = self.request.sampling.top_logprobs
         if n:
             self.top += [(np.zeros(n, np.int32), np.zeros(n, np.float32))] * len(observation)
@@ -115,25 +123,25 @@ class Episode:
         self.ended = None
         return np.array([last, *observation.tolist()], np.int32)
 
-    def completion(self, version: int) -> Completion:
-        """What there is of it."""
+    def completion(self) -> Completion:
+        """The completion so far; the current turn has ended."""
         assert self.ended is not None
         top = None
         if n := self.request.sampling.top_logprobs:
-            ids, found = zip(*self.top, strict=True) if self.top else ((), ())
-            top = np.array(ids, np.int32).reshape(-1, n), np.array(found, np.float32).reshape(-1, n)
+            ids, logprobs = zip(*self.top, strict=True) if self.top else ((), ())
+            top = np.array(ids, np.int32).reshape(-1, n), np.array(logprobs, np.float32).reshape(-1, n)
         return Completion(
             tokens=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             finish=self.ended,
-            version=version,
+            versions=np.array(self.versions, np.int32),
             sampling=self.request.sampling,
             turns=tuple(self.turns),
             top=top,
             prompt_logprobs=self.prompt_logprobs,
         )
 
-    def _said_a_stop(self) -> bool:
+    def _has_stop_string(self) -> bool:
         stops = self.request.sampling.stop_strings
         if not stops or self.decode is None:
             return False
@@ -142,7 +150,7 @@ class Episode:
 
 
 def flow(slots: Sequence[Episode | None]) -> Flow:
-    """What the device is told of the slots; those without an episode rest."""
+    """The slots' arrays for the device; slots without an episode are idle."""
     running = [(slot, episode) for slot, episode in enumerate(slots) if episode is not None]
     held, left, drawn, index, adapter = np.zeros((5, len(slots)), np.int32)
     seeds = np.zeros((len(slots), 2), np.uint32)

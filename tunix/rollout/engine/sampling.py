@@ -1,10 +1,10 @@
-"""The sampling transform and the draw, with settings that are arrays: each row has its own, and no value compiles anew.
+"""The sampling transform and the draw. Settings are arrays: each row has its own, and a new value compiles nothing.
 
-Logits `[S V]` -> scores (divided by the temperature, what cannot be drawn at -inf) -> one token and its log-prob a row.
-A draw takes two uniform numbers and walks down the cumulated mass in two levels, of blocks of the vocabulary and then
-within one: exact where a single float32 sum over a large vocabulary is not, and cheaper than noise for every logit.
+Logits `[B V]` -> scores (divided by the temperature; -inf for ids that cannot be sampled) -> one token and its log-prob
+a row. A draw takes two uniform numbers and searches the cumulated mass on two levels, blocks of the vocabulary and then
+ids within one: exact where a single float32 sum over a large vocabulary is not, and cheaper than noise for every logit.
 
-Axes: S rows (slots), V vocabulary, M stop ids, A the most likely ids that are reported.
+Axes: B rows (slots, or prompts that are scored), V vocabulary, A alternatives.
 """
 
 import math
@@ -20,28 +20,28 @@ from tunix.errors import UserError
 from tunix.types import Sampling
 
 MOST_STOPS = 16
-"""M: stop ids of a request at most."""
+"""Stop ids of a request at most."""
 MOST_TOP = 20
-"""A: log-probs beside the drawn token's at most."""
+"""A: alternatives whose log-probs are reported with a sampled token, at most."""
 
 
 class Transform(NamedTuple):
-    """The settings of each row."""
+    """The sampling settings of each row."""
 
     temperature: jax.Array | np.ndarray
-    """`[S]` float32; 0 is greedy, and reports log-probs at temperature 1."""
+    """`[B]` float32, e.g. 0.7; 0 is greedy, and log-probs are then reported at temperature 1."""
     top_k: jax.Array | np.ndarray
-    """`[S]` int32; 0 for all."""
+    """`[B]` int32: the k most likely ids can be sampled, e.g. 50; 0 for all."""
     top_p: jax.Array | np.ndarray
-    """`[S]` float32."""
+    """`[B]` float32: the most likely ids with this mass together can be sampled, e.g. 0.9; 1 for all."""
     min_p: jax.Array | np.ndarray
-    """`[S]` float32."""
+    """`[B]` float32: ids with this share of the most likely one's mass can be sampled, e.g. 0.05; 0 for all."""
     top: jax.Array | np.ndarray
-    """`[S]` bool: whether the most likely ids are reported."""
+    """`[B]` bool: whether the most likely ids are reported."""
 
     @classmethod
     def of(cls, settings: Sequence[Sampling]) -> "Transform":
-        """One row for each."""
+        """The settings of several requests, one row each."""
         return cls(
             np.array([s.temperature for s in settings], np.float32),
             np.array([s.top_k for s in settings], np.int32),
@@ -52,24 +52,25 @@ class Transform(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What was drawn."""
+    """One sampled token a row."""
 
-    tokens: Int[Array, "S"]
-    logprobs: Float[Array, "S"]
-    """Under the transform, so that the ids that can be drawn sum to 1."""
-    top_ids: Int[Array, "S A"]
-    """The most likely ids, where a row asks for them."""
-    top_logprobs: Float[Array, "S A"]
-    """Theirs."""
+    tokens: Int[Array, "B"]
+    logprobs: Float[Array, "B"]
+    """Log-probs under the transform: the probabilities of all ids that can be sampled sum to 1."""
+    top_ids: Int[Array, "B A"]
+    """The most likely ids, where a row wants them."""
+    top_logprobs: Float[Array, "B A"]
+    """Log-probs of the most likely ids."""
 
 
-def draw(logits: Float[Array, "S V"], keys: Key[Array, "S"], settings: Transform, live: Bool[Array, "S"]) -> Draw:
-    """One token a row.
+def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], settings: Transform, live: Bool[Array, "B"]) -> Draw:
+    """Samples one token a row.
 
     Args:
         logits: float32.
-        keys: `[S]`, of this draw alone.
-        live: rows whose result is read; the costly parts run only where one of these asks for them.
+        keys: `[B]` random keys that are used for nothing else.
+        settings: of each row.
+        live: rows whose result is read; the costly parts run only where one of these wants them.
     """
     scores = transformed(logits, settings, live)
     peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -83,12 +84,12 @@ def draw(logits: Float[Array, "S V"], keys: Key[Array, "S"], settings: Transform
     # From the peak on, not from 0: an offset that all logits share takes no digit away.
     log_total = jnp.log(jnp.sum(mass, axis=-1, keepdims=True))
     logprobs = (jnp.take_along_axis(below, tokens[:, None], axis=-1) - log_total)[:, 0]
-    ids, found = _most_likely(below, jnp.any(live & settings.top))
-    return Draw(tokens, logprobs, ids, found - log_total)
+    ids, of_ids = _most_likely(below, jnp.any(live & settings.top))
+    return Draw(tokens, logprobs, ids, of_ids - log_total)
 
 
-def transformed(logits: Float[Array, "S V"], settings: Transform, live: Bool[Array, "S"]) -> Float[Array, "S V"]:
-    """Scores whose softmax is what a token is drawn from: `types.Sampling` says in which order. -inf is never drawn."""
+def transformed(logits: Float[Array, "B V"], settings: Transform, live: Bool[Array, "B"]) -> Float[Array, "B V"]:
+    """Scores whose softmax a token is sampled from, -inf where it never is; `types.Sampling` has the order of cuts."""
     temperature = jnp.where(settings.temperature == 0, 1.0, settings.temperature)
     scores = logits / temperature[:, None]
     sorts = jnp.any(live & ((settings.top_k > 0) | (settings.top_p < 1)))
@@ -98,16 +99,16 @@ def transformed(logits: Float[Array, "S V"], settings: Transform, live: Bool[Arr
     return jnp.where(scores >= floor, scores, -jnp.inf)
 
 
-def logprobs(logits: Float[Array, "S V"], targets: Int[Array, "S"], settings: Transform) -> Float[Array, "S"]:
-    """Log-probs of given tokens under the transform."""
+def logprobs(logits: Float[Array, "B V"], targets: Int[Array, "B"], settings: Transform) -> Float[Array, "B"]:
+    """Log-probs of given tokens under the sampling transform."""
     scores = transformed(logits, settings, jnp.ones(targets.shape, bool))
     below = scores - jnp.max(scores, axis=-1, keepdims=True)
     taken = jnp.take_along_axis(below, targets[:, None], axis=-1)[:, 0]
     return taken - jnp.log(jnp.sum(jnp.exp(below), axis=-1))
 
 
-def pick(mass: Float[Array, "S V"], uniform: Float[Array, "S 2"]) -> Int[Array, "S"]:
-    """Indices with probabilities in proportion to the mass, by two uniform numbers in [0, 1) a row."""
+def pick(mass: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
+    """Samples an index a row with probabilities proportional to the mass, by two uniform numbers in [0, 1)."""
     rows, vocab = mass.shape
     width = 1 << math.ceil(math.log2(vocab) / 2)
     blocks = jnp.pad(mass, ((0, 0), (0, -vocab % width))).reshape(rows, -1, width)
@@ -116,9 +117,9 @@ def pick(mass: Float[Array, "S V"], uniform: Float[Array, "S 2"]) -> Int[Array, 
     return block * width + within
 
 
-def _walk(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
+def _walk(mass: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
     """The first index at which the cumulated mass is above `uniform` of the whole; never one without mass."""
-    # Sums of a parallel scan need not be in order by a rounding error, so what has no mass is taken out by name.
+    # Sums of a parallel scan may be out of order by a rounding error, so places without mass are excluded explicitly.
     reached = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
     whole = jnp.max(reached, axis=-1)
     # The product may round up to the whole, which no index is above.
@@ -127,8 +128,8 @@ def _walk(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "
     return jnp.min(jnp.where(reached > goal[:, None], jnp.arange(size), size - 1), axis=-1)
 
 
-def _truncated(scores: Float[Array, "S V"], top_k: Int[Array, "S"], top_p: Float[Array, "S"]) -> Float[Array, "S V"]:
-    """Top-k and then top-p; among equals the lower id is the more likely one."""
+def _truncated(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]) -> Float[Array, "B V"]:
+    """Applies top-k and then top-p; of equal scores the lower id counts as the more likely one."""
     vocab = scores.shape[1]
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)
@@ -141,7 +142,7 @@ def _truncated(scores: Float[Array, "S V"], top_k: Int[Array, "S"], top_p: Float
     return jnp.where(jnp.zeros(scores.shape, bool).at[rows, order].set(kept), scores, -jnp.inf)
 
 
-def _most_likely(scores: Float[Array, "S V"], asked: Bool[Array, ""]) -> tuple[Int[Array, "S A"], Float[Array, "S A"]]:
+def _most_likely(scores: Float[Array, "B V"], asked: Bool[Array, ""]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
     number = min(MOST_TOP, scores.shape[1])
 
     def found(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,10 +157,11 @@ def _most_likely(scores: Float[Array, "S V"], asked: Bool[Array, ""]) -> tuple[I
 
 
 def check(sampling: Sampling, vocab: int) -> None:
-    """Refuses settings that mean nothing.
+    """Refuses invalid sampling settings.
 
     Args:
-        vocab: V of the model.
+        sampling: the settings of a request.
+        vocab: V, the model's vocabulary.
 
     Raises:
         UserError: naming the field, its value and what it may be.

@@ -1,8 +1,8 @@
-"""The closed set of shapes that an engine keeps to, so that compiling ends.
+"""The closed set of shapes that an engine uses, so that compiling ends.
 
-Slots are as many as fit the requests, and grow fewer by NARROW when the last requests are being answered. Cache lengths
-double. A prompt is cut into whole chunks and a rest, the rest padded to a power of two; prompts that are cut alike
-share a dispatch in ROWS rows. `warmup.py` runs through all of it.
+There are as many slots as the requests need, and NARROW times fewer when only the last requests are left. Cache lengths
+double. A prompt is cut into whole chunks and a rest, which is padded to a power of two; prompts that are cut into equal
+chunks share a dispatch in ROWS rows. `warmup.py` compiles all of these shapes.
 """
 
 from collections import defaultdict
@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from tunix.config import DType
 
 ROWS = (16, 4, 1)
-"""Rows of a prefill."""
+"""Numbers of rows that a prefill may have."""
 SMALLEST = 16
-"""Of the padded rests, and of the powers of two that they are padded to."""
+"""Tokens of the smallest padded rest of a prompt."""
 SHORTEST = 128
-"""Length of the shortest cache."""
+"""Length of the shortest cache, in tokens."""
 NARROW = 4
-"""Factor between the numbers of slots that are compiled."""
+"""Factor between one number of slots that is compiled and the next smaller one."""
+SLOTS = {"cpu": 64}
+"""Completions that are sampled at a time, by platform: more only cost memory."""
+SLOTS_ELSEWHERE = 256
+"""Completions that are sampled at a time on any other platform."""
+
+
+def usual_slots(platform: str) -> int:
+    """Slots that fill a device of this platform, e.g. 64 for `cpu`."""
+    return SLOTS.get(platform, SLOTS_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -30,36 +39,36 @@ class Sizes:
     length: int
     """Tokens of prompt and completion at most."""
     chunk: int
-    """Tokens of a prefill at most; a power of two."""
+    """Tokens of a prefill at most, e.g. 256; a power of two."""
     piece: int
-    """Tokens that are new to a cache at most, before it is asked again: of a chunk, or of a dispatch's steps."""
+    """Tokens that are added to a cache in one program at most: those of a chunk, or of a dispatch's steps."""
     dtype: DType
-    """Of the cache."""
+    """Dtype of the cache."""
 
     def width(self, requests: int) -> int:
-        """Slots for so many requests."""
+        """The number of slots for so many requests."""
         width = self.slots
         while requests <= narrowed(width) < width:
             width = narrowed(width)
         return width
 
     def widths(self, requests: int) -> list[int]:
-        """The numbers of slots that up to so many requests go through, falling."""
-        found = [self.width(requests)]
-        while found[-1] > 1:
-            found.append(narrowed(found[-1]))
-        return found
+        """All numbers of slots that so many requests may need, falling."""
+        widths = [self.width(requests)]
+        while widths[-1] > 1:
+            widths.append(narrowed(widths[-1]))
+        return widths
 
     def bucket(self, tokens: int) -> int:
         """The length of a cache that holds `tokens`: 128, 256, 512, ... up to `length`."""
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.length)
 
     def lengths(self, tokens: int) -> list[int]:
-        """The lengths that the cache of up to so many tokens goes through, rising."""
-        found = [self.bucket(1)]
-        while found[-1] < self.bucket(tokens):
-            found.append(self.bucket(found[-1] + 1))
-        return found
+        """All cache lengths that up to so many tokens may need, rising."""
+        lengths = [self.bucket(1)]
+        while lengths[-1] < self.bucket(tokens):
+            lengths.append(self.bucket(lengths[-1] + 1))
+        return lengths
 
     def cut(self, tokens: int) -> tuple[int, int]:
         """(whole chunks, padded size of what is left) of `tokens` >= 1 tokens; the rest is never empty."""
@@ -67,34 +76,34 @@ class Sizes:
         return whole, max(min(SMALLEST, self.chunk), 1 << (tokens - whole * self.chunk - 1).bit_length())
 
     def cuts(self, tokens: int) -> list[int]:
-        """The padded sizes that pieces of up to so many tokens are computed in, rising."""
-        found = [self.cut(1)[1]]
-        while found[-1] < min(tokens, self.chunk):
-            found.append(2 * found[-1])
-        return found
+        """All padded sizes that pieces of up to so many tokens are computed in, rising."""
+        padded = [self.cut(1)[1]]
+        while padded[-1] < min(tokens, self.chunk):
+            padded.append(2 * padded[-1])
+        return padded
 
     def prompt_cuts(self, tokens: int, length: int) -> list[int]:
-        """Those of prompts of up to so many tokens whose caches are `length` long, rising."""
-        found: set[int] = set()
+        """All padded sizes for prompts of up to so many tokens whose caches are `length` long, rising."""
+        padded: set[int] = set()
         for begin in range(0, tokens, self.chunk):
             for size in self.cuts(tokens - begin):
                 number = min(begin + size, tokens)
                 if self.bucket(number) == length:
-                    found |= {self.cut(number)[1], *([self.chunk] if begin else [])}
-        return sorted(found)
+                    padded |= {self.cut(number)[1], *([self.chunk] if begin else [])}
+        return sorted(padded)
 
 
 def narrowed(width: int) -> int:
-    """The next smaller number of slots."""
+    """The next smaller number of slots, e.g. 16 for 64."""
     return -(-width // NARROW)
 
 
 def batches(items: Sequence[int], key: Callable[[int], tuple]) -> Iterator[list[int]]:
-    """Items of equal keys together, in batches of ROWS: no row is computed in vain."""
-    alike: dict[tuple, list[int]] = defaultdict(list)
+    """Batches of items with equal keys, in sizes of ROWS, so that every row of a batch is used."""
+    by_key: dict[tuple, list[int]] = defaultdict(list)
     for item in items:
-        alike[key(item)].append(item)
-    for group in alike.values():
+        by_key[key(item)].append(item)
+    for group in by_key.values():
         while group:
             size = next(size for size in ROWS if size <= len(group))
             yield group[:size]

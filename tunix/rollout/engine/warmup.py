@@ -1,9 +1,9 @@
-"""Compiles whatever a run's sampling can meet, before its first step.
+"""Compiles every program that a run's sampling may need, before its first step.
 
-The set is `shapes.py`'s. Each program is called once with nothing to do: the call compiles it, and a dispatch in which
-no slot is running returns at once.
+`shapes.py` has the set of shapes. Each program is called once with nothing to do: the call compiles it, and a dispatch
+in which no slot is running returns at once.
 
-Axes: R rows, C tokens of a chunk.
+Axes: B rows, C tokens at a time, St decode steps.
 """
 
 from dataclasses import dataclass
@@ -15,33 +15,18 @@ from tunix.models.model import Model
 from tunix.rollout.engine.programs import State, blank, decode, prefill, put, resize, take
 from tunix.rollout.engine.request import flow
 from tunix.rollout.engine.shapes import ROWS, Sizes, narrowed
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What an engine will be asked, at most."""
-
-    requests: int
-    """At a time, e.g. 512."""
-    prompts: int
-    """Different ones among them, e.g. 64."""
-    prompt_length: int
-    """Tokens of a prompt."""
-    length: int
-    """Tokens of a prompt and all that follows."""
-    replies: bool = False
-    """Whether an environment answers."""
+from tunix.types import Workload
 
 
 @dataclass(frozen=True)
 class Warmth:
-    """One engine's programs and the workload that they are wanted for."""
+    """Compiles one engine's programs for a workload."""
 
     model: Model
     weights: Weights
     sizes: Sizes
     steps: int
-    """K of a dispatch."""
+    """St: tokens that a slot samples in one dispatch at most."""
     work: Workload
 
     def __call__(self) -> None:
@@ -56,7 +41,7 @@ class Warmth:
                 self._fill(rows, [width for width in widths if width >= rows], length)
 
     def _decode(self, width: int, length: int) -> None:
-        """A dispatch, and the ways on from its shape."""
+        """Compiles a dispatch, and the changes from its shape to the next ones."""
         nothing = np.int32(0)
         state = self._blank(width, length)
         state, _ = decode(self.model, self.steps, self.weights, state, flow([None] * width), nothing, nothing)
@@ -65,7 +50,7 @@ class Warmth:
         self._lengthen(state, width, length)
 
     def _fill(self, rows: int, widths: list[int], length: int) -> None:
-        """Prompts into rows, and rows into slots; the same with what an environment answers."""
+        """Compiles the prefill of rows and the copy into slots, for prompts and for an environment's answers."""
         filled = self._prefilled(
             self._blank(rows, length), rows, self.sizes.prompt_cuts(self.work.prompt_length, length)
         )
@@ -78,7 +63,7 @@ class Warmth:
                 put(state, taken, np.full(width, -1, np.int32))
 
     def _prefilled(self, state: State, rows: int, sizes: list[int]) -> State:
-        """Rows behind chunks of these sizes."""
+        """The rows after a prefill of each of these sizes."""
         none, one = np.zeros(rows, np.int32), np.ones(rows, np.int32)
         for size in sizes:
             state, _ = prefill(self.model, self.weights, state, np.zeros((rows, size), np.int32), none, one, none)

@@ -1,1 +1,1 @@
-"""Environments: what answers the model between its turns, and what its play is worth."""
+"""Environments: they answer the model between its turns, and may reward the episode."""

@@ -1,12 +1,12 @@
-"""What an environment is, and one episode of it as the sampler meets it: token ids in, token ids out.
+"""The interface of environments, and their episodes as the sampler uses them: token ids in, token ids out.
 
     class Echo(Environment):
         def reset(self, row, rng): return row["prompt"]
         def step(self, action, tokens): return Step("and again: ", reward=None, done=False)
 
-The drawn tokens are the truth; `action` is their text. An observation is encoded alone and put behind them, so that a
-trajectory is extended and never tokenized again. `Episode` keeps the account of one completion, `Episodes` of a whole
-batch, and its `reply` is what `client.sample` asks between the turns. Loads without jax.
+The sampled tokens are what counts; `action` is their text. An observation is encoded alone and appended to them, so
+that a trajectory is extended and never tokenized again. `Episode` is one completion's state, `Episodes` a whole
+batch's, whose `reply` is called by `protocols.SamplingClient.sample` between the turns. Loads without jax.
 
 Axes: T time.
 """
@@ -32,46 +32,46 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to one turn."""
+    """An environment's answer to one turn of the model."""
 
     observation: Observation | None = None
-    """What the model reads next; None where there is nothing more to read, which ends the episode."""
+    """What the model reads next, e.g. `"higher\\n"`; None ends the episode."""
     reward: SupportsFloat | None = None
-    """What the turn earned, a finite number; None for nothing said. A trajectory is worth the sum."""
+    """Reward of the turn, a finite number; None for none. The episode's reward is the sum."""
     done: bool = False
     """Whether the episode is over."""
 
 
 class Environment(ABC):
-    """One episode, made anew for each completion. Its methods run in the trainer's process, so they should be quick."""
+    """One episode; every completion has its own. Its methods run in the trainer's process, so they should be quick."""
 
     scores: ClassVar[bool] = True
-    """Whether it gives rewards: an episode that was cut short is then worth what it has earned so far, 0 at first.
-    False leaves the verdict to the reward functions."""
+    """Whether it gives rewards: an episode that was cut short then keeps the sum of its rewards so far, 0 at first.
+    False leaves scoring to the reward functions."""
     stop_strings: ClassVar[tuple[str, ...]] = ()
-    """Texts that end a turn of the model, besides the recipe's own and the stop tokens."""
+    """Texts that end a turn of the model, in addition to the recipe's and the stop tokens."""
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
-        """The prompt.
+        """Starts the episode; returns the prompt.
 
         Args:
-            row: of the dataset, the same for all completions of a group: what they have in common belongs here.
-            rng: the episode's own, from (seed, step, request): what may differ between them.
+            row: the dataset's row, the same for all completions of a group: what they share has to come from it.
+            rng: this episode's generator, seeded by (seed, step, request): for what may differ between them.
         """
 
     @abstractmethod
     def step(self, action: str, tokens: np.ndarray) -> Step:
-        """The answer to a turn of the model.
+        """Answers a turn of the model.
 
         Args:
             action: the turn's text, special tokens left out, a stop string left in.
-            tokens: `[T]` the ids that were drawn, stop token included.
+            tokens: `[T]` the ids that were sampled, stop token included.
         """
 
 
 class Episode:
-    """One environment and what has happened in it."""
+    """One environment and the state of its episode."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class Episode:
         turns: int = 16,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Resets the environment.
+        """Starts the episode by resetting the environment.
 
         Args:
             environment: a fresh one.
             row: what it is reset with.
-            rng: its own generator.
+            rng: its random numbers.
             tokenizer: for texts and messages; None serves environments of token ids.
             turns: turns of the model at most.
             template_kwargs: variables of the chat template.
@@ -97,21 +97,21 @@ class Episode:
         """
         self.name = type(environment).__name__
         self.rewards: list[float | None] = []
-        """What each turn so far has earned."""
+        """Reward of each turn so far; None for a turn without one."""
         self.failure: Failure | None = None
-        """What went wrong in the environment; the episode is then over, and not scored."""
+        """The environment's failure, which ends the episode without a score; None where there was none."""
         self.done = False
-        """Whether the environment ended it."""
+        """Whether the environment has ended the episode."""
         self._environment, self._tokenizer, self._turns = environment, tokenizer, turns
         self._template_kwargs = template_kwargs or {}
         try:
             self.start = environment.reset(row, rng)
         except UserError:
             raise
-        except Exception as error:  # the author's own code: the prompt of a row is theirs to mend
+        except Exception as error:  # the author's own code: only they can fix the prompt of a row
             raise UserError(f"the environment {self.name} does not start: it {raised(error)}") from error
         self.prompt = render_start(self.start, tokenizer, self._template_kwargs)
-        """`[T]` int32 token ids that the model goes on from."""
+        """`[T]` int32 token ids that the model continues."""
         if not len(self.prompt):
             raise UserError(f"the environment {self.name} starts with an empty prompt: a model needs something to read")
 
@@ -124,11 +124,11 @@ class Episode:
         return float(sum(earned)) if earned or self._environment.scores else None
 
     def turn(self, tokens: np.ndarray, cut: bool = False) -> np.ndarray | None:
-        """Takes the tokens of one turn; the observation's tokens, or None where the episode is over.
+        """Passes one turn to the environment; returns the observation's tokens, or None where the episode is over.
 
         Args:
-            tokens: `[T]` the ids that were drawn in this turn.
-            cut: whether the token limit cut it off: it is judged, and nothing can be read after it.
+            tokens: `[T]` the ids that were sampled in this turn.
+            cut: whether the token limit cut the turn off: it is scored, and nothing can be read after it.
         """
         assert not self.done, "the episode is over"
         assert self.failure is None, "the episode is over"
@@ -161,17 +161,21 @@ class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
     def __init__(self, episodes: Sequence[Episode]) -> None:
-        """In the order of the requests."""
+        """The episodes of a batch.
+
+        Args:
+            episodes: in the order of the requests.
+        """
         self.episodes = episodes
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
-        """What `client.sample` asks after each turn that stopped (`types.Reply`)."""
+        """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
         episode = self.episodes[request]
         assert len(completion.turns) == len(episode.rewards) + 1
         return episode.turn(completion.tokens[slice(*completion.turns[-1])])
 
     def finish(self, completions: Sequence["Completion"]) -> None:
-        """Tells each episode of a last turn that the token limit cut off, so that it is judged too."""
+        """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
         for episode, completion in zip(self.episodes, completions, strict=True):
             for start, end in completion.turns[len(episode.rewards) :]:
                 if not episode.done and episode.failure is None and end > start:
@@ -179,5 +183,5 @@ class Episodes:
 
     @property
     def scores(self) -> list[Score | None]:
-        """What each episode is worth."""
+        """Score of each episode: a sum of rewards, a failure, or None."""
         return [episode.score for episode in self.episodes]

@@ -1,7 +1,7 @@
-"""Problems with a calculator at hand: `<calc>3*4</calc>` is answered with `<result>12</result>`, in the same breath.
+"""Problems with a calculator: `<calc>3*4</calc>` is answered with `<result>12</result>`, within one completion.
 
-The turn in which the model does not call ends the episode, and the last number of that turn is its answer: nothing
-that the calculator wrote, and nothing of an earlier turn, is looked at.
+A turn without a call ends the episode, and the last number of that turn is the answer: what the calculator wrote, and
+earlier turns, are not read.
 """
 
 import ast
@@ -19,7 +19,7 @@ from tunix.rollout.rewards.answers import number
 
 OPEN, CLOSE = "<calc>", "</calc>"
 DIGITS = 40
-"""Digits of a numerator or denominator at most: a model that writes 9**9**9 is told that it is too large."""
+"""Digits of a numerator or denominator at most: a model that writes 9**9**9 reads `error: too large`."""
 
 Operation = Callable[[Fraction, Fraction], Fraction]
 OPERATIONS: dict[type[ast.operator], Operation] = {
@@ -40,27 +40,27 @@ class Calculator(Environment):
     def __init__(
         self, calls: int = 4, template: str | None = None, chat: bool = False, system: str | None = None
     ) -> None:
-        """The limit, and how a row becomes a prompt.
+        """Sets the limit of calls, and how a row becomes a prompt.
 
         Args:
             calls: calls of the calculator at most; one more ends the episode with 0.
-            template: as `Problem`'s; it or `system` tells the model how to call.
-            chat: as `Problem`'s.
-            system: as `Problem`'s.
+            template: see `Problem`; it or `system` has to explain the call to the model.
+            chat: see `Problem`.
+            system: see `Problem`.
         """
         if calls < 0:
             raise UserError(f"the environment calculator has calls: {calls}; it is 0 or more")
         self._left, self._template, self._chat, self._system = calls, template, chat, system
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
-        """The prompt of the row; its `answer` is kept for the end."""
+        """The row's prompt; its `answer` is remembered until the end."""
         if row.get("answer") is None:
             raise UserError(f"the environment calculator wants rows with an 'answer'; there are {', '.join(row)}")
         self._answer = row["answer"]
         return prompt_of(row, self._template, self._chat, self._system)
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
-        """The result of a call, or the verdict on the answer."""
+        """The result of a call, or the reward of the answer."""
         _, opened, asked = action.removesuffix(CLOSE).rpartition(OPEN)
         if not (opened and action.endswith(CLOSE)):
             return Step(reward=number(action, self._answer), done=True)
@@ -73,7 +73,7 @@ class Calculator(Environment):
 def calculate(text: str) -> str:
     """The value of an arithmetic expression (+ - * / // % ** and parentheses) in exact fractions, or what is wrong.
 
-    Whole numbers are written as such, others with up to six digits behind the point: `1/3` gives `0.333333`.
+    Whole numbers are written as such, others with up to six decimal places: `1/3` gives `0.333333`.
     """
     try:
         value = _value(ast.parse(text.strip().replace(",", ""), mode="eval").body)
@@ -103,7 +103,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Whole powers, checked before they are taken."""
+    """A whole power, whose size is checked before it is computed."""
     if exponent.denominator != 1:
         raise ValueError("a fractional power")
     if abs(exponent) > 4 * DIGITS and abs(base) not in (0, 1):
@@ -123,7 +123,7 @@ def problems(count: int = 4096, seed: int = 0) -> list[dict[str, str]]:
 
 
 def held_out_problems(count: int = 256, seed: int = 1) -> list[dict[str, str]]:
-    """Likewise, and none of them is ever among `problems`. For `data.eval`."""
+    """Rows like those of `problems`, none of which is ever among these. For `data.eval`."""
     return _rows(count, seed, held_out=True)
 
 

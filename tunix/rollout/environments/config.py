@@ -6,11 +6,11 @@ from tunix.config import Config, Positive
 
 
 class EnvironmentConfig(Config):
-    """What answers the model: one episode of it per completion."""
+    """The environment that answers the model; every completion is an episode of it."""
 
     name: str = "problem"
-    """A shipped one (problem, calculator, guessing), or `module:Class` or `file.py:Class`."""
+    """A shipped environment (problem, calculator, guessing), or `module:Class` or `file.py:Class`."""
     options: dict[str, Any] = {}
-    """Its settings, such as {guesses: 5}."""
+    """Arguments of its constructor, such as {guesses: 5}."""
     turns: Positive = 16
-    """Answers of the model in an episode at most; an environment that has not ended by then counts as failed."""
+    """Turns of the model in an episode at most; an environment that has not ended by then counts as failed."""

@@ -1,12 +1,12 @@
-"""A game that a tiny model learns: guess a number in a few tries, each answered with `higher` or `lower`.
+"""A game that a tiny model can learn: guess a number in a few tries, each answered with `higher` or `lower`.
 
     1-31          the prompt
     16            a guess, ended by a new line
     higher        the answer: the number is higher
     24            ... and so on; five guesses are enough for 31 numbers, if they are good ones
 
-A guess that is no number of the range loses the game. What the model writes is read as a guess and nothing else, so
-that it cannot write its own victory.
+A guess that is no number of the range loses the game. The model's text is read as a guess and as nothing else, so that
+it cannot write the environment's answers itself.
 """
 
 from typing import Any, ClassVar
@@ -26,18 +26,18 @@ class Guessing(Environment):
     stop_strings: ClassVar[tuple[str, ...]] = ("\n",)
 
     def __init__(self, highest: int = 31, guesses: int = 5) -> None:
-        """The rules.
+        """Sets the rules of the game.
 
         Args:
-            highest: numbers go from 1 to this one.
-            guesses: tries.
+            highest: the largest number; the smallest is 1.
+            guesses: guesses that the model has.
         """
         if highest < 1 or guesses < 1:
             raise UserError(f"the environment guessing has highest {highest} and guesses {guesses}: 1 is the least")
         self.highest, self._left = highest, guesses
 
     def reset(self, row: Row, rng: np.random.Generator) -> str:
-        """The range. The number is the row's `secret`, the same for all of its completions, or else a random one."""
+        """The range of numbers. The one to guess is the row's `secret`, the same for all its completions, or random."""
         self._secret = int(row["secret"]) if "secret" in row else int(rng.integers(1, self.highest + 1))
         if not 1 <= self._secret <= self.highest:
             raise ValueError(f"the secret {self._secret} is not between 1 and {self.highest}")
@@ -64,17 +64,17 @@ def secrets(count: int = 3100, highest: int = 31) -> list[dict[str, int]]:
 def demonstrations(
     count: int = 4096, seed: int = 0, highest: int = 31, guesses: int = 5, tokenizer: Tokenizer | None = None
 ) -> list[dict[str, Any]]:
-    """Games to start from by SFT: rows of `input_ids` and a `loss_mask` that trains the guesses only.
+    """Games for a first stage of SFT: rows of `input_ids` and a `loss_mask` that trains the guesses only.
 
-    Every other game is played at random, the rest with guesses that the answers so far allow, so that a model learns
-    the rules and the idea, and still has the better half of the game to find.
+    In every other game guesses are random, in the rest they agree with the answers so far, so that a model learns the
+    rules and the idea, and still has most of the strategy to find.
 
     Args:
-        count: games, won and lost ones.
-        seed: of the secrets and the guesses.
-        highest: as `Guessing`'s.
-        guesses: as `Guessing`'s.
-        tokenizer: None takes the bytes tokenizer, which a recipe has as `model: {tokenizer: bytes}`.
+        count: games, won or lost.
+        seed: for the secrets and the guesses.
+        highest: see `Guessing`.
+        guesses: see `Guessing`.
+        tokenizer: encodes the games; None takes the bytes tokenizer, a recipe's `model: {tokenizer: bytes}`.
     """
     rng = np.random.default_rng(seed)
     known = tokenizer or bytes_tokenizer()
@@ -82,7 +82,7 @@ def demonstrations(
 
 
 def _game(sensible: bool, rng: np.random.Generator, game: Guessing, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One game as tokens and mask, put together as the sampler does it."""
+    """One game as tokens and mask, concatenated as the sampler does it."""
     episode = Episode(game, {}, rng, tokenizer, turns=1000)
     tokens, mask = list(episode.prompt), [0] * len(episode.prompt)
     low, high = 1, game.highest

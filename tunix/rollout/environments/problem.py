@@ -1,4 +1,4 @@
-"""A problem with one answer: the row's prompt, one turn of the model, and the reward functions as the judges."""
+"""A problem with one answer: the row's prompt, one turn of the model, and a score by the reward functions."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -12,26 +12,26 @@ from tunix.rollout.environments.base import Environment, Observation, Row, Step
 
 
 class Problem(Environment):
-    """One turn, judged by reward functions."""
+    """A single turn, scored by reward functions."""
 
     scores: ClassVar[bool] = False
 
     def __init__(self, template: str | None = None, chat: bool = False, system: str | None = None) -> None:
-        """How a row becomes a prompt.
+        """Sets how a row becomes a prompt.
 
         Args:
             template: text with the row's columns in braces, e.g. `Question: {question}`; None takes its `prompt`.
             chat: whether a text becomes the user's message in the tokenizer's chat template.
-            system: system message before it; wants `chat`, or prompts that are messages.
+            system: system message before it; needs `chat`, or prompts that are messages.
         """
         self._template, self._chat, self._system = template, chat, system
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
-        """The prompt."""
+        """The row's prompt."""
         return prompt_of(row, self._template, self._chat, self._system)
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
-        """The end: there is one turn."""
+        """Ends the episode: there is one turn."""
         return Step(done=True)
 
 
@@ -39,7 +39,7 @@ def prompt_of(row: Row, template: str | None, chat: bool, system: str | None) ->
     """The prompt of a row: a text, messages, or token ids (`prompt_ids`).
 
     Raises:
-        UserError: the row lacks a column, or a system message has no conversation to stand in.
+        UserError: the row lacks a column, or there is a system message but no conversation.
     """
     if template is not None:
         prompt: Any = _filled(template, row)
@@ -58,7 +58,7 @@ def prompt_of(row: Row, template: str | None, chat: bool, system: str | None) ->
 
 
 def _filled(template: str, row: Row) -> str:
-    """The template with the row's values; braces hold column names and nothing that could run."""
+    """The template with the row's values; braces hold column names only, nothing that could be executed."""
     values: dict[str, str] = {}
     for _, name, form, conversion in string.Formatter().parse(template):
         if name is not None:

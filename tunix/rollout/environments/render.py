@@ -1,4 +1,4 @@
-"""Prompts and observations as token ids, whichever of the three forms an environment gives them in.
+"""Renders prompts and observations as token ids, from any of the three forms that an environment may use.
 
 Axes: T time.
 """
@@ -13,11 +13,11 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
 Observation = str | Sequence[Message] | np.ndarray
-"""A text as it should stand, messages that the tokenizer's template renders, or token ids as they are."""
+"""A text that is encoded as it is, messages that the tokenizer's template renders, or token ids."""
 
 
 def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
-    """`[T]` int32 ids of a prompt. A text begins with BOS where the tokenizer's own encoding does.
+    """`[T]` int32 ids of a prompt; a text begins with BOS where the tokenizer's own encoding does.
 
     Raises:
         UserError: it cannot be rendered.
@@ -37,13 +37,13 @@ def render_observation(
     tokenizer: Tokenizer | None,
     template_kwargs: Mapping[str, Any],
 ) -> np.ndarray:
-    """`[T]` int32 ids of what stands behind a turn of the model.
+    """`[T]` int32 ids of the observation that follows a turn of the model.
 
     Args:
-        start: the episode's prompt; messages are answered within its conversation.
-        observation: what is said.
+        start: the episode's prompt; an observation of messages continues its conversation.
+        observation: what the environment answers.
         action: `[T]` ids of the turn.
-        tokenizer: None serves token ids only.
+        tokenizer: None where all observations are token ids.
         template_kwargs: variables of the chat template.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From a recipe's `environment` to what makes one, and the table of those that come with the house."""
+"""Loads the environment that a recipe names, and the table of those that come with tunix."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calcu
 
 
 def read_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """What makes a fresh environment for each episode.
+    """A function that makes a new environment for each episode.
 
     Raises:
         UserError: no such environment, or an option that it does not have or that has the wrong type.
@@ -33,7 +33,7 @@ def read_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
                 f"{nearest(option, parameters)}"
             )
     make = functools.partial(kind, **config.options)
-    make()  # what its constructor refuses is refused before the first rollout
+    make()  # an error of its constructor is raised before the first rollout
     return make
 
 

@@ -1,8 +1,8 @@
-r"""Rewards for a question with one right answer: what the completion gives as its answer, against the row's.
+r"""Rewards for questions with one right answer: the completion's answer is compared with the row's.
 
-`number` reads the last number, `gsm8k` the one behind the last `####`, `math` the last `\boxed{...}`. Equal numbers are
-equal however they are written (`1,000.0` is `1000`); what is no number is compared as mathematics, by Math-Verify
-(https://github.com/huggingface/Math-Verify) on sympy.
+`number` reads the last number, `gsm8k` the number after the last `####`, `math` the last `\boxed{...}`. Equal numbers
+are equal however they are written (`1,000.0` is `1000`); anything else is compared as mathematics, by Math-Verify
+(https://github.com/huggingface/Math-Verify) with sympy.
 """
 
 import re
@@ -16,7 +16,7 @@ _BOX = re.compile(r"\\f?boxed\s*\{")
 
 
 def number(completion: str, answer: Any) -> float:
-    """1 where the last number of the completion equals the last one of the answer, else 0.
+    """1 where the last number of the completion equals the last number of the answer, else 0.
 
     Args:
         completion: what the model wrote; thousands' commas, a currency's dollar and a sign are understood, and a
@@ -30,14 +30,14 @@ def number(completion: str, answer: Any) -> float:
 
 
 def gsm8k(completion: str, answer: Any) -> float:
-    """1 where the number behind the completion's last `####` equals the answer's, else 0.
+    """1 where the number after the completion's last `####` equals the answer's, else 0.
 
-    The format of Cobbe et al. 2021 (arXiv 2110.14168): a solution whose last line is `#### 42`. A completion that does
-    not write the mark earns 0.
+    The format of Cobbe et al. 2021 (arXiv 2110.14168): a solution whose last line is `#### 42`. A completion without
+    `####` scores 0.
 
     Args:
         completion: what the model wrote.
-        answer: the data's own solution with its `#### 42`, or the number alone.
+        answer: the data's solution with its `#### 42`, or the number alone.
 
     Raises:
         ValueError: the answer holds no number.
@@ -50,13 +50,13 @@ def gsm8k(completion: str, answer: Any) -> float:
 def math(completion: str, answer: Any) -> float:
     r"""1 where the last `\boxed{...}` of the completion is mathematically equal to the answer, else 0.
 
-    Equal texts and equal numbers are seen at once; else both are parsed as LaTeX and compared symbolically
-    (`\frac{1}{2}` is 0.5, `x(x+1)` is `x^2+x`, sets and intervals by their elements). A completion without a
-    box earns 0.
+    Equal texts and equal numbers are recognised directly; else both are parsed as LaTeX and compared symbolically
+    (`\frac{1}{2}` is 0.5, `x(x+1)` is `x^2+x`, sets and intervals by their elements). A completion without a box
+    scores 0.
 
     Args:
         completion: what the model wrote.
-        answer: LaTeX, with or without `\boxed`, or a number; a whole solution is read for its last box.
+        answer: LaTeX, with or without `\boxed`, or a number; of a whole solution the last box is read.
 
     Raises:
         ValueError: the answer is empty.
@@ -76,17 +76,17 @@ def math(completion: str, answer: Any) -> float:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text, e.g. 1000 of `it costs $1,000.00.`, or None."""
-    found = list(_NUMBER.finditer(text))
-    if not found:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
-    value = _value(found[-1].group())
-    if len(found) > 1 and text[found[-2].end() : found[-1].start()].strip(" ") == "/" and value:
-        return _value(found[-2].group()) / value
+    value = _value(numbers[-1].group())
+    if len(numbers) > 1 and text[numbers[-2].end() : numbers[-1].start()].strip(" ") == "/" and value:
+        return _value(numbers[-2].group()) / value
     return value
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` of a text, braces balanced; None where there is no whole one."""
+    r"""The content of the last `\boxed{...}` of a text, braces balanced; None where there is no complete one."""
     content = None
     for match in _BOX.finditer(text):
         depth, end = 1, match.end()
@@ -110,7 +110,7 @@ def _value(text: str) -> Fraction:
 
 
 def _whole_number(text: str) -> Fraction | None:
-    """The number that a text is, or None where it is more than that."""
+    """The value of a text that is a number and nothing else; None for any other."""
     text = text.strip("$ ").replace("\\!", "").replace("{,}", ",")
     match = _NUMBER.fullmatch(text)
     return _value(text) if match else None
@@ -122,7 +122,7 @@ def _equal(gold: str, given: str) -> bool:
 
     from math_verify import LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing ends it: our deadline does
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: our deadline is one
     latex = [LatexExtractionConfig()]  # its reader of plain expressions would evaluate them as Python
     wanted, found = (
         parse(f"${text}$", latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]: it takes None

@@ -1,12 +1,12 @@
-"""What a reward is: a plain function, read once for how it wants to be called, and the score or failure it gives.
+"""A reward is a plain function: how its signature is read, how it is called, and its score or failure.
 
     def close(prompt: str, completion: str, answer: str) -> float        # one sample a call
-    async def judge(completion: str, question: str) -> float             # likewise, many at a time
+    async def judge(completion: str, question: str) -> float             # one sample a call, many calls at a time
     def diverse(prompts: list[str], completions: list[str]) -> list[float]   # the whole batch in one call
 
-The first parameter tells which: `prompt` or `completion` is a sample, `prompts` or `completions` the batch. Every other
-parameter is an option of the recipe, or a column of the row by its name; `**columns` takes all the columns. Loads
-without jax or numpy, as do all the files here, so that worker processes start at once.
+The name of the first parameter decides: `prompt` or `completion` is a sample, `prompts` or `completions` the batch.
+Every other parameter is an option of the recipe, or the row's column of that name; `**columns` takes all the columns.
+All files of this folder load without jax or numpy, so that worker processes start quickly.
 """
 
 import importlib.machinery
@@ -28,10 +28,10 @@ MANY = ("prompts", "completions")
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample that a reward has no score for. It is counted and left out, and never is a 0."""
+    """A sample without a score, and why: it is counted as failed and left out, and is never a score of 0."""
 
     reason: str
-    """A sentence, e.g. `judge took longer than 10 s`."""
+    """The reason as a sentence, e.g. `judge took longer than 10 s`."""
 
 
 Score = float | Failure
@@ -39,24 +39,24 @@ Score = float | Failure
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function and all that is needed to call it."""
+    """A reward function with everything needed to call it."""
 
     name: str
-    """In metrics and messages, e.g. `exact_match`."""
+    """Name in metrics and messages, e.g. `exact_match`."""
     function: Callable[..., Any]
-    """The function itself."""
+    """The function, as its author wrote it."""
     weight: float = 1.0
-    """Multiplies its scores in the sum."""
+    """Factor of its scores in the weighted sum."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments with one value for the whole run."""
+    """Arguments with one value for the whole run, e.g. `{"strip": False}`."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Argument -> column, where they are called differently."""
+    """Argument -> column, where their names differ, e.g. `{"answer": "solution"}`."""
     source: str | None = None
-    """`module:function` or `file.py:function` for a worker process to load; None runs it in a thread of this one."""
+    """`module:function` or `file.py:function` for a worker process to load; None runs it in a thread here."""
     modules: tuple[str, ...] = ()
-    """What a worker imports before the first call, so that no deadline pays for it."""
+    """Modules that a worker imports before the first call, so that no deadline includes their import."""
     clip: tuple[float, float] | None = None
-    """Bounds of a score, before the weight."""
+    """Bounds of a score before the weight, e.g. `(0.0, 1.0)`; None for none."""
 
     def clipped(self, score: float) -> float:
         """The score within its bounds."""
@@ -74,15 +74,15 @@ class Reward:
 
     @property
     def texts(self) -> list[str]:
-        """Those of the prompt and the completion that it takes."""
+        """Names of the parameters that take prompts and completions, e.g. `["completion"]`."""
         names = [parameter.name for parameter in _parameters(self.function)]
         return [name for name in _texts(self.batched) if name in names]
 
     def arguments(self, present: Sequence[str]) -> dict[str, str]:
-        """Argument -> column, for a batch with the columns `present`.
+        """The column for each argument, in a batch with the columns `present`.
 
         Raises:
-            UserError: a column that the function cannot do without is not there.
+            UserError: a column that the function requires is missing.
         """
         arguments: dict[str, str] = {}
         for parameter in _parameters(self.function):
@@ -103,7 +103,7 @@ class Reward:
         return next((argument for argument, name in self.columns.items() if name == column), column)
 
     def _missing(self, argument: str, column: str, present: Sequence[str]) -> str:
-        """The message for a column that is not there."""
+        """The message for a missing column."""
         return (
             f"the reward {self.name} wants the column {column!r}; there are {', '.join(map(repr, present)) or 'none'}."
             f"{nearest(column, present)} Name yours in its `columns`, as in {{{argument}: their_name}}, "
@@ -112,14 +112,14 @@ class Reward:
 
 
 def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: float) -> Reward:
-    """The reward that a recipe's entry or a function stands for, checked as far as it can be before it is called.
+    """Loads and checks the reward that a recipe's entry names, or that a function is.
 
     Args:
-        spec: a recipe's entry; or a function, which then counts once and is called as it is.
-        deadline: seconds of a call, which a shipped reward's own time limit has to keep.
+        spec: a recipe's entry; or a function, with weight 1 and no options.
+        deadline: seconds of a call; a shipped reward's own time limit has to be shorter.
 
     Raises:
-        UserError: no such reward, a signature that tells nothing, an unknown option or one of the wrong type.
+        UserError: no such reward, a first parameter of another name, an unknown option or one of the wrong type.
     """
     if isinstance(spec, Reward):
         reward = spec
@@ -132,13 +132,13 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
 
 
 def _named(spec: RewardFunction, deadline: float) -> Reward:
-    """The reward of a recipe's entry."""
+    """The reward that a recipe's entry names."""
     if spec.name in SHIPPED:
         shipped = SHIPPED[spec.name]
         shipped.check(spec.title, spec.options, deadline)
         source = f"{shipped.function.__module__}:{shipped.function.__name__}"
-        own = (spec.options, spec.columns, source, shipped.modules, spec.clip)
-        return Reward(spec.title, shipped.function, spec.weight, *own)
+        settings = (spec.options, spec.columns, source, shipped.modules, spec.clip)
+        return Reward(spec.title, shipped.function, spec.weight, *settings)
     if not is_reference(spec.name):
         raise UserError(
             f"reward.functions has {spec.name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no "
@@ -153,7 +153,7 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
 
 
 def _check_signature(reward: Reward) -> None:
-    """Refuses a function that cannot be called with what it asks for, and options that it does not have."""
+    """Refuses a function whose parameters cannot be filled, and options that it does not have."""
     parameters = _parameters(reward.function)
     first = parameters[0].name if parameters else None
     if first not in (*ONE, *MANY):
@@ -185,16 +185,16 @@ def _texts(batched: bool) -> tuple[str, str]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """What a function is called; an object that is called has its class's name."""
+    """The name of a function; a callable object has its class's name."""
     return function.__name__ if hasattr(function, "__name__") else type(function).__name__
 
 
 def _source(function: Callable[..., Any]) -> str | None:
-    """Where a worker process finds the same function; None for one of a notebook's cell, a closure or an object."""
+    """Where a worker process can import the function; None for one of a notebook's cell, a closure or an object."""
     if not inspect.isfunction(function) or function.__qualname__ != function.__name__:
         return None
     module = sys.modules.get(function.__module__)
     if module is None or vars(module).get(function.__name__) is not function:
         return None
-    found = importlib.machinery.PathFinder.find_spec(function.__module__.partition(".")[0])
-    return None if found is None or function.__module__ == "__main__" else f"{function.__module__}:{function.__name__}"
+    spec = importlib.machinery.PathFinder.find_spec(function.__module__.partition(".")[0])
+    return None if spec is None or function.__module__ == "__main__" else f"{function.__module__}:{function.__name__}"

@@ -1,8 +1,7 @@
-"""One call of a reward function, wherever it runs, and the messages in which a worker process hears of it.
+"""One call of a reward function, in this process or in a worker, and the messages between the two.
 
-An outcome is a number, or a text: what went wrong, as the end of a sentence that begins with the reward's name. The
-standard library is all that is needed here, and the messages are JSON: whatever a reward returns, nothing that comes
-back is ever unpickled.
+An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name. Only
+the standard library is needed here, and the messages are JSON: whatever a reward returns, nothing is ever unpickled.
 """
 
 import asyncio
@@ -28,10 +27,10 @@ def perform(
         batched: one call for all of the samples, or one each.
         arguments: by name, a value for each sample.
         count: number of samples.
-        deadline: seconds that each sample of an async function has; what else takes long is ended from outside.
+        deadline: seconds that each sample of an async function has; any other call is ended by the worker's owner.
 
     Returns:
-        An outcome per sample, or one text where none has an outcome of its own.
+        An outcome for each sample, or one text where the call failed as a whole.
     """
     try:
         if batched:
@@ -57,13 +56,13 @@ def as_outcome(value: Any) -> Outcome:
 
 
 def raised(error: BaseException) -> str:
-    """An exception in a line, e.g. `raised ValueError: no digits`."""
+    """An exception as one line, e.g. `raised ValueError: no digits`."""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "")
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome] | str:
-    """The outcomes in what a batched reward returned."""
+    """The outcomes of the samples, from what a batched reward returned."""
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         kind = "a string" if isinstance(values, str) else f"a {type(values).__name__}"
         return f"returned {kind}, not a list of numbers"
@@ -74,7 +73,7 @@ def _outcomes(values: Any, count: int) -> list[Outcome] | str:
 
 
 def _settled(value: Any) -> Any:
-    """What an async function returned in the end; anything else as it is."""
+    """The result of an awaitable; any other value as it is."""
 
     async def awaited() -> Any:
         return await value
@@ -83,7 +82,7 @@ def _settled(value: Any) -> Any:
 
 
 async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]], deadline: float) -> list[Outcome]:
-    """All the samples at once, each with its own deadline."""
+    """Runs all samples concurrently, each with its own deadline."""
 
     async def outcome(row: Mapping[str, Any]) -> Outcome:
         limit = asyncio.timeout(deadline)
@@ -97,12 +96,12 @@ async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, An
 
 
 def too_slow(deadline: float) -> str:
-    """The outcome of a call that its deadline ended."""
+    """The outcome of a call that exceeded its deadline."""
     return f"took longer than {deadline:g} s"
 
 
 def encode(message: Any) -> bytes:
-    """A message with its length before it; a TypeError for values that JSON does not know.
+    """A message as JSON with its length in front; raises TypeError for values that JSON does not have.
 
     Arrays and their scalars become lists and numbers.
     """
@@ -111,7 +110,7 @@ def encode(message: Any) -> bytes:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message; an EOFError where the other end is gone."""
+    """Receives the next message; raises EOFError where the other end is closed."""
     (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return json.loads(_exactly(connection, length))
 
@@ -127,7 +126,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists; what else JSON does not know is refused."""
+    """Arrays as lists; any other value that JSON does not have is refused."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(type(value).__name__)

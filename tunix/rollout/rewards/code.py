@@ -1,7 +1,7 @@
-"""Programs judged by unit tests, in a process that can do nothing else (`jail.py` says what holds it there).
+"""Scores programs by unit tests, in a process that can do nothing else (`jail.py` has its restrictions).
 
-The program runs first; the tests, with a word that nobody can guess, are sent only when it is done, and the word comes
-back once for each test that passed. A program that exits, prints or waits earns nothing by it.
+The program runs first; the tests are sent only when it is done, with a random word, which the process returns once for
+each test that passed. A program that exits, prints or waits gains nothing by it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import Any
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _JAIL = Path(__file__).with_name("jail.py")
 _MOST = 1 << 20
-"""Bytes that are read of a program's answer: one word a test."""
+"""Bytes that are read of a program's answer at most: one word a test."""
 
 
 def unit_tests(
@@ -37,16 +37,16 @@ def unit_tests(
 ) -> float:
     """1 where the completion's Python program passes all of its tests, else 0.
 
-    The program has no network, starts no process, writes only to a temporary folder, and is ended with all it did when
-    its time is over: a program that is too slow or too large has failed its tests, and earns 0. The tests run inside of
-    the program's process, so one that sets out to forge their result, and knows this file, can.
+    The program has no network, starts no process, writes only to a temporary folder, and is killed when its time is
+    over: a program that is too slow or too large has failed its tests, and scores 0. The tests run inside the program's
+    process, so a program that is written to forge their result, with knowledge of this file, can.
 
     Args:
         completion: Python, or text whose last fenced block is taken.
         tests: Python source with assertions, or a list of such (or JSON of a list). Functions in it that are called
             `test...` are called without arguments, classes of unittest are run.
-        entry_point: name of the function that a `check(candidate)` in the tests is called with, as HumanEval has it
-            (Chen et al. 2021, arXiv 2107.03374).
+        entry_point: name of the function to call the tests' `check(candidate)` with, as in HumanEval (Chen et al. 2021,
+            arXiv 2107.03374).
         timeout: seconds for the program and all its tests.
         memory_mb: megabytes of address space.
         partial: score the share of the tests that pass instead of all or nothing.
@@ -68,7 +68,7 @@ def program_of(completion: str) -> str:
 
 
 def read_tests(tests: Any) -> list[str]:
-    """The tests' sources: a text is one test, unless it is JSON of a list of them."""
+    """The sources of the tests: a text is one test, unless it is a JSON list of tests."""
     if isinstance(tests, str):
         try:
             listed = json.loads(tests)
@@ -82,7 +82,7 @@ def read_tests(tests: Any) -> list[str]:
 
 
 def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int) -> int:
-    """How many of the tests pass after the program ran, within `timeout` seconds."""
+    """The number of tests that pass after the program ran, within `timeout` seconds."""
     limit = time.monotonic() + timeout
     word = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="tunix_tests_")
@@ -97,8 +97,8 @@ def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int
         start_new_session=True,
     )
     try:
-        if _tell(process, program) and _until(process, b"ran\n", limit).endswith(b"ran\n"):
-            _tell(process, {"word": word, "tests": list(tests)})
+        if _send(process, program) and _until(process, b"ran\n", limit).endswith(b"ran\n"):
+            _send(process, {"word": word, "tests": list(tests)})
             return min(_until(process, None, limit).split(b"\n").count(word.encode()), len(tests))
         return 0
     finally:
@@ -106,8 +106,8 @@ def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell(process: subprocess.Popen[bytes], message: Any) -> bool:
-    """Sends a line; False where the process is gone already."""
+def _send(process: subprocess.Popen[bytes], message: Any) -> bool:
+    """Sends a line to the process; False where it has ended already."""
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -118,7 +118,7 @@ def _tell(process: subprocess.Popen[bytes], message: Any) -> bool:
 
 
 def _until(process: subprocess.Popen[bytes], end: bytes | None, limit: float) -> bytes:
-    """What the process writes until `end`, or until it closes its output or the time is over."""
+    """Reads the process's output up to `end`, or until it closes its output or the time is over."""
     assert process.stdout is not None
     written = b""
     with selectors.DefaultSelector() as selector:
@@ -132,7 +132,7 @@ def _until(process: subprocess.Popen[bytes], end: bytes | None, limit: float) ->
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and its group."""
+    """Kills the process and its group."""
     with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

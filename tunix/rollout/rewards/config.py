@@ -8,21 +8,21 @@ from tunix.config import Config, Positive
 
 
 class RewardFunction(Config):
-    """One reward: a function, what it is told, and how much it counts."""
+    """One reward: a function, its arguments, and its weight."""
 
     name: str
-    """A shipped one (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests), or
-    `module:function` or `file.py:function`."""
+    """A shipped reward (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests),
+    or `module:function` or `file.py:function`."""
     label: str | None = None
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0
-    """Multiplies its scores in the sum."""
+    """Factor of its scores in the weighted sum."""
     clip: tuple[float, float] | None = None
     """Scores count as no less than the first and no more than the second, before the weight. Null: as they are."""
     options: dict[str, Any] = {}
     """Arguments with one value for the whole run, such as {pattern: "<answer>.*</answer>"}."""
     columns: dict[str, str] = {}
-    """Argument -> column of the row, where they are called differently, such as {answer: solution}."""
+    """Argument -> column of the row, where their names differ, such as {answer: solution}."""
 
     @field_validator("clip")
     @classmethod
@@ -38,22 +38,22 @@ class RewardFunction(Config):
 
 
 class RewardConfig(Config):
-    """What a completion is worth: functions in worker processes with the time they are given, and a reward model."""
+    """How completions are scored: by functions in worker processes with a deadline, and by a reward model."""
 
     functions: tuple[RewardFunction, ...] = ()
-    """One or several; a plain name stands for a function with weight 1 and no options."""
+    """One or several; a name alone is a function with weight 1 and no options."""
     model: str | None = None
-    """Hub id, folder, or run of a reward model (a sequence classifier with one label). It scores beside the functions,
-    under the name `model`, on the devices of the run."""
+    """Hub id, folder, or run of a reward model (a sequence classifier with one label). It scores in addition to the
+    functions, under the name `model`, on the devices of the run."""
     model_weight: float = 1.0
-    """Multiplies its scores in the sum."""
+    """Factor of its scores in the weighted sum."""
     model_length: Positive | None = None
-    """Tokens of prompt and completion that it reads; a longer one fails. Null: data.max_length, twice that where it has
-    another tokenizer than the policy, and never more than it was made for."""
+    """Tokens of prompt and completion that it reads; a longer one fails. Null: data.max_length, twice that where its
+    tokenizer is not the policy's, and never more than its own limit."""
     deadline: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds of a call, after which the sample counts as failed and the worker is replaced."""
+    """Seconds that a call may take; after that the sample counts as failed and the worker is replaced."""
     workers: Positive | None = None
-    """Processes that score; null: as many as there are cores, at most 8. Never changes a result."""
+    """Worker processes for scoring; null: as many as there are cores, at most 8. Never changes a result."""
 
     @field_validator("functions", mode="before")
     @classmethod

@@ -1,9 +1,10 @@
-"""A Python process that runs a stranger's program and its tests, and can do nothing else. `code.py` starts it.
+"""A Python process that runs an untrusted program and its tests, and can do nothing else. `code.py` starts it.
 
-On Linux the kernel holds it: Landlock (https://docs.kernel.org/userspace-api/landlock.html) leaves it Python's own
-files to read and one temporary folder to write; a seccomp filter refuses sockets, new processes and programs, signals,
-and whatever could loosen this; resource limits end its memory, time and file sizes. Where the kernel has not both
-(macOS, old kernels) Python's audit hook refuses the same by name: that stops accidents and cheating, not an attacker.
+On Linux the kernel restricts it: Landlock (https://docs.kernel.org/userspace-api/landlock.html) lets it read Python's
+own files and write one temporary folder; a seccomp filter refuses sockets, new processes and programs, signals, and
+anything that could lift the restrictions; resource limits bound memory, time and file sizes. Where the kernel lacks one
+of the two (macOS, old kernels), Python's audit hook refuses the same actions by name: that stops accidents and
+cheating, not an attacker.
 
 Standard library only: this file runs isolated (`python -I`), without tunix.
 """
@@ -58,9 +59,9 @@ WRITING_EVENTS = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "
 
 
 def main() -> None:
-    """Reads the program, locks the door, runs it; then reads the tests, and answers each that passes with the word."""
+    """Restricts the process and runs the program; then runs the tests and writes the word for each that passes."""
     limits = json.loads(sys.argv[1])
-    # The program's own input and output lead nowhere; ours keep other numbers.
+    # The program's input and output lead nowhere; ours have other descriptors.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def passes(source: str, namespace: dict[str, Any]) -> bool:
-    """Whether a test runs through, with the functions and classes that it defines."""
+    """Whether a test runs without an error, and so do the test functions and classes that it defines."""
     try:
         scope = dict(namespace)
         exec(compile(source, "tests.py", "exec"), scope)
@@ -100,7 +101,7 @@ def passes(source: str, namespace: dict[str, Any]) -> bool:
 
 
 def lock(limits: dict[str, Any]) -> None:
-    """Gives up, for good, everything that a program under test does not need."""
+    """Restricts this process, irrevocably, to what a program under test needs."""
     seconds = int(limits["seconds"]) + 1
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
@@ -115,14 +116,14 @@ def lock(limits: dict[str, Any]) -> None:
     if sys.platform == "linux" and platform.machine() in ARCHITECTURES:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGKILL when the worker is gone
-        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, without which neither lock is given
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both restrictions require
         if restrict_files(libc, limits["folder"]) and filter_calls(libc):
             return
     sys.addaudithook(hook(limits["folder"]))
 
 
 def restrict_files(libc: ctypes.CDLL, folder: str) -> bool:
-    """Landlock: reading Python and the system's libraries, writing the folder. False where the kernel has none."""
+    """Restricts files by Landlock: Python and system libraries to read, the folder to write. False without Landlock."""
     version = libc.syscall(444, None, 0, 1)
     if version < 1:
         return False
@@ -145,7 +146,7 @@ def restrict_files(libc: ctypes.CDLL, folder: str) -> bool:
 
 
 def filter_calls(libc: ctypes.CDLL) -> bool:
-    """A seccomp filter that answers EPERM to the refused system calls. False where the kernel has none."""
+    """Installs a seccomp filter that answers EPERM to refused system calls. False where the kernel has no seccomp."""
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
@@ -160,27 +161,27 @@ def filter_code(column: int, architecture: int) -> bytes:
 
     Args:
         column: of the table of system calls.
-        architecture: its number in `seccomp_data`: nr at byte 0, arch at 4, arguments from 16, low word first.
+        architecture: the number in `seccomp_data`: nr at byte 0, arch at 4, arguments from 16, low word first.
     """
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x50000 | EPERM, 0x50000 | ENOSYS, 0x80000000
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, kill), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, X32), (answer, 0, 0, refuse)]
-    code += [(equal, 0, 1, CLONE3), (answer, 0, 0, unknown)]  # its flags are out of sight: the C library falls back
+    code += [(equal, 0, 1, CLONE3), (answer, 0, 0, unknown)]  # its flags cannot be read: the C library falls back
     for number in (numbers[column] for numbers in REFUSED.values()):
         if number is not None:
             code += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
     # A thread may start, a process may not.
     code += [(equal, 0, 4, CLONE[column]), (load, 0, 0, 16)]
     code += [(any_bit, 1, 0, CLONE_THREAD), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    # Limits may be read, not set: the pointer to new ones, argument 2, has to be null in both words.
+    # Limits may be read, not set: the pointer to new limits, argument 2, has to be null in both words.
     code += [(equal, 0, 5, PRLIMIT[column]), (load, 0, 0, 32), (equal, 0, 2, 0), (load, 0, 0, 36)]
     code += [(equal, 1, 0, 0), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
 def hook(folder: str) -> Any:
-    """The audit hook of systems without those locks."""
+    """The audit hook for systems without Landlock or seccomp."""
     inside = os.path.realpath(folder) + os.sep
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Several rewards at work: calls are spread over the workers, and the scores come back in the order of the samples.
+"""Scores samples with several rewards: calls are spread over workers, and the scores have the order of the samples.
 
-A call that fails as a whole (it raised, hung or died) is repeated sample by sample, so that only the guilty sample is
-lost. What a worker does never depends on which one it is, so their number changes no result.
+A call that fails as a whole (it raised, hung or died) is repeated sample by sample, so that only the sample that caused
+it is lost. All workers do the same, so their number changes no result.
 """
 
 import os
@@ -29,7 +29,7 @@ class Scorer:
             scores = scorer.score(prompts, completions, {"answer": answers})
 
     `start` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
-    of this process (see `ThreadWorker` for what that cannot do), every other one in worker processes.
+    of this process (see `ThreadWorker` for its limits), every other function in worker processes.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Scorer:
 
         Args:
             rewards: a recipe's entries, or functions.
-            deadline: seconds of a call.
+            deadline: seconds that a call may take.
             workers: processes; None takes the number of cores, at most 8.
 
         Raises:
-            UserError: as `read_reward`, and two rewards of one name.
+            UserError: see `read_reward`; or two rewards have one name.
         """
         self.rewards = [read_reward(reward, deadline) for reward in rewards]
-        """What is scored, in the order given."""
+        """The rewards, in the order given."""
         names = [reward.name for reward in self.rewards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"two rewards are called {twice[0]!r}: give one of them another label")
@@ -66,10 +66,10 @@ class Scorer:
         return {reward.name: reward.weight for reward in self.rewards}
 
     def check(self, columns: Sequence[str]) -> None:
-        """Whether rows with these columns can be scored: to be asked before the first rollout.
+        """Checks that rows with these columns can be scored; call it before the first rollout.
 
         Raises:
-            UserError: a reward wants a column that is not there.
+            UserError: a column that a reward requires is missing.
         """
         for reward in self.rewards:
             reward.arguments(columns)
@@ -81,21 +81,21 @@ class Scorer:
 
         Args:
             prompts: one for each sample.
-            completions: likewise.
-            columns: of the rows that the prompts came from, one value for each sample.
+            completions: one for each sample.
+            columns: the rows' columns by name, one value for each sample.
 
         Raises:
-            UserError: as `start`.
+            UserError: see `start`.
         """
         return self.start(prompts, completions, columns).result()
 
     def start(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]] | None = None
     ) -> "Scoring":
-        """Begins to score, and returns what will hold the result.
+        """Begins to score, and returns a handle on the result.
 
         Raises:
-            UserError: a missing column, or values in one that no worker can be sent.
+            UserError: a column is missing, or has values that cannot be sent to a worker.
         """
         columns = columns or {}
         for name, values in (("completions", completions), *columns.items()):
@@ -105,7 +105,7 @@ class Scorer:
         return Scoring(self, {name: [(part, self._submit(part)) for part in listed] for name, listed in parts.items()})
 
     def close(self) -> None:
-        """Ends all workers; calls that still run are lost."""
+        """Ends all workers; the results of calls that still run are lost."""
         self._processes.close()
         self._threads.close()
 
@@ -118,14 +118,14 @@ class Scorer:
     def _parts(
         self, reward: Reward, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> "list[_Part]":
-        """The calls of one reward."""
-        wanted = reward.arguments(list(columns))
-        arguments: dict[str, Sequence[Any]] = {name: columns[column] for name, column in wanted.items()}
+        """Splits the samples into the calls of one reward."""
+        column_of = reward.arguments(list(columns))
+        arguments: dict[str, Sequence[Any]] = {name: columns[column] for name, column in column_of.items()}
         names = MANY if reward.batched else ONE
         texts: dict[str, Sequence[str]] = dict(zip(names, (prompts, completions), strict=True))
         arguments |= {name: texts[name] for name in reward.texts}
         if reward.source is not None:
-            for name, column in wanted.items():
+            for name, column in column_of.items():
                 _check_sendable(reward, column, arguments[name])
         whole = _Part(reward, arguments, len(prompts))
         size = whole.count if reward.batched else TOGETHER if reward.asynchronous else 1
@@ -138,15 +138,15 @@ class Scorer:
 
 
 class Scoring:
-    """Scores that are being made."""
+    """Scoring that was started; `result` waits for the scores."""
 
     def __init__(self, scorer: Scorer, parts: "dict[str, list[tuple[_Part, Future[list[Outcome] | str]]]]") -> None:
-        """Made by `Scorer.start`."""
+        """Is created by `Scorer.start`."""
         self._scorer = scorer
         self._parts = parts
 
     def result(self) -> dict[str, list[Score]]:
-        """Waits for all the scores; by reward name, each in the order of the samples."""
+        """Waits for all scores; returns them by reward name, in the order of the samples."""
         return {name: [score for part in parts for score in self._scores(*part)] for name, parts in self._parts.items()}
 
     def _scores(self, part: "_Part", future: "Future[list[Outcome] | str]") -> list[Score]:
@@ -162,20 +162,20 @@ class Scoring:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some samples for one call of one reward."""
+    """The samples of one call of one reward."""
 
     reward: Reward
     arguments: Mapping[str, Sequence[Any]]
     count: int
 
     def slice(self, start: int, end: int) -> "_Part":
-        """The samples `start` to `end`."""
+        """The samples from `start` up to `end`."""
         arguments = {name: values[start:end] for name, values in self.arguments.items()}
         return _Part(self.reward, arguments, min(end, self.count) - start)
 
 
 class _Pool:
-    """Workers, and a thread for each that waits for its answers."""
+    """A pool of workers, with a thread for each that waits for its answers."""
 
     def __init__(self, workers: Sequence[ProcessWorker | ThreadWorker]) -> None:
         self._workers = workers
@@ -186,7 +186,7 @@ class _Pool:
         self._closed = threading.Event()
 
     def submit(self, *request: Any) -> "Future[list[Outcome] | str]":
-        """A call by the next worker that is free."""
+        """Queues a call for the next free worker."""
         return self._executor.submit(self._call, request)
 
     def _call(self, request: tuple[Any, ...]) -> list[Outcome] | str:
@@ -199,14 +199,14 @@ class _Pool:
     def close(self) -> None:
         self._closed.set()
         for worker in self._workers:
-            worker.kill()  # whoever waits for it sees it die and is done
+            worker.kill()  # a thread that waits for it notices its end
         self._executor.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()
 
 
 def _check_sendable(reward: Reward, column: str, values: Sequence[Any]) -> None:
-    """Refuses values that a worker process cannot be sent."""
+    """Refuses values that cannot be sent to a worker process."""
     try:
         encode(values if isinstance(values, list) else list(values))
     except (TypeError, ValueError) as error:

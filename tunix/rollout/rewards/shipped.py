@@ -1,6 +1,6 @@
-"""The rewards that come with the house, as plain functions, and the table of them.
+"""The rewards that come with tunix, as plain functions, and the table of them.
 
-Each reads the column `answer` of the row unless it says otherwise; a recipe's `columns` renames it, `options` sets the
+The argument `answer` is the row's column of that name, which a recipe's `columns` can change; `options` sets the
 arguments after the star. A completion is its text without special tokens.
 """
 
@@ -25,7 +25,7 @@ def exact_match(completion: str, answer: Any, *, strip: bool = True, ignore_case
         completion: what the model wrote.
         answer: what it should have written; a number is compared as its text.
         strip: whether white space around both is ignored.
-        ignore_case: whether capitals are.
+        ignore_case: whether the case of letters is ignored.
     """
     texts = [completion, str(answer)]
     texts = [text.strip() for text in texts] if strip else texts
@@ -48,25 +48,25 @@ def length(completion: str, completion_tokens: int, *, target: int, width: int) 
 
     Args:
         completion: what the model wrote; only its length in tokens counts.
-        completion_tokens: number of tokens that the model drew, which the rollout gives as a column.
-        target: tokens that earn 1.
-        width: tokens beyond or short of the target that earn 0.
+        completion_tokens: number of tokens that the model sampled, a column that the rollout adds.
+        target: tokens that score 1.
+        width: tokens beyond or short of the target that score 0.
     """
     del completion
     return max(0.0, 1.0 - abs(completion_tokens - target) / width)
 
 
 def repetition(completion: str, completion_ids: Sequence[int], *, n: int = 40, penalty: float = 1.0) -> float:
-    """`-penalty (1 - distinct / all)` of the completion's n-grams of tokens: 0 where none comes twice.
+    """`-penalty (1 - distinct / all)` of the completion's n-grams of tokens: 0 where none is repeated.
 
     Yeo et al. 2025, https://arxiv.org/abs/2502.03373, penalise the tokens of a repeated n-gram one by one; here it is
-    one number for the completion, the share that is repeated. Give it beside a reward for being right.
+    one number for the completion, the share that is repeated. Use it together with a reward for right answers.
 
     Args:
         completion: what the model wrote; only its tokens count.
-        completion_ids: them, which the rollout gives as a column.
-        n: tokens of an n-gram; short ones repeat in good answers too.
-        penalty: where nearly all is repeated.
+        completion_ids: its token ids, a column that the rollout adds.
+        n: tokens of an n-gram; short n-grams are repeated in good answers too.
+        penalty: the largest penalty, where nearly all n-grams are repeated.
     """
     del completion
     grams = [tuple(completion_ids[i : i + n]) for i in range(len(completion_ids) - n + 1)]
@@ -86,7 +86,7 @@ def cosine(
     wrong_long: float = 0.0,
     exceeded: float = -10.0,
 ) -> float:
-    """Right answers earn more the shorter they are, wrong ones less, along half a cosine.
+    """Right answers score higher the shorter they are, wrong ones lower, along half a cosine.
 
     `long + (short - long) (1 + cos(pi t / limit)) / 2`. Yeo et al. 2025, https://arxiv.org/abs/2502.03373, sec. 4.2;
     the defaults are the paper's.
@@ -94,14 +94,14 @@ def cosine(
     Args:
         completion: what the model wrote.
         answer: what `grader` compares it with.
-        completion_tokens: t, the number of tokens that the model drew, which the rollout gives as a column.
-        limit: the most that a completion may have, usually data.completion_length.
-        grader: who tells right (above 0) from wrong: exact_match, number, math or gsm8k.
-        correct_short: of a right answer of no length.
-        correct_long: of a right one at the limit.
-        wrong_short: of a wrong answer of no length.
-        wrong_long: of a wrong one at the limit.
-        exceeded: of an answer that has reached the limit, right or wrong.
+        completion_tokens: t, the number of tokens that the model sampled, a column that the rollout adds.
+        limit: tokens that a completion may have at most, usually data.completion_length.
+        grader: the reward that is above 0 for right answers: exact_match, number, math or gsm8k.
+        correct_short: score of a right answer of length 0.
+        correct_long: score of a right answer at the limit.
+        wrong_short: score of a wrong answer of length 0.
+        wrong_long: score of a wrong answer at the limit.
+        exceeded: score of an answer that has reached the limit, right or wrong.
     """
     if completion_tokens >= limit:
         return exceeded
@@ -111,10 +111,10 @@ def cosine(
 
 
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
-    """1 where the completion is JSON that its schema allows, else 0.
+    """1 where the completion is JSON that conforms to its schema, else 0.
 
     Args:
-        completion: JSON, or text with one fenced block of it.
+        completion: JSON, or text with a fenced block of it.
         schema: a JSON Schema (https://json-schema.org), as a mapping or as JSON: a column of the row, or an option.
             A `$ref` to another document is refused: nothing is fetched.
     """
@@ -134,14 +134,14 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A reward of the table and what it asks for."""
+    """A shipped reward, with the checks of its options."""
 
     function: Callable[..., Any]
-    """The reward itself."""
+    """The reward function."""
     modules: tuple[str, ...] = ()
-    """Heavy packages that it imports when it is called; a worker imports them when it starts."""
+    """Heavy packages that the function imports when it is called; a worker imports them when it starts."""
     rules: Callable[[str, Mapping[str, Any], float], None] | None = None
-    """(name, options, deadline) -> a UserError where the options' values make no sense."""
+    """(name, options, deadline): raises a UserError where the options' values are invalid; None where any are valid."""
 
     def check(self, name: str, options: Mapping[str, Any], deadline: float) -> None:
         """Refuses options that are missing or of the wrong type.
@@ -217,7 +217,7 @@ GRADERS: Mapping[str, Callable[[str, Any], float]] = {
     "math": math,
     "gsm8k": gsm8k,
 }
-"""Who may tell `cosine` right from wrong."""
+"""Rewards that `cosine` can use to tell right answers from wrong ones."""
 
 SHIPPED: dict[str, Shipped] = {
     "exact_match": Shipped(exact_match),

@@ -1,7 +1,7 @@
-"""The process that reward functions run in: `serve` is all that it does, and it imports nothing heavy by itself.
+"""The process that reward functions run in: it only calls `serve`, and imports nothing heavy by itself.
 
-A thread reads requests, so that the process notices when the trainer is gone even while a reward hangs; the calls
-themselves run in the main thread, where signals and event loops work as a function's author expects.
+A thread reads requests, so that the process notices the end of the trainer even while a reward hangs; the calls run in
+the main thread, where signals and event loops work as a function's author expects.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ def serve(descriptor: int) -> None:
 
 
 def _load(reward: dict[str, Any]) -> Callable[..., Any]:
-    """The function with its options bound, and its heavy imports done."""
+    """Loads a function and its heavy modules, and binds its options."""
     for module in reward["modules"]:
         importlib.import_module(module)
     return functools.partial(load_object(reward["source"]), **reward["options"])
 
 
 def _read(connection: socket.socket, requests: "queue.SimpleQueue[Any]") -> None:
-    """Requests into the queue; at their end the process and all that it started end too."""
+    """Puts requests into the queue; when the socket closes, kills this process and all that it started."""
     try:
         while True:
             requests.put(receive(connection))
@@ -56,6 +56,6 @@ def _read(connection: socket.socket, requests: "queue.SimpleQueue[Any]") -> None
 
 
 def _volunteer_when_memory_ends() -> None:
-    """Linux ends this process before the trainer where a reward eats all the memory."""
+    """Makes Linux kill this process rather than the trainer where a reward uses up the memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have no such file
         file.write("1000")

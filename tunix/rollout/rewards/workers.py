@@ -1,7 +1,7 @@
-"""Where rewards run: in processes that can be ended at any moment, or, for a notebook's functions, in a thread.
+"""Workers that call rewards: processes that can be killed at any moment, or, for a notebook's functions, a thread.
 
-Both have one verb, `call`: the outcomes of some samples, or one text for all of them, and never later than the
-deadline. A worker that hung or died is replaced before its next call.
+Both have one method, `call`: the outcomes of some samples, or one text for all of them, at the deadline at the latest.
+A worker that hung or died is replaced before its next call.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tunix.rollout.rewards.calls import Outcome, encode, perform, receive, too_s
 START = 120.0
 """Seconds that a worker has to import the rewards: a user's module may import torch from a cold disk."""
 GRACE = 1.0
-"""Seconds beyond the deadline of samples that are awaited together: those in time are not lost with those that hang."""
+"""Seconds beyond the deadline for samples awaited together: those in time are not lost with others that hang."""
 
 _COMMAND = """
 import json, sys
@@ -36,10 +36,10 @@ serve(int(sys.argv[1]))
 
 
 class ProcessWorker:
-    """A process of its own. It is started by the first call, and again after it hung or died."""
+    """A worker process: the first call starts it, and the next call starts it again after it hung or died."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
-        """A worker for rewards with a source."""
+        """A worker for rewards that a process can import (`Reward.source`)."""
         self._rewards = rewards
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -47,7 +47,7 @@ class ProcessWorker:
     def call(
         self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float
     ) -> list[Outcome] | str:
-        """The outcomes of `count` samples, or what befell the call, from reward number `reward`.
+        """Calls reward number `reward` for `count` samples; their outcomes, or one text where the call failed.
 
         Raises:
             UserError: the process cannot import the rewards.
@@ -69,15 +69,15 @@ class ProcessWorker:
             return self._death()
 
     def kill(self) -> None:
-        """Ends the process and whatever it has started; for any thread to call."""
+        """Kills the process and all that it has started; any thread may call this."""
         process = self._process
-        # As long as nobody has waited for it, its number is still its own.
+        # Until it has been waited for, its process id cannot belong to another process.
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the process and forgets it."""
+        """Kills the process and closes its socket."""
         self.kill()
         if self._process is not None:
             self._process.wait()
@@ -86,7 +86,7 @@ class ProcessWorker:
         self._process = self._connection = None
 
     def _start(self) -> None:
-        """A fresh process with the rewards imported."""
+        """Starts a new process and waits until it has imported the rewards."""
         self.close()
         self._connection, theirs = socket.socketpair()
         path = [str(place) for place in sys.path]
@@ -95,15 +95,15 @@ class ProcessWorker:
                 [sys.executable, "-c", _COMMAND, str(theirs.fileno()), json.dumps(path)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints goes to the standard error: the standard output is the run's own
-                start_new_session=True,  # so that Ctrl-C is the trainer's alone, and one signal ends all it started
+                stdout=2,  # what a reward prints goes to the standard error: the standard output is the run's
+                start_new_session=True,  # so that Ctrl-C reaches the trainer alone, and one signal ends all it started
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # a reward that imports jax does not take the accelerator
             )
-        known = [
+        loaded = [
             {"source": r.source, "options": dict(r.options), "batched": r.batched, "modules": r.modules}
             for r in self._rewards
         ]
-        self._connection.sendall(encode(known))
+        self._connection.sendall(encode(loaded))
         try:
             answer = self._answer(time.monotonic() + START)
         except TimeoutError:
@@ -115,7 +115,7 @@ class ProcessWorker:
             raise UserError(f"a reward's worker process does not start: {answer['error']}")
 
     def _answer(self, limit: float) -> Any:
-        """The next message. A process that died is noticed even where a child of its own holds the socket open."""
+        """Waits for the next message; notices the process's death even where its child keeps the socket open."""
         assert self._connection is not None
         assert self._process is not None
         while True:
@@ -135,19 +135,19 @@ class ProcessWorker:
                     raise EOFError from None
 
     def _death(self) -> str:
-        """What ended the process, once its socket is closed."""
+        """Ends the process after its socket has closed; returns how it ended, as an outcome."""
         assert self._process is not None
-        self.kill()  # changes nothing for one that is ending, and ends what it has started
+        self.kill()  # also kills what it has started
         code = self._process.wait()
         self.close()
         return f"ended its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
 
 
 class ThreadWorker:
-    """A thread of this process, for functions that no other process can import.
+    """A worker thread of this process, for functions that no other process can import.
 
-    A call that hangs counts as failed at its deadline like any other, but a thread cannot be ended: it is left behind,
-    and goes on as long as it likes. A function that ends the process ends the run.
+    A call that hangs counts as failed at its deadline like any other, but a thread cannot be killed: it is abandoned
+    and goes on by itself. A function that ends the process ends the run.
     """
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
@@ -159,10 +159,10 @@ class ThreadWorker:
     def call(
         self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float
     ) -> list[Outcome] | str:
-        """As `ProcessWorker.call`."""
+        """Calls a reward for some samples; see `ProcessWorker.call`."""
         if self._requests is None:
             self._requests = queue.SimpleQueue()
-            threading.Thread(target=_obey, args=(self._requests,), daemon=True).start()
+            threading.Thread(target=_work, args=(self._requests,), daemon=True).start()
         answers: queue.SimpleQueue[list[Outcome] | str] = queue.SimpleQueue()
         batched = self._rewards[reward].batched
         together = self._rewards[reward].asynchronous and not batched
@@ -174,15 +174,15 @@ class ThreadWorker:
             return too_slow(deadline)
 
     def kill(self) -> None:
-        """Nothing: a thread cannot be ended."""
+        """Does nothing: a thread cannot be killed."""
 
     def close(self) -> None:
-        """Lets the thread end after the call that it is in."""
+        """Ends the thread after its present call."""
         if self._requests is not None:
             self._requests.put(None)
         self._requests = None
 
 
-def _obey(requests: "queue.SimpleQueue[Any]") -> None:
+def _work(requests: "queue.SimpleQueue[Any]") -> None:
     while (request := requests.get()) is not None:
         request()

@@ -8,7 +8,7 @@ Axes: T time.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import DType, MeshConfig
+from tunix.config import DType, MeshConfig, RowKind
 from tunix.data.accounting import Dropped
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
@@ -27,11 +27,12 @@ from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
 from tunix.hf.source import Source, check_vocabulary, exported, loaded, must_speak, pretrained
+from tunix.inference.text_stream import until_stop
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.sampling import check
-from tunix.trainer.trainer import SLOTS, SLOTS_ELSEWHERE
+from tunix.rollout.engine.shapes import usual_slots
 from tunix.types import Completion, Sampling
 from tunix.util.compile_cache import keep_compilations
 from tunix.util.yaml_io import read_mapping
@@ -41,7 +42,7 @@ COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messag
 
 
 @dataclass(frozen=True)
-class Asked:
+class InferenceOptions:
     """Which model is to answer, and how prompts are put to it."""
 
     model: str
@@ -61,10 +62,10 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
-class Speaker:
+class InferenceModel:
     """A model, its tokenizer and its engine. Weights are read when the engine is first asked for."""
 
-    asked: Asked
+    asked: InferenceOptions
 
     @cached_property
     def source(self) -> Source:
@@ -86,7 +87,7 @@ class Speaker:
     @property
     def slots(self) -> int:
         """Completions that are drawn at a time."""
-        return self.asked.slots or SLOTS.get(jax.devices()[0].platform, SLOTS_ELSEWHERE)
+        return self.asked.slots or usual_slots(jax.devices()[0].platform)
 
     @cached_property
     def has_template(self) -> bool:
@@ -143,7 +144,7 @@ class Speaker:
         model, params, mesh = self.weights()
         decode = self.tokenizer.decode if self.tokenizer else None
         engine = Engine(model, mesh, slots=self.slots, length=self.limit, decode=decode)
-        engine.load(params, version=0)
+        engine.publish(params, version=0)
         return engine
 
     def stopping(self, sampling: Sampling) -> Sampling:
@@ -174,7 +175,7 @@ class Speaker:
         how = Rendering(
             format=COLUMNS[name],
             columns={"prompt_ids": "input_ids"},
-            train_on="prompt",
+            train_on=RowKind.PROMPT,
             prompt_length=sys.maxsize,
             chat=isinstance(row[name], str) and self.plain is None,
             system=self.system,
@@ -241,44 +242,6 @@ class Speaker:
             )
         if not is_text and self.asked.system is not None:
             raise UserError(f"{where}: --system goes with prompts that are strings; {name} bring their own")
-
-
-class TextStream:
-    """Text of tokens that come in pieces: whole characters only, and nothing of a stop string or behind it."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()):
-        self.tokens: list[int] = []
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._said = 0
-
-    @property
-    def text(self) -> str:
-        """All of it so far; special tokens and what follows a stop string left out."""
-        return until_stop(self._tokenizer.decode(self.tokens, skip_special=True), self._stops)
-
-    def feed(self, tokens: Iterable[int | np.integer]) -> str:
-        """The text that is settled by further tokens."""
-        self.tokens += [int(token) for token in tokens]
-        # A character of which some bytes are missing reads as U+FFFD until they come.
-        text = self.text.rstrip("\ufffd")
-        held = max(
-            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
-        )
-        return self._new(text[: len(text) - held])
-
-    def finish(self) -> str:
-        """What was held back."""
-        return self._new(self.text)
-
-    def _new(self, text: str) -> str:
-        new = text[self._said :]
-        self._said += len(new)
-        return new
-
-
-def until_stop(text: str, stops: Iterable[str]) -> str:
-    """The text before the first of the stop strings."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def asked_with(row: Mapping[str, Any], where: str) -> str:

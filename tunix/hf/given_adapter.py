@@ -1,7 +1,7 @@
-"""An adapter that is there already goes on training: `adapter: {from: FOLDER}`.
+"""Training continues from an existing adapter: `adapter: {from: FOLDER}`.
 
-What it is (rank, alpha, targets, ...) is read from its folder, and its A and B are where training starts. The base
-stays the base: it is frozen, the reference, and what the export names.
+Its settings (rank, alpha, targets, ...) are read from its folder, and training starts from its A and B. The base stays
+the base: it is frozen, it is the reference, and the export names it.
 """
 
 import sys
@@ -23,24 +23,24 @@ from tunix.hf.source import Source, exported
 from tunix.lora.adapt import quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.model import Model, Params
-from tunix.recipe.recipe import Recipe
 
 KEY = "adapter.from"
 
 
-def settled(recipe: Recipe, source: Source) -> tuple[Recipe, Source]:
-    """The recipe with the whole `adapter` section that its `from` stands for, and the base below that adapter.
+def settled(adapter: AdapterConfig | None, source: Source) -> tuple[AdapterConfig | None, Source]:
+    """The complete adapter section once `from` has been read, and the source of the base under that adapter.
 
     Args:
-        source: of `model`; where that ends in the very adapter that `from` names, its base is what is returned.
+        adapter: the recipe's section; without a `from` it is returned unchanged.
+        source: the model's; where it ends in the same adapter that `from` names, its base is returned.
 
     Raises:
-        UserError: there is no such adapter, it is none that tunix computes, belongs to another base, or the section
+        UserError: there is no such adapter, tunix does not support its kind, it belongs to another base, or the section
             contradicts it.
     """
-    if recipe.adapter is None or recipe.adapter.source is None:
-        return recipe, source
-    folder = _folder(recipe.adapter.source)
+    if adapter is None or adapter.source is None:
+        return adapter, source
+    folder = _folder(adapter.source)
     if source.merged is not None:
         if source.merged.resolve() != folder.resolve():
             raise UserError(
@@ -49,34 +49,35 @@ def settled(recipe: Recipe, source: Source) -> tuple[Recipe, Source]:
             )
         source = replace(source, merged=None, rounding=None)
     assert source.folder is not None, "the recipe is checked: there is a model.path"
-    # Before the base's numbers: what kind it is, and whether the section agrees, costs nothing to say.
-    whole = _whole(recipe.adapter, folder, source.decoder.tied)
+    # Checked before the base's numbers are read, because it costs nothing.
+    whole = _whole(adapter, folder, source.decoder.tied)
     if doubt := foreign_base(folder, source.name, source.folder, source.decoder):
         print(doubt, file=sys.stderr)
-    return recipe.model_copy(update={"adapter": whole}), source
+    return whole, source
 
 
 def given_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained: DType, mesh: Mesh) -> Params:
-    """What trains: the adapter's own weights, and its tables and scalar head where it brings them.
+    """The weights that train: the adapter's A and B, and its tables and scalar head where its folder has them.
 
     Args:
-        adapter: `settled`.
-        model: with that adapter.
-        fresh: weights of all that trains; those that the folder does not have stay.
-        trained: their dtype.
+        adapter: the section that `settled` returned.
+        model: the model with that adapter.
+        fresh: initial weights of everything that trains; those that the folder does not have are kept.
+        trained: dtype of the weights that train.
+        mesh: where they are placed.
 
     Raises:
         UserError: its tensors are damaged or do not fit the model.
     """
     folder = Path(str(adapter.source))
     _, arrays = load_adapter(folder, model.config)
-    if model.speaks and HEAD in arrays:
+    if model.has_lm_head and HEAD in arrays:
         raise reward_model(folder)
     if foreign := sorted(set(arrays) - set(model.shapes)):
         raise UserError(f"{KEY}: {folder} brings {some(foreign)}, which the model that trains does not have")
     places = model.shardings(mesh)
-    own = {name: jax.device_put(jnp.asarray(array, trained), places[name]) for name, array in arrays.items()}
-    return {**fresh, **own}
+    given = {name: jax.device_put(jnp.asarray(array, trained), places[name]) for name, array in arrays.items()}
+    return {**fresh, **given}
 
 
 def _folder(path: str) -> Path:
@@ -94,7 +95,7 @@ def _folder(path: str) -> Path:
 
 
 def _whole(section: AdapterConfig, folder: Path, tied: bool) -> AdapterConfig:
-    """What the folder says, and of the section what the folder does not know."""
+    """The settings in the folder, with those of the section that a folder does not record (dropout, rounding)."""
     theirs = described(folder / CONFIG, tied).adapter
     given = section.model_fields_set
     for key in ("rank", "alpha", "ranks", "alphas", "targets", "rslora", "dora", "also"):
@@ -110,14 +111,14 @@ def _whole(section: AdapterConfig, folder: Path, tied: bool) -> AdapterConfig:
             f"adapter.kind: {folder} was trained on a base in {rounding.base} (tile {rounding.tile}): leave kind, base "
             "and tile out, or say the same"
         )
-    how = {"kind": section.kind, "base": section.base, "tile": section.tile}
+    base = {"kind": section.kind, "base": section.base, "tile": section.tile}
     if rounding is not None:
-        how = {"kind": "qlora", "base": rounding.base, "tile": rounding.tile}
-    return theirs.model_copy(update={**how, "dropout": section.dropout, "source": str(folder)})
+        base = {"kind": "qlora", "base": rounding.base, "tile": rounding.tile}
+    return theirs.model_copy(update={**base, "dropout": section.dropout, "source": str(folder)})
 
 
 def _differs(theirs: AdapterConfig, key: str, mine: object) -> bool:
-    """Whether the adapter would be another one with this value of a key; patterns may say the same in other words."""
+    """Whether this value of a key would change the adapter; different patterns may select the same modules."""
     if key in ("rslora", "dora", "also"):
         return getattr(theirs, key) != mine
     other = theirs.model_copy(update={key: mine})

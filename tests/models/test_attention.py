@@ -1,0 +1,129 @@
+"""The one call for attention: who computes it, what its spec says, and layers of several kinds."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tiny_models import one_device
+from tests.trainers import PLAIN, RICH
+from tunix.models import attention
+from tunix.models.attention import Implementation, attend, einsum
+from tunix.models.attention_inputs import AttentionSpec, ByKind, Segments
+from tunix.models.config import DecoderConfig, LayerKind
+from tunix.models.kv_cache import empty, extend, unstack
+from tunix.models.model import Model
+
+ROWS = (jnp.arange(3, 11)[None], jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32))
+FIVE_TO_ONE = tuple((layer + 1) % 6 != 0 for layer in range(48))
+
+
+def test_training_prefill_and_decoding_make_one_call(monkeypatch):
+    """A kernel for decoding alone stands above the einsums, and is asked first."""
+    asked: dict[str, set[AttentionSpec]] = {"kernel": set(), "einsum": set()}
+
+    def kernel(name: str, q, k, v, view, **settings):
+        asked[name].add(attention.spec_of(q, k, view, settings["softcap"]))
+        return einsum(q, k, v, view, **settings)
+
+    one_new = Implementation("kernel", lambda spec: spec.cached and spec.queries == 1, partial(kernel, "kernel"))
+    monkeypatch.setattr(
+        attention, "IMPLEMENTATIONS", (one_new, Implementation("einsum", lambda _: True, partial(kernel, "einsum")))
+    )
+    model = Model(RICH)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
+    jax.eval_shape(model.hidden, params, *ROWS)
+    assert {(spec.cached, spec.queries, spec.keys, spec.window) for spec in asked["einsum"]} == {
+        (False, 8, 8, 5),
+        (False, 8, 8, None),
+    }
+
+    def new(params, tokens: jax.Array):
+        start = jnp.zeros(2, jnp.int32)
+        return extend(model, unstack(model, params), empty(RICH, 2, 32, 4, "float32"), tokens, start, start + 1)
+
+    asked["einsum"].clear()
+    for length in (4, 1):
+        jax.eval_shape(new, params, jnp.zeros((2, length), jnp.int32))
+    # Local layers hold a ring of 5 + 4 columns.
+    for name, queries in (("einsum", 4), ("kernel", 1)):
+        found = {(spec.cached, spec.queries, spec.keys, spec.window) for spec in asked[name]}
+        assert found == {(True, queries, 9, 5), (True, queries, 32, None)}
+    (spec,) = (spec for spec in asked["kernel"] if spec.window)
+    whole = (spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, spec.softcap, spec.branched, spec.platform)
+    assert whole == (4, 1, 16, "float32", 20.0, False, "cpu")
+
+
+def test_a_call_that_nothing_supports_is_named(monkeypatch):
+    monkeypatch.setattr(
+        attention, "IMPLEMENTATIONS", (Implementation("flash", lambda spec: not spec.branched, einsum),)
+    )
+    q = jnp.zeros((1, 8, 2, 4))
+    segments = Segments(ROWS[2], ROWS[1])
+    assert attend(q, q, q, segments, scale=1.0).shape == q.shape
+    with pytest.raises(ValueError, match=r"no implementation of attention \(flash\) supports .*branched=True"):
+        attend(q, q, q, segments._replace(parents=ROWS[2]), scale=1.0)
+
+
+def test_a_view_by_kind_is_the_view_of_that_kind():
+    """With its gradients; the window is 2 in one kind, and there is none in the other."""
+    q, k, v = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4)), jnp.float32)
+    views = tuple(Segments(ROWS[2], ROWS[1], window=window) for window in (2, None))
+
+    def total(q, view):
+        return jnp.sum(attend(q, k, v, view, scale=0.5) ** 2)
+
+    found = [jax.value_and_grad(total)(q, ByKind(views, jnp.int32(kind))) for kind in range(2)]
+    for one, view in zip(found, views, strict=True):
+        expected = jax.value_and_grad(total)(q, view)
+        np.testing.assert_allclose(one[0], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(one[1], expected[1], rtol=1e-5, atol=1e-6)
+    assert float(found[0][0]) != pytest.approx(float(found[1][0]))
+
+
+def test_each_layer_has_its_kind():
+    assert RICH.rope_local is not None
+    near, far = LayerKind(RICH.rope_local, 5), LayerKind(RICH.rope)
+    assert RICH.kinds == (near, far, near)
+    assert RICH.distinct_kinds == (near, far)
+    assert replace(RICH, rope_local=None).kinds[0] == LayerKind(RICH.rope, 5)
+    assert PLAIN.kinds == (LayerKind(PLAIN.rope),) * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "local"),
+    [
+        (PLAIN, lambda depth: ()),
+        (RICH, lambda depth: FIVE_TO_ONE[:depth]),
+        (replace(RICH, rope_local=None), lambda depth: tuple(layer >= depth // 2 for layer in range(depth))),
+    ],
+    ids=["one kind", "five to one", "global, then local"],
+)
+def test_a_deeper_model_is_not_a_longer_program(config: DecoderConfig, local):
+    """What XLA is given has as many lines at 48 layers as at 12: compile time is flat in depth."""
+
+    def lines(depth: int) -> int:
+        model = Model(replace(config, num_layers=depth, local_layers=local(depth)))
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
+        gradient = jax.grad(lambda params: model.hidden(params, *ROWS).sum())
+        return len(jax.jit(gradient).lower(params).as_text().splitlines())
+
+    assert lines(48) == lines(12)
+
+
+def test_a_kind_more_is_attention_more_and_no_layer(monkeypatch):
+    """The projections of a layer stand in the program once, however many kinds of layers there are."""
+    model, mixed = (Model(replace(RICH, local_layers=local)) for local in ((), (True, False, True)))
+
+    def products(model: Model) -> int:
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
+        return jax.jit(model.hidden).lower(params, *ROWS).as_text().count("stablehlo.dot_general")
+
+    # q, k, v, o, gate, up and down; scores and values of each kind.
+    assert products(model) == 7 + 2
+    assert products(mixed) == 7 + 2 * 2
+    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
+    assert not np.allclose(model.hidden(params, *ROWS), mixed.hidden(params, *ROWS))

@@ -1,0 +1,77 @@
+"""A sampler in another process: every call goes over a pipe to an engine there, and callbacks come back over it.
+
+It is the seam for engines elsewhere: nothing but the sampler's verbs, arrays and records crosses.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tunix.types import Completion, Reply, Sampling, Workload
+
+
+class PipedSampler:
+    """Implements `Sampler`; `run` goes over the pipe too, so that the engine's own tests can be asked of it."""
+
+    def __init__(self, make: Callable[[], Any]):
+        """Starts the process.
+
+        Args:
+            make: builds the engine there; importable, so that it can be sent.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, make), daemon=True)
+        self._process.start()
+        there.close()
+
+    def publish(self, params: Mapping[str, Any], version: int) -> None:
+        self._call("publish", {name: np.asarray(x) for name, x in params.items()}, version)
+
+    def warm(self, work: Workload) -> None:
+        self._call("warm", work)
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        return self._call("sample", prompts, n, sampling, seed, reply=reply)
+
+    def run(self, requests, reply: Reply | None = None, on_tokens=None) -> list[Completion]:
+        return self._call("run", requests, reply=reply, on_tokens=on_tokens)
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+    def _call(self, name: str, *args: Any, **callbacks: Callable | None) -> Any:
+        """The answer of the engine there; what it asks of the callbacks meanwhile is answered here."""
+        self._pipe.send((name, args, [key for key, x in callbacks.items() if x is not None]))
+        while True:
+            kind, value = self._pipe.recv()
+            if kind == "error":
+                raise value
+            if kind == "done":
+                return value
+            self._pipe.send(callbacks[kind](*value))
+
+
+def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
+    """The loop of the other process, until it is sent None."""
+    engine = make()
+
+    def asked(key: str) -> Callable:
+        def ask(*args: Any) -> Any:
+            pipe.send((key, args))
+            return pipe.recv()
+
+        return ask
+
+    while (call := pipe.recv()) is not None:
+        name, args, callbacks = call
+        try:
+            pipe.send(("done", getattr(engine, name)(*args, **{key: asked(key) for key in callbacks})))
+        except Exception as error:
+            pipe.send(("error", error))

@@ -1,0 +1,169 @@
+"""The words of the shipped text: one meaning for an axis letter, examples in records, docstrings that stand alone.
+
+Everything is read from the source with `ast`; the list of axis letters is that of `tunix/types.py`'s docstring.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tunix"
+TYPES = PACKAGE / "types.py"
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+TEXTS = sorted([*MODULES, *(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.md"))])
+
+LISTED = re.compile(r"^    ([A-Z][a-z]?|[a-z]) +(\S.*)$", re.MULTILINE)
+"""A line of the list: a letter, its meaning, and after a colon what more there is to say."""
+LEGEND = re.compile(r"^Axes: ([^;]*?)(?:[.;]|\Z)", re.MULTILINE)
+SHAPE = re.compile(r"`\[([^`\]]*)\]`")
+LETTER = re.compile(r"[A-Z][a-z]?")
+SUFFIX = re.compile(r"[a-z][a-z0-9_]*_((?:[A-Z][a-z]?)+)")
+DTYPES = {"Bool", "Float", "Inexact", "Int", "Integer", "Key", "Num", "Shaped", "UInt"}
+"""jaxtyping's names that are followed by axes."""
+
+OPENINGS = ("Of ", "Likewise", "As above")
+"""How a docstring begins that needs the one before it."""
+PHRASES = (
+    "goes before",
+    "outranks",
+    "asked anew",
+    "gives out",
+    "the last word on",
+    "laid in rows",
+    "hears of",
+    "one's own",
+    "can mend",
+)
+"""Odd words for: takes precedence over, recomputed, is exhausted, the hook before packing, packed into rows, receives,
+custom, can fix."""
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+@cache
+def listed() -> dict[str, str]:
+    """Letter -> its meaning."""
+    text = ast.get_docstring(tree("tunix/types.py")) or ""
+    return {letter: meaning.partition(":")[0] for letter, meaning in LISTED.findall(text)}
+
+
+def legend(text: str) -> list[tuple[str, str]]:
+    """Letters and meanings of the `Axes:` line in a docstring, without what stands in parentheses."""
+    found = LEGEND.search(text)
+    if found is None:
+        return []
+    items = re.sub(r"\s*\([^)]*\)", "", " ".join(found[1].split())).split(", ")
+    return [(item.partition(" ")[0], item.partition(" ")[2]) for item in items]
+
+
+def annotated(node: ast.AST) -> Iterator[str]:
+    """The axes of every jaxtyping annotation, such as `B T`."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Subscript) and isinstance(inner.value, ast.Name) and inner.value.id in DTYPES:
+            parts = inner.slice.elts if isinstance(inner.slice, ast.Tuple) else [inner.slice]
+            yield from (part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+
+
+def named(node: ast.AST) -> Iterator[str]:
+    """The suffixes of names, such as the `PG` of `rewards_PG`."""
+    for inner in ast.walk(node):
+        name = inner.arg if isinstance(inner, ast.arg) else inner.id if isinstance(inner, ast.Name) else ""
+        if found := SUFFIX.fullmatch(name):
+            yield found[1]
+
+
+def unlisted(axes: str) -> set[str]:
+    """Axes that begin with a capital letter and are not in the list; `*` and `H/2` are read too."""
+    letters = (re.match(r"\*?([A-Z]\w*)", axis) for axis in axes.split())
+    return {letter[1] for letter in letters if letter} - listed().keys()
+
+
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Every string that stands for itself: of modules, classes, functions, and fields."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
+            yield inner.value.value
+
+
+def fields() -> Iterator[tuple[str, str, str]]:
+    """`Class.field`, type and docstring of each field of the dataclasses in `tunix/types.py`."""
+    for record in tree("tunix/types.py").body:
+        if not isinstance(record, ast.ClassDef):
+            continue
+        for item, following in zip(record.body, [*record.body[1:], ast.Pass()], strict=True):
+            if isinstance(item, ast.AnnAssign):
+                said = "".join(docstrings(following)) if isinstance(following, ast.Expr) else ""
+                yield f"{record.name}.{ast.unparse(item.target)}", ast.unparse(item.annotation), said
+
+
+FIELDS = list(fields())
+
+
+def test_the_list_of_axes_is_read():
+    assert listed().keys() >= {*"BTVDFNKHLGPSMRE", "Sl", "St", "Te"}
+    assert listed()["G"] == "group"
+    assert len(set(listed().values())) == len(listed()), "two letters mean the same"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_letter_means_one_thing(module: str):
+    wrong = [item for item in legend(ast.get_docstring(tree(module)) or "") if item not in listed().items()]
+    assert not wrong, f"{module}: not as in tunix/types.py: {wrong}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_axes_are_those_of_the_list(module: str):
+    shapes = [shape for text in docstrings(tree(module)) for shape in SHAPE.findall(text)]
+    in_shapes = {letter for shape in shapes for letter in re.findall(r"\b[A-Z][a-z]?\b", shape)} - listed().keys()
+    in_names = {letter for suffix in named(tree(module)) for letter in LETTER.findall(suffix)} - listed().keys()
+    in_annotations = {letter for axes in annotated(tree(module)) for letter in unlisted(axes)}
+    assert (in_annotations, in_shapes, in_names) == (set(), set(), set())
+
+
+def test_every_listed_letter_is_in_a_legend():
+    used = {letter for module in MODULES for letter, _ in legend(ast.get_docstring(tree(module)) or "")}
+    assert listed().keys() == used
+
+
+def test_wrong_axes_would_be_found():
+    assert legend("A tale.\n\nAxes: B rows (of a batch), Te teacher's\nwidth; 2 i is chosen.") == [
+        ("B", "rows"),
+        ("Te", "teacher's width"),
+    ]
+    code = ast.parse("def f(x_PG: Float[Array, 'B *Zz width H/2']) -> Int[np.ndarray, '']: ...")
+    assert {*annotated(code)} == {"B *Zz width H/2", ""}
+    assert unlisted("B *Zz width H/2") == {"Zz"}
+    assert list(named(code)) == ["PG"]
+
+
+@pytest.mark.parametrize(("name", "annotation", "said"), FIELDS, ids=[name for name, _, _ in FIELDS])
+def test_a_record_gives_examples(name: str, annotation: str, said: str):
+    assert said, f"{name} has no docstring"
+    explains_itself = annotation == "bool" or annotation.startswith("Callable")
+    assert explains_itself or "e.g." in said, f"{name}: give an example value"
+
+
+def test_the_records_are_read():
+    assert ("Sequence.weight", "float") in [(name, annotation) for name, annotation, _ in FIELDS]
+    assert {name.partition(".")[0] for name, _, _ in FIELDS} > {"Batch", "Term", "Sampling", "Completion", "Workload"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings_stand_alone(module: str):
+    leaning = [text.split("\n")[0] for text in docstrings(tree(module)) if text.startswith(OPENINGS)]
+    assert not leaning, f"{module}: {leaning}"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_plain_technical_english(text: str):
+    """Line ends, and the marks of comments after them, part no phrase."""
+    said = re.sub(r"\s+(# )?", " ", (ROOT / text).read_text()).lower()
+    assert [phrase for phrase in PHRASES if phrase in said] == []

@@ -1,0 +1,124 @@
+"""What attention reads besides q, k and v: which tokens see each other, and the spec that selects an implementation.
+
+`Segments` is for training and scoring, where keys are in the same packed rows as their queries; `CacheView` is for
+prefill and decoding, where new tokens attend to a cache. A kernel's file imports from here, `attention.py` from it.
+
+Axes: B rows, T time (columns of a row or of a cache), Q queries of a block, C tokens at a time, N query heads, K kv
+heads, H head dim.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.mesh import constrain
+
+HIDDEN = -1e30
+"""Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
+
+Cache = tuple[jax.Array, jax.Array]
+"""Keys `[B K H T]` and values `[B K T H]` of one layer: both products of attention read them without a transpose."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The properties of one call of `attend` that are known while its program is traced."""
+
+    queries: int
+    """Queries in a row, padding included, e.g. 1 while decoding."""
+    keys: int
+    """Keys in a row, or columns of the cache, e.g. 4096."""
+    heads: int
+    """N, query heads."""
+    kv_heads: int
+    """K; each serves N / K query heads."""
+    head_dim: int
+    """H, e.g. 128."""
+    dtype: str
+    """Dtype of the queries, e.g. bfloat16."""
+    cached: bool
+    """True for keys `[B K H T]` and values `[B K T H]` of a cache, False for `[B T K H]` of rows (`Segments`)."""
+    branched: bool
+    """Whether segments also see their parent's tokens (`Segments.parents`); never with a cache."""
+    window: int | None
+    """Positions that a query sees, itself included; None for all."""
+    softcap: float | None
+    """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
+    platform: str
+    """cpu, gpu or tpu."""
+
+
+class Segments(NamedTuple):
+    """Which tokens of a packed row see each other: a token sees its segment up to itself, within the window."""
+
+    ids: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    parents: Int[Array, "B T"] | None = None
+    """See `types.Batch`."""
+    window: int | None = None
+    """Positions that a query sees, itself included; None for all of its segment."""
+
+    def seen(self, start: int, stop: int) -> Bool[Array, "B Q T"]:
+        """Whether the queries `start` to `stop` see the keys before `stop`."""
+        query, key = np.s_[:, start:stop, None], np.s_[:, None, :stop]
+        columns = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
+        seen = self.ids[query] == self.ids[key]
+        if self.parents is not None:
+            seen |= self.parents[query] == self.ids[key]
+        seen &= columns >= 0
+        if self.window is None:
+            return seen
+        # Between a segment and its parent there may be others, so columns do not give the distance.
+        distance = columns if self.parents is None else self.positions[query] - self.positions[key]
+        return seen & (distance < self.window)
+
+
+class ByKind(NamedTuple):
+    """The views of all kinds of layers and which one applies, for a scan over layers of several kinds."""
+
+    views: tuple[Segments, ...]
+    """The view of each kind; their windows are known while the program is traced."""
+    kind: Int[Array, ""]
+    """Index into `views`."""
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """Where new tokens are written in a layer's cache, and what they see of it."""
+
+    columns: Int[Array, "B C"]
+    """The column that each token is written to; T, which does not exist, for padding."""
+    positions: Int[Array, "B C"]
+    """The tokens' positions in their sequence."""
+    held: Int[Array, "B T"]
+    """The position whose key each column holds; negative where nothing was written yet."""
+    window: int | None = None
+    """Positions that a query sees, itself included; None for all of its sequence."""
+
+    @cached_property
+    def bias(self) -> Float[Array, "B C T"]:
+        """Added to the scores: 0 where a column is seen, else HIDDEN. Computed once for all layers of a kind."""
+        distance = self.positions[:, :, None] - self.held[:, None]
+        seen = (distance >= 0) & (self.held >= 0)[:, None]
+        if self.window is not None:
+            seen &= distance < self.window
+        return jnp.where(seen, 0.0, HIDDEN)
+
+    def write(self, cache: Cache, k: Float[Array, "B C K H"], v: Float[Array, "B C K H"]) -> Cache:
+        """The cache with the keys and values of the new tokens."""
+        keys, values = cache
+        # Mapped over rows, so that a row's write stays with the devices that hold it.
+        put_keys = jax.vmap(lambda row, new, at: row.at[:, :, at].set(new, mode="drop"))
+        put_values = jax.vmap(lambda row, new, at: row.at[:, at].set(new, mode="drop"))
+        keys = put_keys(keys, k.transpose(0, 2, 3, 1).astype(keys.dtype), self.columns)
+        return placed(keys), placed(put_values(values, v.transpose(0, 2, 1, 3).astype(values.dtype), self.columns))
+
+
+def placed(cache: jax.Array) -> jax.Array:
+    """A cache constrained to its sharding on the mesh."""
+    return constrain(cache, "rows", "kv_heads", None, None)

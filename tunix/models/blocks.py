@@ -1,0 +1,164 @@
+"""One layer of a decoder: a mixer of tokens and an ffn, each after a norm and added to the residual stream.
+
+The config names which mixer and which ffn (`MIXERS` and `FEED_FORWARDS` at the end); a custom one is a class with the
+same call, and one line there. Training, prefill and decoding share this code: with a cache the mixer
+first writes its new tokens there, then attends to what the cache holds.
+
+Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from tunix.mesh import constrain
+from tunix.models.attention import attend
+from tunix.models.attention_inputs import ByKind, Cache, CacheView, Segments
+from tunix.models.config import DecoderConfig
+from tunix.models.layers import Norm, Projection, TokenKeys, rotate
+
+PARTS = ("mixer", "ffn")
+"""Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
+KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
+"""What a layer saves for its backward pass: the results of products. Norms, rope, softmax and activations are
+recomputed; that is faster than storing them, and no scores `[B N T T]` are stored."""
+
+RopeTables = tuple[jax.Array, jax.Array]
+"""cos and sin `[B T H/2]`."""
+View = Segments | ByKind | CacheView
+"""Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
+Auxiliary = dict[str, Float[Array, ""]]
+"""Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
+
+
+class Mixer(Protocol):
+    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: RopeTables,
+        view: View,
+        cache: Cache | None = None,
+        dropout_keys: TokenKeys | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        """The mixed tokens for normed inputs, and the updated cache where one is given."""
+        ...
+
+
+class FeedForward(Protocol):
+    """A module that transforms each token alone; its projections are attributes, named as the parameters are."""
+
+    def __call__(
+        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """The output for normed inputs, and the auxiliary terms."""
+        ...
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rope; with `qk_norm` each head's query and key are normed before rope."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        c, bias = config, config.qkv_bias
+        d, n, k, h = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim
+        self.config = config
+        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
+        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
+        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
+        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2)
+        self.q_norm = Norm(h, "head", eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm else None
+        self.k_norm = Norm(h, "head", eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: RopeTables,
+        view: View,
+        cache: Cache | None = None,
+        dropout_keys: TokenKeys | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        q, k, v = self.q(x, dropout_keys), self.k(x, dropout_keys), self.v(x, dropout_keys)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
+        if isinstance(view, CacheView):
+            assert cache is not None, "a view of a cache comes with the cache"
+            k, v = cache = view.write(cache, k, v)
+        mixed = attend(q, k, v, view, scale=self.config.scale, softcap=self.config.attention_softcap)
+        return self.o(checkpoint_name(mixed, "mixed"), dropout_keys), cache
+
+
+class GatedFFN(nnx.Module):
+    """`down(act(gate x) * up x)` (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, f = config.d_model, config.ffn
+        self.activation = config.activation
+        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        gate, up = self.gate(x, dropout_keys), self.up(x, dropout_keys)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self.down(gate * up, dropout_keys), {}
+
+
+class Block(nnx.Module):
+    """One decoder layer: a mixer and an ffn, with their norms and residual connections."""
+
+    mixer: Mixer
+    ffn: FeedForward
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
+        self.mixer = MIXERS[config.mixer](config, rngs)
+        self.ffn = FEED_FORWARDS[config.feed_forward](config, rngs)
+        self.pre_attn_norm = Norm(d, "embed", **norm)
+        self.pre_mlp_norm = Norm(d, "embed", **norm)
+        self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
+        self.post_mlp_norm = Norm(d, "embed", **norm) if config.post_norms else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: RopeTables,
+        view: View,
+        cache: Cache | None = None,
+        dropout_keys: TokenKeys | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
+        """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
+
+        Args:
+            x: the residual stream.
+            rope: cos and sin of the tokens' positions, for this layer's kind.
+            view: which tokens see each other, within this layer's window.
+            cache: the mixer's cache of earlier tokens, only with a `CacheView`.
+            dropout_keys: a key for each token, by which adapters drop inputs.
+        """
+        y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
+        x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
+        x = checkpoint_name(x, "x")
+        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys)
+        x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        return constrain(x, "rows", None, None), cache, auxiliary
+
+    def projections(self) -> dict[str, Projection]:
+        """The projections of the layer by name, the mixer's first."""
+        fields = {**vars(self.mixer), **vars(self.ffn)}
+        return {name: module for name, module in fields.items() if isinstance(module, Projection)}
+
+
+MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {"attention": Attention}
+"""`DecoderConfig.mixer` -> the class of the mixer."""
+FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {"gated": GatedFFN}
+"""`DecoderConfig.feed_forward` -> the class of the ffn."""

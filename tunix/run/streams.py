@@ -1,0 +1,132 @@
+"""The inputs of a run's steps and evaluations: batches of given sequences, or prompts that the policy answers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from tunix.algorithms.base import Algorithm
+from tunix.config import DType, RowKind
+from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, total_steps
+from tunix.protocols import Client
+from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import ADDED, Collector, Rollouts, RolloutStream
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.run.evaluation import Evaluation
+from tunix.run.inputs import Inputs, row_kind_of
+from tunix.run.loop import Stream
+from tunix.run.row_layout import answers_together, layout, sampled_row_length
+from tunix.run.samples import Samples, prompts_of, readable_tokens
+from tunix.trainer.progress import Display
+from tunix.types import Sampling, Workload
+
+MISMATCH: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.25}
+"""Default `rollout.mismatch_tolerance`: the largest difference of trainer and sampler that rounding explains. For
+bfloat16, five times the largest measured one (4.6e-2, Gemma 2 of four layers), since trained models are sharper than
+random ones. It is used too where activations are rounded to 8 bits: values that differ in their last bit may round in
+different directions."""
+
+
+def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Stream:
+    """The stream of step inputs: batches of the rows, or rollouts of their prompts."""
+    data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
+    read = {"rows": inputs.train, "tokenizer": inputs.tokenizer, "config": data, "vocab_size": vocab_size}
+    read |= {"seed": recipe.seed, "epochs": recipe.epochs}
+    if algorithm.train_on != RowKind.PROMPT:
+        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=layout(algorithm), **read)
+    rounds = recipe.quantization is not None and recipe.quantization.inputs
+    together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
+    tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
+    return RolloutStream(
+        Rollouts(
+            prompts=[],
+            collector=collector,
+            stream=Prompts(**read, train_on=row_kind_of(recipe, algorithm)),
+            size=recipe.batch_size,
+            seed=recipe.seed,
+            first=True,
+            length=sampled_row_length(recipe, max(algorithm.sequences_per_example, together)),
+            packing=bool(data.packing),
+            sequences_per_example=algorithm.sequences_per_example,
+            together=together,
+            tolerance=tolerance,
+            shown=recipe.rollout.samples,
+        )
+    )
+
+
+def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
+    """The number of steps in the recipe's epochs, if no row is dropped."""
+    epochs = recipe.epochs or 1
+    if not recipe.data.cuts:
+        return total_steps(len(inputs.train), recipe.batch_size, epochs)
+    read = (algorithm.train_on, inputs.source.decoder.vocab_size)
+    return cut_steps(inputs.train, inputs.tokenizer, recipe.data, recipe.batch_size, recipe.seed, epochs, *read)
+
+
+def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
+    """The largest workload of the sampler at a step or an evaluation; None where neither samples."""
+    held_out = len(evaluation.prompts)
+    trained = recipe.batch_size if algorithm.train_on == RowKind.PROMPT else 0
+    if not held_out + trained:
+        return None
+    group, replies = recipe.algorithm.samples_per_prompt, recipe.rollout.environment is not None
+    return Workload(
+        requests=max(held_out, trained * group),
+        # An environment starts each episode with a different prompt.
+        prompts=max(held_out, trained * (group if replies else 1)),
+        prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,
+        length=recipe.data.max_length,
+        replies=replies,
+    )
+
+
+def reward_functions(recipe: Recipe, inputs: Inputs) -> Scorer | None:
+    """Starts the reward functions of a recipe and checks them against the columns of the rows; None without any."""
+    if recipe.reward is None or not recipe.reward.functions:
+        return None
+    scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
+    scorer.check([*inputs.train[0], *recipe.data.columns, *ADDED])
+    return scorer
+
+
+def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector) -> Evaluation:
+    """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
+    if inputs.held_out is None:
+        return Evaluation(algorithm)
+    size, limit = inputs.source.decoder.vocab_size, recipe.eval.rows
+    held_out, prompts = [], []
+    if algorithm.held_out_on is not None and not (algorithm.train_on == RowKind.PROMPT and collector.weights):
+        read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.held_out_on, "vocab_size": size}
+        held_out = eval_batches(inputs.held_out, inputs.tokenizer, recipe.data, layout=layout(algorithm), **read)
+    if collector.weights and recipe.algorithm.has_lm_head:
+        kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
+        prompts = eval_prompts(inputs.held_out, inputs.tokenizer, recipe.data, limit, size, kind)
+    greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
+    return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
+
+
+def samples_of(
+    recipe: Recipe, evaluation: Evaluation, client: Client, inputs: Inputs, folder: Path, display: Display
+) -> Samples:
+    """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
+    number, tokenizer = recipe.eval.samples if recipe.algorithm.has_lm_head else 0, inputs.tokenizer
+    play = evaluation.collector.play if evaluation.collector else None
+    if evaluation.prompts:
+        shown = evaluation.prompts[:number]
+        prompts: list = [prompt.tokens for prompt in shown]
+        if play:
+            prompts = [episode.prompt for episode in play([prompt.row for prompt in shown], seed=0).episodes]
+        expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
+    else:
+        per_example = evaluation.algorithm.sequences_per_example
+        chosen = (one for packed in evaluation.held_out for one in packed.sequences[::per_example])
+        prompts, rest = prompts_of(chosen, number)
+        expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
+    greedy = Sampling(
+        max_tokens=recipe.eval.sample_tokens,
+        temperature=0.0,
+        stop_ids=inputs.source.stop_ids,
+        stop_strings=(*recipe.rollout.stop, *(play.stop_strings if play else ())),
+    )
+    return Samples(prompts, expected, client, tokenizer, greedy, folder / "samples.jsonl", display)

@@ -1,0 +1,184 @@
+"""Builds the in-process client from a model's source and a few settings: weights, optimizer, engine.
+
+Both `tunix.client` and a run's `assemble` call it. A teacher, and a reference that is another model, are set on the
+learner afterwards: `client.learner.teacher = ...`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import Mesh
+
+from tunix.config import CriticKind, DType, ModelConfig
+from tunix.hf.base_fingerprint import fingerprint
+from tunix.hf.given_adapter import given_weights
+from tunix.hf.source import Source, adapted, weights, with_stops
+from tunix.lora.adapt import started
+from tunix.lora.config import AdapterConfig
+from tunix.models.model import Model, Params
+from tunix.models.quantization.fake_quant import check_unrounded
+from tunix.models.quantization.rules import Rules
+from tunix.protocols import Sampler
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.request import Decode
+from tunix.rollout.engine.shapes import usual_slots
+from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.export import Exporter
+from tunix.trainer.learner import Learner
+from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.trainer.reference import initial_reference
+from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """The settings of a client, apart from the source of its weights and its devices."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    updates: int
+    """Updates of the whole run, for the learning-rate schedule, e.g. 1000."""
+    microbatcher: Microbatcher
+    length: int
+    """T of packed rows, e.g. 2048."""
+    seed: int = 0
+    """Seed of random weights and of everything random during training, e.g. 0."""
+    adapter: AdapterConfig | None = None
+    """The adapter to train on a frozen base, already `settled` where it is loaded from a folder; None: all weights."""
+    rules: Rules | None = None
+    """Rounding that is simulated during training (QAT)."""
+    reference: bool = False
+    """Whether a frozen copy of the initial weights is kept as the reference. An adapter's base is available anyway."""
+    critic: CriticKind | None = None
+    """Where values of states come from; None where no values are needed."""
+    critic_learning_rate: float | None = None
+    """Learning rate of a critic that is a separate model; None for the policy's."""
+    longest: int | None = None
+    """Maximum tokens of a prompt and its completion; None for `length`."""
+    slots: int | None = None
+    """Completions that are sampled at a time; None for the default of this kind of device."""
+    decode: Decode | None = None
+    """Token ids -> text, in which stop strings are searched."""
+
+
+def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: Sampler | None = None) -> Trainer:
+    """A client with the model's weights on the mesh, the optimizer, and a sampler.
+
+    Args:
+        sampler: None for an engine on the same devices.
+
+    Raises:
+        UserError: weights are missing or do not fit, or this device does not support the requested types.
+    """
+    check_unrounded(source.folder, source.rules, settings.rules)
+    model = _model(settings, source)
+    params, frozen = _weights(settings, source, model, mesh)
+    spec = TrainerSpec(
+        model=model,
+        mesh=mesh,
+        **_update_rule(settings.optimizer, settings.updates, model, params),
+        microbatcher=settings.microbatcher,
+        length=settings.length,
+        seed=settings.seed,
+        adapter=settings.adapter,
+    )
+    return local_client(
+        spec,
+        params,
+        frozen,
+        keep_reference=settings.reference,
+        sampler=sampler or engine_of(spec, params, settings.slots, settings.longest, settings.decode),
+        exporter=_exporter(settings, source, model),
+        critic=_critic(settings, spec, params, frozen) if settings.critic == "own" else None,
+    )
+
+
+def local_client(
+    spec: TrainerSpec,
+    params: Params,
+    frozen: Params,
+    *,
+    keep_reference: bool = False,
+    sampler: Sampler | None = None,
+    exporter: Exporter | None = None,
+    critic: Learner | None = None,
+) -> Trainer:
+    """The in-process client over weights that are already on the mesh.
+
+    Args:
+        params: the trainable weights; their buffers are taken over.
+        frozen: the other weights: the base under an adapter, which is also its reference; empty without an adapter.
+        keep_reference: whether a copy of the current weights is kept as the reference.
+        sampler: completes prompts; None for an engine on the same devices.
+        exporter: writes exported folders; None for one without tokenizer files.
+        critic: a separate model that predicts the values of states.
+    """
+    has_reference = keep_reference or spec.adapter is not None
+    learner = Learner(spec, params, frozen, initial_reference(spec, params, frozen) if has_reference else None)
+    return Trainer(learner, sampler or engine_of(spec, params), exporter, critic)
+
+
+def engine_of(
+    spec: TrainerSpec, params: Params, slots: int | None = None, length: int | None = None, decode: Decode | None = None
+) -> Engine:
+    """An engine on the learner's devices.
+
+    Args:
+        params: the trainable weights; with an adapter, only these are copied at each publication.
+        slots: completions at a time; None for the default of this kind of device.
+        length: maximum tokens of a prompt and its completion; None for the length of a row.
+        decode: token ids -> text, for stop strings.
+    """
+    slots = slots or usual_slots(spec.mesh.devices.flat[0].platform)
+    moving = () if spec.adapter is None else tuple(params)
+    return Engine(spec.model, spec.mesh, slots=slots, length=length or spec.length, decode=decode, moving=moving)
+
+
+def _model(settings: ClientSettings, source: Source) -> Model:
+    """The model to train: the source's structure with the configured adapter, rounding and heads."""
+    critic = settings.critic
+    model = adapted(with_stops(source), settings.model, settings.adapter, settings.rules)
+    return replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
+
+
+def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh) -> tuple[Params, Params]:
+    """`(trainable, frozen)` parameters; those of an adapter at their initial values."""
+    config, adapter = settings.model, settings.adapter
+    trained: DType = config.param_dtype or "float32"
+    frozen: DType = config.param_dtype or config.dtype
+    params, base = weights(source, model, mesh, settings.seed, trained, frozen, adapter is None)
+    if adapter is None:
+        return params, base
+    if adapter.source is not None:
+        return given_weights(adapter, model, params, trained, mesh), base
+    return started(adapter, model, params, base, trained, mesh), base
+
+
+def _update_rule(config: OptimizerConfig, updates: int, model: Model, params: Params) -> Mapping:
+    """The `optimizer` and `schedule` arguments of a `TrainerSpec`."""
+    axes = {name: model.axes[name] for name in params}
+    return {"optimizer": build_optimizer(config, updates, axes), "schedule": build_schedule(config, updates)}
+
+
+def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, frozen: Params) -> Learner:
+    """A separate critic model. It starts from the policy's weights and shares a frozen base with it."""
+    # Rounding is simulated only for the model that samples.
+    model = replace(policy.model, has_scalar_head=True, has_lm_head=False, simulated=())
+    dtype: DType = settings.model.param_dtype or "float32"
+    new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
+    mine = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
+    mine |= model.init(jax.random.key(settings.seed), new, policy.mesh)
+    rate, config = settings.critic_learning_rate, settings.optimizer
+    config = config.model_copy(update={"learning_rate": rate}) if rate else config
+    spec = replace(policy, model=model, **_update_rule(config, settings.updates, model, mine))
+    return Learner(spec, mine, {name: x for name, x in frozen.items() if name in model.shapes})
+
+
+def _exporter(settings: ClientSettings, source: Source, model: Model) -> Exporter:
+    """The exporter; an adapter records its base's fingerprint only where the base is an unchanged folder."""
+    base = source.folder if settings.adapter is not None and source.stands_alone else None
+    about = None if base is None else fingerprint(source.name, base, source.decoder, model.quantization)
+    return Exporter(source.files, settings.rules, source.name, about)

@@ -1,0 +1,210 @@
+"""A model in training: its weights, the optimizer's state, and the compiled functions that update and evaluate it.
+
+Weights are in two dicts: `state.params` is trainable (all weights, or an adapter's) and donated to every step; `frozen`
+is the base under an adapter, shared by all readers. A policy is a learner, and so is a critic that is a separate model.
+Unless its docstring says otherwise, a method returns as soon as the work is dispatched to the device.
+
+Axes: T time.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tunix.mesh import fast_products
+from tunix.models.model import Params
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.reference import Reference
+from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
+from tunix.trainer.teacher import Teacher
+from tunix.types import Batch, Loss, Metrics, Sequence
+from tunix.util.exact import jit
+
+Frozen = TypeVar("Frozen", Reference, Teacher)
+
+
+class Learner:
+    """Trains one model and computes log-probs, entropies and values with its current weights."""
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        params: Params,
+        frozen: Params,
+        reference: Reference | None = None,
+        teacher: Teacher | None = None,
+    ):
+        """Takes over `params`: they are donated to the first step.
+
+        Args:
+            params: the trainable weights.
+            frozen: the other weights; empty without an adapter.
+            reference: for losses that read reference log-probs.
+            teacher: for losses that read a divergence from a teacher.
+        """
+        self.spec, self.frozen, self.reference, self.teacher = spec, frozen, reference, teacher
+        self.gradients: Params | None = None
+        """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
+        with jax.set_mesh(spec.mesh):
+            self.state = self._new_state(params)
+        self._key = jax.device_put(jax.random.key(spec.seed), self._everywhere)
+
+    @property
+    def params(self) -> Params:
+        """All weights by name."""
+        return {**self.frozen, **self.state.params}
+
+    def step(self, batch: Batch, loss: Loss) -> Metrics:
+        """One update, compiled as a single program with a donated state."""
+        microbatches, frozen = self._inputs(batch, loss)
+        with jax.set_mesh(self.spec.mesh):
+            self.state, metrics = self._step(self.state, frozen, microbatches, self._key, loss)
+        return metrics
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
+        """Adds the batch's gradients to those accumulated since the last `optim_step`."""
+        microbatches, frozen = self._inputs(batch, loss)
+        with jax.set_mesh(self.spec.mesh):
+            gradients, metrics = self._gradients(self.state, frozen, microbatches, self._key, loss)
+            self.gradients = gradients if self.gradients is None else self._add(self.gradients, gradients)
+        return metrics
+
+    def optim_step(self) -> Metrics:
+        """Applies the accumulated gradients and clears them.
+
+        Raises:
+            ValueError: no gradients were accumulated.
+        """
+        if self.gradients is None:
+            raise ValueError("optim_step without gradients: call forward_backward first")
+        with jax.set_mesh(self.spec.mesh):
+            self.state, metrics = self._apply(self.state, self.gradients)
+        self.gradients = None
+        return metrics
+
+    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
+        """The loss and its metrics over all batches, named `eval/...`, e.g. `eval/loss`; waits for the result.
+
+        With simulated rounding also the loss of the unrounded weights, named `eval/unrounded`.
+        """
+        batches = list(batches)
+        values = self._evaluated(batches, loss, self._evaluate)
+        if self.spec.model.simulated:
+            values["eval/unrounded"] = self._evaluated(batches, loss, self._evaluate_unrounded)["eval/loss"]
+        return values
+
+    def logprobs(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """The `[T]` log-probs of each sequence's tokens, 0 for the first."""
+        return self._scorer.logprobs(self.params, sequences, temperature=temperature)
+
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
+        return self._scorer.entropies(self.params, sequences, temperature=temperature)
+
+    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+        """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
+
+        Raises:
+            ValueError: the model has no value head.
+        """
+        if not self.spec.model.has_scalar_head:
+            raise ValueError("there is no value head: build the model with has_scalar_head=True")
+        return self._scorer.values(self.params, sequences)
+
+    def _evaluated(self, batches: List[Batch], loss: Loss, compiled: Callable) -> dict[str, float]:
+        counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
+        total: dict[str, jax.Array] = {}
+        for batch in batches:
+            microbatches, frozen = self._inputs(replace(batch, counts=counts), loss)
+            with jax.set_mesh(self.spec.mesh):
+                sums = compiled(self.state.params, frozen, microbatches, loss)
+                total = self._add(total, sums) if total else sums
+        return {f"eval/{name.removeprefix('train/')}": float(value) for name, value in total.items()}
+
+    def _inputs(self, batch: Batch, loss: Loss) -> tuple[Microbatches, FrozenInputs]:
+        """The batch on the devices, and the frozen inputs that the loss reads.
+
+        Raises:
+            ValueError: the loss reads a reference or a teacher, and this learner has none.
+        """
+        microbatches, reference, states = self.spec.microbatcher.place(batch), None, None
+        if loss.reference:
+            reference = required("reference", self.reference).params
+        if loss.divergence:
+            states = required("teacher", self.teacher).states(batch, microbatches)
+        return microbatches, FrozenInputs(self.frozen, reference, states)
+
+    @cached_property
+    def _everywhere(self) -> NamedSharding:
+        return NamedSharding(self.spec.mesh, PartitionSpec())
+
+    @cached_property
+    def _compute(self) -> Compute:
+        spec = self.spec
+        return Compute(spec.model, spec.optimizer, spec.schedule, drops=bool(spec.adapter and spec.adapter.dropout))
+
+    @property
+    def _products(self) -> dict[str, str]:
+        return fast_products(self.spec.mesh, self.spec.model.dtype)
+
+    @cached_property
+    def _step(self):
+        return jit(self._compute.step, static_argnames="loss", donate_argnums=0, options=self._products)
+
+    @cached_property
+    def _gradients(self):
+        return jit(self._compute.gradients, static_argnames="loss", options=self._products)
+
+    @cached_property
+    def _apply(self):
+        # Not the gradients: every output already has a buffer of the old state to take.
+        return jit(self._compute.apply, donate_argnums=0)
+
+    @cached_property
+    def _evaluate(self):
+        return jit(self._compute.evaluate, static_argnames="loss", options=self._products)
+
+    @cached_property
+    def _evaluate_unrounded(self):
+        plain = replace(self._compute, model=replace(self.spec.model, simulated=()))
+        return jit(plain.evaluate, static_argnames="loss", options=self._products)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.spec.model, self.spec.microbatcher, self.spec.length)
+
+    @cached_property
+    def _add(self):
+        return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
+
+    def _new_state(self, params: Params) -> TrainState:
+        """The state at step 0. A moment is sharded like the parameter of its shape (GSPMD would replicate it)."""
+        tx: optax.GradientTransformation = self.spec.optimizer
+
+        def placement(path: tuple[Any, ...], moment: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            owner = params.get(names[-1]) if names else None
+            return owner.sharding if owner is not None and owner.shape == moment.shape else self._everywhere
+
+        moments = jax.tree_util.tree_map_with_path(placement, jax.eval_shape(tx.init, params))
+        step = jax.device_put(np.int32(0), self._everywhere)
+        return TrainState(params, jit(tx.init, out_shardings=moments)(params), step)
+
+
+def required(name: str, model: Frozen | None) -> Frozen:
+    """The frozen model, checked to be present.
+
+    Raises:
+        ValueError: it is None.
+    """
+    if model is None:
+        raise ValueError(f"no {name} is held: build the client with one")
+    return model

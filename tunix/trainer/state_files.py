@@ -1,0 +1,107 @@
+"""Saves and loads a train state as a folder: written by Orbax in the background, restored exactly onto any mesh."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from tunix.errors import UserError
+from tunix.trainer.step import TrainState
+
+
+class Unreadable(UserError):
+    """The error for a folder that does not hold this state, or is damaged."""
+
+
+class Writing:
+    """A save in progress (`protocols.Saving`)."""
+
+    def __init__(self, writer: ocp.StandardCheckpointer):
+        self._writer = writer
+
+    def result(self) -> None:
+        """Waits until everything is on disk; raises any error of the write."""
+        try:
+            self._writer.wait_until_finished()
+        finally:
+            self._writer.close()
+
+
+def save_state(path: Path, state: TrainState) -> Writing:
+    """Starts to write a train state as the new folder `path`, which appears when it is complete.
+
+    Returns once the arrays may be donated.
+    """
+    writer = ocp.StandardCheckpointer()
+    writer.save(path.absolute(), flatten(state))
+    return Writing(writer)
+
+
+def load_state(path: Path, like: TrainState) -> TrainState:
+    """Reads what `save_state` wrote, sharded like `like`.
+
+    Raises:
+        Unreadable: the folder holds another model's state, or is damaged.
+        UserError: a narrower type would lose precision.
+    """
+    target = jax.tree.map(shape_and_sharding, flatten(like))
+    with ocp.StandardCheckpointer() as reader:
+        try:
+            arrays = reader.restore(path.absolute(), target)
+            stored = reader.metadata(path.absolute()).item_metadata.tree
+            state = unflatten(arrays, like)
+        except Exception as error:  # tensorstore raises a bare Exception for a damaged file
+            raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
+    _compare_types(path, stored, target)
+    return state
+
+
+def _compare_types(where: Path, stored: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Checks the types that Orbax casts silently. A wider type loses nothing and is only noted: it comes from a run
+    before `optimizer.moments_dtype`, whose moments had the type of the weights.
+
+    Raises:
+        UserError: a narrower type would lose precision.
+    """
+    for part, arrays in target.items():
+        pairs = {(stored[part][name].dtype, x.dtype) for name, x in arrays.items()}
+        for before, now in (pair for pair in pairs if pair[0] != pair[1]):
+            change = f"{where} holds {part} in {before}, and this run keeps them in {now}"
+            if before.itemsize > now.itemsize:
+                remedy = "set optimizer.moments_dtype and model.param_dtype as they were, or start with --fresh"
+                raise UserError(f"{change}: {remedy}")
+            print(f"note: {change}: they are the same numbers", file=sys.stderr)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, shortened in the middle; the name of its class where it has no text."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"  # the cause is at the end
+
+
+def shape_and_sharding(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an array, without its values."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def flatten(state: TrainState) -> dict[str, dict[str, jax.Array]]:
+    """A train state as plain dicts of arrays, since optax's classes do not belong on disk."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state.moments)
+    moments = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    parts = {"params": dict(state.params), "moments": moments, "step": {"step": state.step}}
+    critic = {} if state.critic is None else flatten(state.critic)
+    return parts | {f"critic_{name}": value for name, value in critic.items()}
+
+
+def unflatten(arrays: Mapping[str, dict[str, jax.Array]], like: TrainState) -> TrainState:
+    """The inverse of `flatten`, in the structure of `like`."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like.moments)
+    moments = [arrays["moments"][jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves]
+    critic = None
+    if like.critic is not None:
+        of_critic = {name.removeprefix("critic_"): x for name, x in arrays.items() if name.startswith("critic_")}
+        critic = unflatten(of_critic, like.critic)
+    return TrainState(arrays["params"], jax.tree.unflatten(structure, moments), arrays["step"]["step"], critic)
