@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.finetune import trained
-from tunix.commands.evaluate import Wanted
+from tunix.commands.evaluate import EvalOptions
 from tunix.commands.quantize import quantize, read_words
 from tunix.inference.model import InferenceOptions
 from tunix.run.result import RunResult
@@ -39,7 +39,7 @@ def step_time(result: RunResult) -> float:
 def after_training(run: RunResult, rules: str, out: Path) -> float:
     """Held-out loss of a run's weights, rounded."""
     shutil.rmtree(out, ignore_errors=True)  # written by this benchmark, and written again
-    return quantize(InferenceOptions(str(run.folder)), out, rules, Wanted())["loss/after"]
+    return quantize(InferenceOptions(str(run.folder)), out, rules, EvalOptions())["loss/after"]
 
 
 def main() -> None:

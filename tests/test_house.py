@@ -1,7 +1,7 @@
-"""The house keeps its staircase: imports point down only, nothing goes in circles, and the front door is instant.
+"""Tests of the architecture: imports point only to lower floors and form no cycle, and `import tunix` is fast.
 
-The import graph is read from the source with `ast`, so imports inside of functions count like any other; those that
-only a type checker reads do not.
+The import graph is read from the source with `ast`, so imports inside functions count too; those for type checkers do
+not.
 """
 
 import ast
@@ -54,24 +54,24 @@ FLOORS = (
 )
 FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 MOST_LOOSE = 8
-"""Files directly below tunix/."""
+"""Maximum number of files directly below tunix/."""
 HEAVY = {"jax", "flax", "transformers", "datasets", "grain", "wandb", "torch", "orbax", "optax"}
-"""Third-party packages that take seconds to import or wake a device."""
+"""Third-party packages that take seconds to import or initialize a device."""
 
 
 def modules() -> dict[str, Path]:
-    """`data.tiny` -> its file. A folder's own text is `data.__init__`."""
+    """Module name, e.g. `data.tiny`, -> its file; a folder's `__init__.py` is `data.__init__`."""
     files = sorted(PACKAGE.rglob("*.py"))
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
 
 
 def room(module: str) -> str:
-    """The folder that a module lies in, or the module itself where it lies directly below tunix/."""
+    """The folder of a module, or the module itself if it is directly below tunix/."""
     return module.rpartition(".")[0] or module
 
 
 def resolved(dotted: str, known: dict[str, Path]) -> str | None:
-    """The module of ours that `tunix.a.b.name` reaches: the longest prefix that is a file or a folder."""
+    """The tunix module that `tunix.a.b.name` imports: the longest prefix that is a file or a folder."""
     parts = dotted.split(".")
     if parts[0] != "tunix":
         return None
@@ -83,7 +83,7 @@ def resolved(dotted: str, known: dict[str, Path]) -> str | None:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every dotted name that a file imports, those for type checkers left out."""
+    """Yields every dotted name that a file imports, except those for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             continue
@@ -97,18 +97,18 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Module -> the modules of ours that it imports; read once, and nobody changes it."""
+    """Module -> the tunix modules that it imports; cached, so callers must not change it."""
     known = modules()
     edges: dict[str, set[str]] = {}
     for name, path in known.items():
         targets = (resolved(dotted, known) for dotted in imported(ast.parse(path.read_text())))
-        # `tunix/__init__.py` loads before everything and imports nothing by itself: it is nobody's target.
+        # `tunix/__init__.py` is loaded before everything and imports nothing eagerly, so it is never a target.
         edges[name] = {target for target in targets if target not in (None, name, "__init__")}
     return edges
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """One cycle of the graph, or nothing."""
+    """One cycle of the graph as a list of nodes; empty without any."""
     done: set[str] = set()
 
     def walk(node: str, trail: list[str]) -> list[str]:
@@ -141,7 +141,7 @@ def test_every_room_says_what_it_is():
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_imports_point_down(module: str):
-    """Down, or to a file of the same room: those may use each other as long as nothing goes in circles."""
+    """Imports point to lower floors, or to files of the same folder, which may use each other without cycles."""
     upward = [target for target in graph()[module] if FLOOR[room(target)] > FLOOR[room(module)]]
     assert not upward, f"{module} imports upward: {upward}"
 
@@ -157,14 +157,14 @@ def test_a_circle_would_be_found():
 
 @cache
 def light(module: str) -> bool:
-    """Whether a module loads without the heavy packages: its own file imports none, nor do those that it leads to."""
+    """Whether a module imports no heavy package, neither directly nor through others."""
     if {dotted.split(".")[0] for dotted in imported(ast.parse(modules()[module].read_text()))} & HEAVY:
         return False
     return all(map(light, graph()[module]))
 
 
 def test_configs_are_light():
-    """So a recipe is read and checked without jax; what runs it is not light, or this would hold of anything."""
+    """Configs load without jax, so that recipes are checked without it; the modules that run them do import it."""
     configs = [name for name in modules() if name.endswith(".config") and name != "models.config"]
     assert {name for name in configs if not light(name)} == set()
     assert len(configs) > len(("data", "lora", "rollout", "trainer"))
@@ -177,7 +177,7 @@ def test_recipes_read_configs_only():
 
 
 def test_everything_is_compiled_in_one_way():
-    """`jax.jit` itself lets XLA drop casts of bfloat16, in each program others (`tunix.util.exact`)."""
+    """Only `tunix.util.exact` calls `jax.jit`, which lets XLA drop casts to bfloat16, differently in each program."""
 
     def makes(node: ast.AST) -> bool:
         imported = (
@@ -190,7 +190,7 @@ def test_everything_is_compiled_in_one_way():
 
 
 def test_algorithms_do_not_know_the_machinery():
-    """They speak to the client's protocol: no trainer, no model, no mesh."""
+    """Algorithms use the client's protocol only: they import no trainer, no model, no mesh."""
     forbidden = {"models", "lora", "mesh", "trainer", "hf"}
     for module, targets in graph().items():
         if module.startswith("algorithms."):
@@ -198,7 +198,7 @@ def test_algorithms_do_not_know_the_machinery():
 
 
 def loaded(code: str, *argv: str) -> set[str]:
-    """Top-level modules that a fresh python has after running `code`."""
+    """Top-level modules that a new Python process has imported after running `code`."""
     script = f"import sys\n{code}\nprint('LOADED', *sorted({{m.split('.')[0] for m in sys.modules}}))"
     result = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True, cwd=ROOT)
     return set(result.stdout.rsplit("LOADED", 1)[1].split())

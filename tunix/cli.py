@@ -1,8 +1,8 @@
-"""The command line: words in, one call into the room that does the work, an exit code out.
+"""The command line: parses the arguments of a command, calls the module that implements it, returns an exit code.
 
-0 is done; 2 a mistake that the user can mend, told in a sentence; 130 interrupted. Anything else is a defect of ours
-and shows its traceback. Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table of what
-there is.
+Exit code 0 is success, 2 a user error, reported in a sentence, 130 an interruption. Any other exception is a defect of
+tunix and shows its traceback. Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table
+of all commands.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tunix.commands.arguments import (
 from tunix.errors import Interrupted, UserError, nearest
 
 if TYPE_CHECKING:
-    from tunix.commands.generate import Judged
+    from tunix.commands.generate import Selection
     from tunix.inference.model import InferenceOptions
     from tunix.types import Sampling
 
@@ -39,25 +39,25 @@ Parsed = argparse.Namespace
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the table."""
+    """A command: its help, its arguments, and the function that runs it."""
 
     summary: str
-    """A line for the overview."""
+    """One line for `tunix --help`."""
     example: str
-    """A complete call."""
+    """A complete call, for the help of the command."""
     arguments: Callable[[Parser], None]
-    """Declares its arguments."""
+    """Declares the arguments."""
     execute: Callable[[Parsed], None]
-    """Does the work; imports what it needs."""
+    """Runs the command; imports the modules that it needs."""
 
 
 def entry() -> NoReturn:
-    """The console script."""
+    """Entry point of the console script `tunix`."""
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (`| head`) has left: whatever is still buffered goes nowhere, also at the interpreter's exit.
+        # The reader (`| head`) has closed the pipe: buffered output is discarded, also at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     sys.exit(code)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: the words after `tunix`; those of the process by default.
+        argv: the arguments after `tunix`; those of the process by default.
 
     Returns:
         The exit code.
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    """Finds the command that the first word names, and runs it with the others.
+    """Runs the command that the first word names with the other words as its arguments.
 
     Raises:
         UserError: there is no such command, or its arguments do not fit.
@@ -114,7 +114,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _overview() -> str:
-    """The text of `tunix --help`."""
+    """The output of `tunix --help`."""
     rows = "\n".join(f"  {name:<9}{command.summary}" for name, command in COMMANDS.items())
     return f"""usage: tunix COMMAND ...
 
@@ -128,7 +128,7 @@ examples:
   tunix run recipes/sft_gemma.yaml optimizer.learning_rate=1e-5 output=runs/slower
   tunix run recipes/sft_gemma.yaml --tiny      on a laptop, without a download
 
-`tunix COMMAND --help` says more. Exit codes: 0 done, 2 a mistake in what was asked, 130 interrupted."""
+`tunix COMMAND --help` says more. Exit codes: 0 done, 2 user error, 130 interrupted."""
 
 
 def _run(parsed: Parsed) -> None:
@@ -169,40 +169,40 @@ def _generate(parsed: Parsed) -> None:
     from tunix.commands.compare_adapters import compare
     from tunix.commands.generate import generate
 
-    adapters, judging, how = parsed.adapter, _judged(parsed), _sampling(parsed)
-    to = {"rows": parsed.input, "out": parsed.out, "sampling": how, "n": parsed.n, "seed": parsed.seed}
+    adapters, selection, sampling = parsed.adapter, _selection(parsed), _sampling(parsed)
+    settings = {"rows": parsed.input, "out": parsed.out, "sampling": sampling, "n": parsed.n, "seed": parsed.seed}
     if len(adapters) < 2:
         parsed.adapter = adapters[0] if adapters else None
-        generate(_asked(parsed, parsed.slots), parsed.prompt, judging=judging, **to)
+        generate(_inference_options(parsed, parsed.slots), parsed.prompt, selection=selection, **settings)
         return
-    if judging is not None:
+    if selection is not None:
         raise UserError("--reward scores the completions of one model: give one --adapter at a time")
     parsed.adapter = None
-    compare(_asked(parsed, parsed.slots), adapters, parsed.prompt, **to)
+    compare(_inference_options(parsed, parsed.slots), adapters, parsed.prompt, **settings)
 
 
-def _judged(parsed: Parsed) -> "Judged | None":
-    """How completions are scored and chosen."""
-    from tunix.commands.generate import Judged
+def _selection(parsed: Parsed) -> "Selection | None":
+    """How completions are scored and selected; None without rewards."""
+    from tunix.commands.generate import Selection
     from tunix.commands.reward_flags import reward_config
 
     rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
     if rewards is not None:
-        return Judged(rewards, parsed.best, parsed.threshold)
+        return Selection(rewards, parsed.best, parsed.threshold)
     for name in ("best", "threshold"):
         if vars(parsed)[name] is not None:
-            raise UserError(f"--{name} chooses by what completions are worth: say --reward, for instance exact_match")
+            raise UserError(f"--{name} selects by reward: add --reward, for instance exact_match")
     return None
 
 
 def _eval(parsed: Parsed) -> None:
-    from tunix.commands.evaluate import Wanted, evaluate
+    from tunix.commands.evaluate import EvalOptions, evaluate
     from tunix.commands.reward_flags import reward_config
 
     columns = dict(column.partition("=")[::2] for column in parsed.column)
     if wrong := next((ours for ours, theirs in columns.items() if not (ours and theirs)), None):
         raise UserError(f"--column {wrong!r}: write ours=theirs, as in prompt=question")
-    wanted = Wanted(
+    eval_options = EvalOptions(
         data=parsed.data,
         split=parsed.split,
         columns=columns,
@@ -217,25 +217,26 @@ def _eval(parsed: Parsed) -> None:
         stop=tuple(parsed.stop),
         seed=parsed.seed,
     )
-    evaluate(_asked(parsed, parsed.slots), wanted, parsed.out)
+    evaluate(_inference_options(parsed, parsed.slots), eval_options, parsed.out)
 
 
 def _quantize(parsed: Parsed) -> None:
-    from tunix.commands.evaluate import Wanted
+    from tunix.commands.evaluate import EvalOptions
     from tunix.commands.quantize import quantize
     from tunix.inference.model import InferenceOptions
 
-    asked = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype)
-    quantize(asked, parsed.out, parsed.rules, Wanted(data=parsed.data, rows=parsed.rows), packed=parsed.packed)
+    options = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype)
+    eval_options = EvalOptions(data=parsed.data, rows=parsed.rows)
+    quantize(options, parsed.out, parsed.rules, eval_options, packed=parsed.packed)
 
 
 def _chat(parsed: Parsed) -> None:
     from tunix.commands.chat import chat
 
-    chat(_asked(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
+    chat(_inference_options(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
 
 
-def _asked(parsed: Parsed, slots: int | None) -> "InferenceOptions":
+def _inference_options(parsed: Parsed, slots: int | None) -> "InferenceOptions":
     from tunix.inference.model import InferenceOptions
 
     return InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, slots, parsed.system, parsed.raw)
@@ -262,7 +263,7 @@ def _export(parsed: Parsed) -> None:
 
 COMMANDS = {
     "run": Command(
-        "train; goes on by itself where the run folder holds the same recipe",
+        "train; resumes where the run folder holds the same recipe",
         "tunix run recipes/sft_gemma.yaml steps=100 --tiny",
         run_arguments,
         _run,
@@ -274,7 +275,7 @@ COMMANDS = {
         _check,
     ),
     "inspect": Command(
-        "show rendered examples, what is trained on, and the accounting of the rows",
+        "show rendered examples, their trained tokens, and the accounting of the rows",
         "tunix inspect recipes/quickstart.yaml --rows 3",
         inspect_arguments,
         _inspect,
@@ -298,7 +299,7 @@ COMMANDS = {
         _eval,
     ),
     "quantize": Command(
-        "round a model's matrices to few bits, and measure what that costs",
+        "round a model's matrices to few bits, and measure the error",
         "tunix quantize google/gemma-3-1b-it rounded --rules 'mlp.*=int4:64,.*=int8' --data rows.jsonl",
         quantize_arguments,
         _quantize,

@@ -228,7 +228,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "no rows": ([], ["is no run, which would bring its own rows"]),
     "no such rows": (["gone.jsonl"], ["gone.jsonl: there is no such file"]),
     "no such task": (["rows.jsonl", "--task", "los"], ["--task", "'los'"]),
-    "nothing judges": (["rows.jsonl", "--task", "reward"], ["nothing says what an answer is worth; say --reward"]),
+    "nothing judges": (["rows.jsonl", "--task", "reward"], ["nothing scores the answers; add --reward"]),
     "reward for loss": ([*JUDGED, "--task", "loss"], ["--reward changes nothing for loss"]),
     "k for accuracy": ([*JUDGED, "--task", "accuracy", "--k", "2"], ["--k changes nothing for accuracy"]),
     "threshold for reward": ([*JUDGED, "--threshold", "1"], ["--threshold changes nothing for reward"]),

@@ -366,11 +366,11 @@ def test_without_a_template_a_chat_is_one_text_that_goes_on(
     assert f"plain continuation: {plain} has no chat template" in err
 
 
-def speaking(base: Path, write: Callable[[str], None], tokens: int) -> tunix.commands.chat.Talk:
-    speaker = InferenceModel(InferenceOptions(str(base)))
-    assert speaker.tokenizer is not None
-    sampling = speaker.stopping(Sampling(max_tokens=tokens, temperature=0.0))
-    return tunix.commands.chat.Talk(speaker, speaker.tokenizer, sampling, seed=0, write=write)
+def conversation(base: Path, write: Callable[[str], None], tokens: int) -> tunix.commands.chat.Conversation:
+    inference = InferenceModel(InferenceOptions(str(base)))
+    assert inference.tokenizer is not None
+    sampling = inference.with_stop_ids(Sampling(max_tokens=tokens, temperature=0.0))
+    return tunix.commands.chat.Conversation(inference, inference.tokenizer, sampling, seed=0, write=write)
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(base: Path, capsys: pytest.CaptureFixture[str]):
@@ -382,14 +382,14 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(base: Path, capsys: pytest.Capt
         if len(written) == 1:
             signal.raise_signal(signal.SIGINT)
 
-    talk = speaking(base, write, tokens=20)
-    talk.hear("hi")
+    talk = conversation(base, write, tokens=20)
+    talk.handle("hi")
     begun = written[0]
     assert written == [begun, "\n"]
     assert "(stopped)" in capsys.readouterr().err
-    talk.hear("so?")
-    turns = [said("user", "hi"), said("assistant", talk.said[1]["content"])]
-    assert talk.said[1]["content"].startswith(begun)
+    talk.handle("so?")
+    turns = [said("user", "hi"), said("assistant", talk.turns[1]["content"])]
+    assert talk.turns[1]["content"].startswith(begun)
     (expected,) = generated(base, [user("so?", *turns)], "--temperature", "0", "--max-tokens", "20")
     assert "".join(written[2:]) == expected["text"] + "\n"
 

@@ -145,9 +145,9 @@ def test_what_is_trained_is_what_was_sampled(named: str, base: Path, bare: Path,
 
 def test_rows_are_text_where_their_text_says_it_all(base: Path):
     """Answers that end in the template's end of a turn are messages; one that was cut off makes all rows ids."""
-    speaker = InferenceModel(InferenceOptions(str(base), system="be brief"))
+    inference = InferenceModel(InferenceOptions(str(base), system="be brief"))
     row = {"prompt": "hi", "answer": 3}
-    question = Question(row, speaker.prompt(row, "the row"))
+    question = Question(row, inference.prompt(row, "the row"))
     end = TOKENIZER.hf.convert_tokens_to_ids("<|eot_id|>")
 
     def said(text: str, ends: bool, reward: float) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_rows_are_text_where_their_text_says_it_all(base: Path):
         return {"tokens": tokens, "text": text, "reward": reward, "row": 0, "sample": 0}
 
     whole, cut = said("yes", True, 1.0), said("ye", False, 0.5)
-    chosen = choose(speaker, [question], [[cut, whole]], 1, None)
+    chosen = choose(inference, [question], [[cut, whole]], 1, None)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     answer = [{"role": "assistant", "content": "yes"}]
     assert chosen.rows == [{"prompt": messages, "completion": answer, "reward": 1.0, "row": 0, "sample": 0}]
@@ -164,7 +164,7 @@ def test_rows_are_text_where_their_text_says_it_all(base: Path):
     prompt = question.tokens.tolist()
     assert trained(Path("best.jsonl"), base) == [(prompt, whole["tokens"])]
 
-    both = choose(speaker, [question], [[cut, whole]], 2, None)
+    both = choose(inference, [question], [[cut, whole]], 2, None)
     assert both.respelled == 1
     assert both.rows[1]["input_ids"] == prompt + cut["tokens"]
     assert both.rows[1]["labels"] == [-100] * len(prompt) + cut["tokens"]
@@ -174,11 +174,11 @@ def test_rows_are_text_where_their_text_says_it_all(base: Path):
 
 def test_plain_strings_stay_strings(base: Path):
     """BOS is 2, EOS is 1; h is byte 104, after 3 specials and 3 markers."""
-    speaker = InferenceModel(InferenceOptions(str(base), raw=True))
-    question = Question({"prompt": "h"}, speaker.prompt({"prompt": "h"}, "the row"))
+    inference = InferenceModel(InferenceOptions(str(base), raw=True))
+    question = Question({"prompt": "h"}, inference.prompt({"prompt": "h"}, "the row"))
     assert question.tokens.tolist() == [2, 110]
     one = {"tokens": [111, 1], "text": "i", "reward": 1.0, "row": 0, "sample": 0}
-    chosen = choose(speaker, [question], [[one]], 1, None)
+    chosen = choose(inference, [question], [[one]], 1, None)
     assert chosen.rows == [{"prompt": "h", "completion": "i", "reward": 1.0, "row": 0, "sample": 0}]
 
 
@@ -257,7 +257,7 @@ def test_ctrl_c_keeps_what_is_there(base: Path, monkeypatch: pytest.MonkeyPatch,
     with monkeypatch.context() as patched:
         patched.setattr(tunix.commands.generate._Writing, "_chunk", stopped)
         assert main(words) == 130
-    assert "8 of 10 rows are kept beside out.jsonl; the same call goes on" in capsys.readouterr().err
+    assert "8 of 10 rows are kept next to out.jsonl; the same call goes on" in capsys.readouterr().err
     assert main([*words, "--seed", "1"]) == 2
     assert "out.jsonl.partial holds what another call began: seed was 0, and is 1" in capsys.readouterr().err
     write_rows(Path("rows.jsonl"), [{"input_ids": [8 + i]} for i in range(10)])

@@ -1,1 +1,1 @@
-"""What the command line does besides training, one file for each command, and what they share."""
+"""The commands besides `tunix run`, one file for each, and the modules that they share."""

@@ -1,4 +1,4 @@
-"""The words of each command: argparse's declarations, and what is wrong with a word before anything is loaded."""
+"""The arguments of each command, declared for argparse and checked before anything is loaded."""
 
 import argparse
 from pathlib import Path
@@ -10,10 +10,10 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are `UserError`s that name the nearest option."""
+    """An argparse parser that raises `UserError` and suggests the nearest option."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what `main` prints, instead of leaving on the spot."""
+        """Raises a `UserError`, which `main` prints, instead of exiting."""
         options = [option for action in self._actions for option in action.option_strings]
         wrong = [word for word in message.split() if word.startswith("--") and word not in options]
         hint = nearest(wrong[0], options) if wrong else ""
@@ -21,39 +21,41 @@ class Parser(argparse.ArgumentParser):
 
 
 def recipe_arguments(parser: Parser) -> None:
-    """A recipe and what replaces its values."""
+    """Declares a recipe, its overrides and `--tiny`."""
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, or the name of one that tunix brings")
     replaces = "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
-    parser.add_argument("--tiny", action="store_true", help="a two-layer random model and a few made rows: no download")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a two-layer random model and a few generated rows: no download"
+    )
 
 
 def run_arguments(parser: Parser) -> None:
-    """Of `tunix run`."""
+    """Declares the arguments of `tunix run`."""
     recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
 
 
 def inspect_arguments(parser: Parser) -> None:
-    """Of `tunix inspect`."""
+    """Declares the arguments of `tunix inspect`."""
     recipe_arguments(parser)
     parser.add_argument("--rows", type=_count, default=4, metavar="N", help="examples to show (4)")
 
 
 def score_arguments(parser: Parser) -> None:
-    """Of `tunix score`."""
+    """Declares the arguments of `tunix score`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
     parser.add_argument("data", metavar="DATA", help=".jsonl with rows of text, messages or input_ids")
     writes = ".jsonl to write: logprobs, tokens and sum of each row"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=writes)
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows per pass (8)")
-    parser.add_argument("--max-length", type=_count, default=1024, metavar="N", help="tokens of a row at most (1024)")
+    parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows per micro-batch (8)")
+    parser.add_argument("--max-length", type=_count, default=1024, metavar="N", help="maximum tokens of a row (1024)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
 
 
 def generate_arguments(parser: Parser) -> None:
-    """Of `tunix generate`."""
+    """Declares the arguments of `tunix generate`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
     sent = (
         "text to answer: sent as a user's message where the tokenizer has a chat template, as it stands where it has "
@@ -63,64 +65,69 @@ def generate_arguments(parser: Parser) -> None:
     reads = ".jsonl with a row for each prompt: `prompt`, `messages` or `input_ids`"
     parser.add_argument("--input", metavar="FILE", help=reads)
     writes = (
-        ".jsonl to write, an object for each completion: row (from 0), sample, what the row asked with, tokens, text, "
+        ".jsonl to write, an object for each completion: row (from 0), sample, the row's prompt, tokens, text, "
         "logprobs, finish"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
     parser.add_argument("--n", type=_count, default=1, metavar="N", help="completions of each prompt (1)")
-    several = "PEFT adapter on top of the model; given several times, the answers of each are shown beside the others'"
+    several = "PEFT adapter on top of the model; may be given several times, to compare the answers of each"
     parser.add_argument("--adapter", type=Path, action="append", default=[], metavar="DIR", help=several)
-    slots = "completions drawn at a time: more memory, more speed, the same result"
+    slots = "completions sampled at a time: more memory, more speed, the same result"
     parser.add_argument("--slots", type=_count, metavar="N", help=slots)
     _reward_arguments(parser)
-    best = "write rows to train on instead: the K best completions of each prompt (1), of equals the first"
+    best = "write rows to train on instead: the K best completions of each prompt (1), of equal ones the first"
     parser.add_argument("--best", type=_count, nargs="?", const=1, metavar="K", help=best)
-    least = "write rows to train on instead: the completions that are worth at least X; also with --best"
+    least = "write rows to train on instead: the completions with a reward of at least X; also with --best"
     parser.add_argument("--threshold", type=float, metavar="X", help=least)
     _sampling_arguments(parser, max_tokens=256)
 
 
 def _reward_arguments(parser: Parser) -> None:
     judges = (
-        "scores each completion: a shipped reward, file.py:function or module:function, options behind it "
+        "scores each completion: a built-in reward, file.py:function or module:function, followed by options "
         "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}'); "
         "may be given several times"
     )
     parser.add_argument("--reward", action="append", default=[], metavar="REWARD", help=judges)
     model = "hub id, folder or run of a reward model that scores each completion"
     parser.add_argument("--reward-model", metavar="MODEL", help=model)
-    parser.add_argument("--deadline", type=float, default=10.0, metavar="S", help="seconds of a reward's call (10)")
+    parser.add_argument(
+        "--deadline", type=float, default=10.0, metavar="S", help="maximum seconds of a reward's call (10)"
+    )
 
 
 def eval_arguments(parser: Parser) -> None:
-    """Of `tunix eval`."""
+    """Declares the arguments of `tunix eval`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
     reads = ".jsonl, .parquet, folder, hub id or file.py:function; of a run its held-out rows, where nothing is given"
     parser.add_argument("data", nargs="?", metavar="DATA", help=reads)
     tasks = (
         "loss: of the rows' completions, and perplexity; reward: mean of the model's answers; accuracy: share of "
-        "answers worth --threshold; pass: pass@k; pairs: chosen above rejected. Left out: what the run or rows are for"
+        "answers with a reward of --threshold or more; pass: pass@k; pairs: chosen above rejected. By default what the "
+        "run or the rows are for"
     )
     parser.add_argument("--task", choices=("loss", "reward", "accuracy", "pass", "pairs"), help=tasks)
     _reward_arguments(parser)
-    parser.add_argument("--threshold", type=float, metavar="X", help="the least reward of a right answer (1)")
+    parser.add_argument("--threshold", type=float, metavar="X", help="minimum reward of a right answer (1)")
     parser.add_argument("--n", type=_count, metavar="N", help="answers to each row (1; 8 for pass)")
-    parser.add_argument("--k", type=_count, nargs="+", default=[], metavar="K", help="of pass@k (1 and N)")
+    parser.add_argument("--k", type=_count, nargs="+", default=[], metavar="K", help="values of k for pass@k (1 and N)")
     parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
-    parser.add_argument("--split", metavar="NAME", help="of DATA, where it has splits")
-    called = "a column that is called differently, as in prompt=question; may be given several times"
+    parser.add_argument("--split", metavar="NAME", help="split of DATA, where it has splits")
+    called = "a column with another name, as in prompt=question; may be given several times"
     parser.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help=called)
     parser.add_argument("--out", type=Path, metavar="FILE", help=".json for numbers and rows, .jsonl for the rows")
-    parser.add_argument("--max-tokens", type=_count, metavar="N", help="tokens of an answer (256, or the run's)")
+    parser.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="maximum tokens of an answer (256, or the run's)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (0; for pass 1, or the run's)")
-    slots = "completions drawn at a time: more memory, more speed, the same result"
+    slots = "completions sampled at a time: more memory, more speed, the same result"
     parser.add_argument("--slots", type=_count, metavar="N", help=slots)
     _adapter_argument(parser)
-    _asking_arguments(parser)
+    _prompt_arguments(parser)
 
 
 def quantize_arguments(parser: Parser) -> None:
-    """Of `tunix quantize`."""
+    """Declares the arguments of `tunix quantize`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
     rules = (
@@ -133,12 +140,12 @@ def quantize_arguments(parser: Parser) -> None:
     parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
     _packed_argument(parser)
     _adapter_argument(parser)
-    dtype = "of the written weights and of the computation (float32): bfloat16 is half as large, and no longer exact"
+    dtype = "of the written weights and the computation (float32): bfloat16 is half as large, and no longer exact"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
 
 
 def chat_arguments(parser: Parser) -> None:
-    """Of `tunix chat`."""
+    """Declares the arguments of `tunix chat`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
     _adapter_argument(parser)
     _sampling_arguments(parser, max_tokens=1024)
@@ -154,7 +161,7 @@ def _adapter_argument(parser: Parser) -> None:
 
 
 def _sampling_arguments(parser: Parser, max_tokens: int) -> None:
-    most = f"tokens of an answer at most ({max_tokens})"
+    most = f"maximum tokens of an answer ({max_tokens})"
     parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=most)
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)")
     parser.add_argument(
@@ -164,26 +171,28 @@ def _sampling_arguments(parser: Parser, max_tokens: int) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=mass)
     share = "only tokens at least P times as likely as the likeliest (0.0)"
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=share)
-    _asking_arguments(parser)
+    _prompt_arguments(parser)
 
 
-def _asking_arguments(parser: Parser) -> None:
+def _prompt_arguments(parser: Parser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
     raw = "send text as it stands, also where there is a chat template"
     parser.add_argument("--raw", action="store_true", help=raw)
     stop = "ends an answer, and is left out of its text; may be given several times"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the draws: the same gives the same (0)")
+    parser.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of the sampling: the same seed gives the same answers (0)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
 
 
 def export_arguments(parser: Parser) -> None:
-    """Of `tunix export`."""
+    """Declares the arguments of `tunix export`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
     parser.add_argument("--adapter", action="store_true", help="the adapter alone, as a PEFT folder")
     _packed_argument(parser)
-    parser.add_argument("--step", type=_count, metavar="N", help="of which checkpoint; the last one by default")
+    parser.add_argument("--step", type=_count, metavar="N", help="step of the checkpoint; the last one by default")
 
 
 def _count(text: str) -> int:

@@ -1,7 +1,7 @@
 """`tunix chat`: a conversation on the terminal, or over a pipe, one line of input at a time.
 
-With a chat template each line is a user's message, and all that was said is rendered anew for each answer. Without one
-the lines and the answers are one text that goes on; where the model ends it, the next line begins another.
+With a chat template each line is a user's message, and all turns are rendered again for each answer. Without one the
+lines and the answers are one continued text; where the model ends it, the next line starts another.
 Answers go to stdout, everything else to stderr, so that `printf 'hello\\n' | tunix chat MODEL` gives the answers alone.
 """
 
@@ -23,32 +23,32 @@ from tunix.types import Sampling
 COMMANDS = ("/quit", "/reset")
 
 
-def chat(asked: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> None:
-    """Talks until `/quit` or the end of the input.
+def chat(options: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> None:
+    """Holds a conversation until `/quit` or the end of the input.
 
     Args:
-        asked: the model.
-        sampling: how tokens are drawn; the model's own stop ids are added.
-        seed: of the draws; answer i draws by (seed, i, token index).
+        options: the model.
+        sampling: how tokens are sampled; the model's stop ids are added.
+        seed: answer i depends on (seed, i, token index).
 
     Raises:
-        UserError: the model is not to be had, has no tokenizer, or a setting means nothing.
+        UserError: the model cannot be loaded, has no tokenizer, or a setting is invalid.
     """
-    speaker = InferenceModel(asked)
-    if speaker.tokenizer is None:
-        raise UserError(f"{asked.model} has no tokenizer: it cannot chat; tunix generate --input answers input_ids")
-    talk = Talk(speaker, speaker.tokenizer, speaker.stopping(sampling), seed)
-    # Found out and read now, so that neither a mistake nor the wait comes behind the first line.
-    plain, _ = speaker.plain, speaker.engine
-    _tell(f"{asked.model}: /reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+    inference = InferenceModel(options)
+    if inference.tokenizer is None:
+        raise UserError(f"{options.model} has no tokenizer: it cannot chat; tunix generate --input answers input_ids")
+    conversation = Conversation(inference, inference.tokenizer, inference.with_stop_ids(sampling), seed)
+    # Loaded now, so that a mistake is reported and the wait is over before the first line.
+    plain, _ = inference.plain_reason, inference.engine
+    _print_status(f"{options.model}: /reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer")
     if plain is not None:
-        _tell(f"plain continuation: {plain}. Your lines and the answers are one text that goes on")
+        _print_status(f"plain continuation: {plain}. Your lines and the answers are one text that goes on")
     while (line := _read()) is not None and line.strip() != "/quit":
-        talk.hear(line)
+        conversation.handle(line)
 
 
 def _read() -> str | None:
-    """A line of the input; None at its end."""
+    """Reads a line of the input; None at its end."""
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` its editing keys)
@@ -57,17 +57,17 @@ def _read() -> str | None:
     while True:
         try:
             line = input(prompt)
-            line.encode()  # a POSIX locale lets bytes through that are no text
+            line.encode()  # a POSIX locale admits bytes that are not text
             return line
         except EOFError:
             return None
         except KeyboardInterrupt:
-            _tell("\n/quit or Ctrl-D ends")
+            _print_status("\n/quit or Ctrl-D ends")
         except UnicodeError as error:
             raise UserError(f"the input is not UTF-8 text: {error}") from error
 
 
-def _tell(text: str) -> None:
+def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -76,59 +76,57 @@ def _write(text: str) -> None:
 
 
 @dataclass
-class Talk:
-    """What was said so far, and the next answer."""
+class Conversation:
+    """The turns so far, and the model that answers the next line."""
 
-    speaker: InferenceModel
+    inference: InferenceModel
     tokenizer: Tokenizer
     sampling: Sampling
     seed: int
     write: Callable[[str], None] = _write
-    """Where the pieces of an answer go."""
-    said: list[Message] = field(default_factory=list)
-    """With a template: the turns."""
+    """Receives the pieces of an answer."""
+    turns: list[Message] = field(default_factory=list)
+    """With a chat template, the turns so far."""
     text: list[int] = field(default_factory=list)
-    """Without: the tokens of the text."""
+    """Without a chat template, the tokens of the text so far."""
     answers: int = 0
-    """Given so far, also before a reset: each draws anew."""
+    """Number of answers so far, also before a reset: each has other random numbers."""
 
-    def hear(self, line: str) -> None:
-        """A line of the person: a command, nothing, or what is to be answered."""
+    def handle(self, line: str) -> None:
+        """Handles a line of input: a command, an empty line, or a message to answer."""
         word = line.strip()
         if word == "/reset":
-            self.said, self.text = [], []
-            _tell("forgotten")
+            self.turns, self.text = [], []
+            _print_status("forgotten")
         elif re.fullmatch(r"/\w+", word):
-            _tell(f"{word} is no command; there are {', '.join(COMMANDS)}.{nearest(word, COMMANDS)}")
+            _print_status(f"{word} is no command; there are {', '.join(COMMANDS)}.{nearest(word, COMMANDS)}")
         elif word:
             self._answer(line)
 
     def _answer(self, line: str) -> None:
-        said: list[Message] = [*self.said, {"role": "user", "content": line}]
-        prompt = self._rendered(said) if self.speaker.plain is None else self._continued(line)
-        if len(prompt) >= self.speaker.limit:
-            _tell(
-                f"all that was said has {len(prompt)} tokens, the model ends at {self.speaker.limit}: /reset forgets it"
-            )
+        turns: list[Message] = [*self.turns, {"role": "user", "content": line}]
+        prompt = self._rendered(turns) if self.inference.plain_reason is None else self._continued(line)
+        if len(prompt) >= (limit := self.inference.limit):
+            _print_status(f"all that was said has {len(prompt)} tokens, the model ends at {limit}: /reset forgets it")
             return
         stream = TextStream(self.tokenizer, self.sampling.stop_strings)
         request = Request(prompt, self.sampling, self.seed, self.answers)
         self.answers += 1
         try:
-            self.speaker.engine.run([request], on_tokens=lambda _, tokens: self.write(stream.feed(tokens)))
+            self.inference.engine.run([request], on_tokens=lambda _, tokens: self.write(stream.feed(tokens)))
             self.write(stream.finish() + "\n")
         except KeyboardInterrupt:
             self.write("\n")
-            _tell("(stopped)")
-        self.said = [*said, {"role": "assistant", "content": stream.text}]
+            _print_status("(stopped)")
+        self.turns = [*turns, {"role": "assistant", "content": stream.text}]
         ended = bool(stream.tokens) and stream.tokens[-1] in self.sampling.stop_ids
         self.text = [] if ended else [*prompt.tolist(), *stream.tokens]
 
-    def _rendered(self, said: list[Message]) -> np.ndarray:
+    def _rendered(self, turns: list[Message]) -> np.ndarray:
         system: list[Message] = []
-        if self.speaker.system is not None:
-            system = [{"role": "system", "content": self.speaker.system}]
-        return render_prompt([*system, *said], self.tokenizer, **self.speaker.template_kwargs)
+        if self.inference.system is not None:
+            system = [{"role": "system", "content": self.inference.system}]
+        return render_prompt([*system, *turns], self.tokenizer, **self.inference.template_kwargs)
 
     def _continued(self, line: str) -> np.ndarray:
         bos = not self.text and self.tokenizer.adds_bos

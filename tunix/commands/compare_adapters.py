@@ -1,8 +1,8 @@
-"""`tunix generate MODEL --adapter A --adapter B`: the same prompts to several adapters of one base, side by side.
+"""`tunix generate MODEL --adapter A --adapter B`: answers the same prompts with several adapters of one base.
 
-The base is read once and stays as it is. The adapters lie beside it, unmerged, and share the engine's batches; one that
-brings tables of its own, which no batch can mix, is drawn from after the others. Completion j of row i draws by
-(seed, i n + j, token index) under every adapter, as with that adapter alone.
+The base is read once and is not changed. The adapters are loaded unmerged and share the engine's batches; one with its
+own embeddings, which cannot be mixed within a batch, samples after the others. Completion j of row i depends on
+(seed, i n + j, token index) with every adapter, as with that adapter alone.
 """
 
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix.commands.generate import line, opened
+from tunix.commands.generate import line, open_questions
 from tunix.commands.progress import Bar
 from tunix.commands.rejection_sampling import Question
 from tunix.errors import UserError
@@ -29,12 +29,12 @@ from tunix.rollout.engine.request import Request
 from tunix.types import Completion, Sampling
 from tunix.util.atomic_io import write_text_atomic
 
-Answers = dict[Path, list[Completion]]
-"""Each adapter's completions, those of a prompt together."""
+Completions = dict[Path, list[Completion]]
+"""Each adapter's completions, ordered by prompt and sample."""
 
 
 def compare(
-    asked: InferenceOptions,
+    options: InferenceOptions,
     adapters: List[Path],
     prompt: str | None,
     *,
@@ -44,96 +44,98 @@ def compare(
     n: int = 1,
     seed: int = 0,
 ) -> None:
-    """Answers a prompt on the screen, or writes `out`: the lines of `tunix generate` with `adapter`, row by row.
+    """Prints the answers to a prompt, or writes those to rows as lines of `tunix generate` with a field `adapter`.
 
     Args:
-        asked: the model, without an adapter.
-        adapters: PEFT folders; what else is asked is as in `generate`.
+        options: the model, without an adapter.
+        adapters: PEFT folders; the other arguments are as in `generate`.
 
     Raises:
-        UserError: the model, an adapter, the rows or the output are not to be had, or a setting means nothing.
+        UserError: the model, an adapter, the rows or the output are not accessible, or a setting is invalid.
     """
     if twice := {path for path in adapters if adapters.count(path) > 1}:
         raise UserError(f"--adapter {twice.pop()} is given twice")
-    speaker, sampling, questions = opened(asked, prompt, rows, out, sampling)
+    inference, sampling, questions = open_questions(options, prompt, rows, out, sampling)
     requests = [
         Request(question.tokens, sampling, seed, i * n + j) for i, question in enumerate(questions) for j in range(n)
     ]
-    answers = _answers(speaker, adapters, requests)
+    answers = _sampled(inference, adapters, requests)
     if out is None:
         for path, completions in answers.items():
             for number, completion in enumerate(completions, start=1):
                 of = f", {number} of {n}" if n > 1 else ""
-                print(f"--- {path}{of} ({completion.finish})\n{speaker.text(completion)}")
+                print(f"--- {path}{of} ({completion.finish})\n{inference.text(completion)}")
         return
-    write_text_atomic(out, "".join(_lines(speaker, questions, answers, n)))
+    write_text_atomic(out, "".join(_lines(inference, questions, answers, n)))
     number = len(requests) * len(adapters)
     print(f"{len(questions)} rows, {len(adapters)} adapters, {number} completions, written to {out}")
 
 
-def _answers(speaker: InferenceModel, adapters: List[Path], requests: List[Request]) -> Answers:
-    """All adapters' completions."""
-    source = speaker.source
+def _sampled(inference: InferenceModel, adapters: List[Path], requests: List[Request]) -> Completions:
+    """Samples the completions of all adapters."""
+    source = inference.source
     if source.merged is not None:
-        raise UserError(f"{speaker.asked.model} ends in an adapter: export it (tunix export) before adding others")
-    assert source.folder is not None  # only recipes begin with random weights
-    for doubt in (foreign_base(path, source.name, source.folder, source.decoder) for path in adapters):
-        if doubt:
-            print(doubt, file=sys.stderr)
+        raise UserError(f"{inference.options.model} ends in an adapter: export it (tunix export) before adding others")
+    assert source.folder is not None  # only recipes start from random weights
+    for warning in (foreign_base(path, source.name, source.folder, source.decoder) for path in adapters):
+        if warning:
+            print(warning, file=sys.stderr)
     rounding = _rounding(adapters)
-    model, params, mesh = speaker.weights()
+    model, params, mesh = inference.weights()
     if rounding is not None:
         params = as_rounded(params, model.config, rounding)
-    # All are read before the first is drawn from, so that the last one's mistake does not cost the others' time.
-    read = {path: LoadedAdapter(*beside(model, params, mesh, path)) for path in adapters}
-    decode = speaker.tokenizer.decode if speaker.tokenizer else None
-    mixtures = list(_mixtures(read))
+    # All are loaded before the first one samples, so that a mistake in the last one is reported at once.
+    loaded = {path: LoadedAdapter(*beside(model, params, mesh, path)) for path in adapters}
+    decode = inference.tokenizer.decode if inference.tokenizer else None
+    mixtures = list(_mixtures(loaded))
     moving = {name for tables, _ in mixtures for name in tables}
-    engine = Engine(model, mesh, slots=speaker.slots, length=speaker.limit, decode=decode, moving=moving)
-    answers: Answers = {}
+    engine = Engine(model, mesh, slots=inference.slots, length=inference.limit, decode=decode, moving=moving)
+    completions: Completions = {}
     with closing(Bar("generate", len(requests) * len(adapters))) as bar:
-        for version, (tables, laid) in enumerate(mixtures):
-            engine.publish({**params, **tables}, version, adapters=laid)
-            before = len(requests) * len(answers)
+        for version, (tables, batched) in enumerate(mixtures):
+            engine.publish({**params, **tables}, version, adapters=batched)
+            before = len(requests) * len(completions)
 
-            def hear(number: int, _: np.ndarray, before: int = before) -> None:
-                bar.show(before + max(0, number + 1 - speaker.slots))  # requests begin in their order
+            def show(number: int, _: np.ndarray, before: int = before) -> None:
+                bar.show(before + max(0, number + 1 - inference.slots))  # requests start in order
 
-            found = engine.run([replace(one, adapter=name) for name in laid for one in requests], on_tokens=hear)
-            answers |= {Path(name): found[i * len(requests) :][: len(requests)] for i, name in enumerate(laid)}
-    return {path: answers[path] for path in adapters}
+            sampled = engine.run([replace(one, adapter=name) for name in batched for one in requests], on_tokens=show)
+            completions |= {Path(name): sampled[i * len(requests) :][: len(requests)] for i, name in enumerate(batched)}
+    return {path: completions[path] for path in adapters}
 
 
 def _rounding(adapters: List[Path]) -> Quantization | None:
-    """How the base was rounded that all adapters were trained on (QLoRA); None for as it is.
+    """The rounding of the base that all adapters were trained on (QLoRA); None without rounding.
 
     Raises:
-        UserError: they were trained on different ones.
+        UserError: they were trained on bases with different rounding.
     """
-    found = {path: rounding_of(path) for path in adapters}
-    if len(set(found.values())) > 1:
-        told = {path: f"{how.base} in tiles of {how.tile}" if how else "no rounding" for path, how in found.items()}
-        listed = "; ".join(f"{path}: {how}" for path, how in told.items())
+    roundings = {path: rounding_of(path) for path in adapters}
+    if len(set(roundings.values())) > 1:
+        texts = {
+            path: f"{one.base} in tiles of {one.tile}" if one else "no rounding" for path, one in roundings.items()
+        }
+        listed = "; ".join(f"{path}: {text}" for path, text in texts.items())
         raise UserError(f"--adapter: their base was rounded differently while they trained ({listed}): ask each alone")
-    return found[adapters[0]]
+    return roundings[adapters[0]]
 
 
-def _mixtures(read: Mapping[Path, LoadedAdapter]) -> Iterator[tuple[Params, dict[str, LoadedAdapter]]]:
-    """(tables, adapters by name) that share batches: all that bring no tables, then each that does."""
-    tables = {path: {name: x for name, x in laid.params.items() if not is_adapter(name)} for path, laid in read.items()}
-    if plain := {str(path): laid for path, laid in read.items() if not tables[path]}:
+def _mixtures(loaded: Mapping[Path, LoadedAdapter]) -> Iterator[tuple[Params, dict[str, LoadedAdapter]]]:
+    """Groups adapters that share batches as (embeddings, adapters by name): all without embeddings, then each other."""
+    tables = {path: {name: x for name, x in one.params.items() if not is_adapter(name)} for path, one in loaded.items()}
+    if plain := {str(path): one for path, one in loaded.items() if not tables[path]}:
         yield {}, plain
-    for path, whole in tables.items():
-        if whole:
-            settings, params = read[path]
+    for path, table in tables.items():
+        if table:
+            settings, params = loaded[path]
             yield (
-                whole,
-                {str(path): LoadedAdapter(settings, {name: x for name, x in params.items() if name not in whole})},
+                table,
+                {str(path): LoadedAdapter(settings, {name: x for name, x in params.items() if name not in table})},
             )
 
 
-def _lines(speaker: InferenceModel, questions: List[Question], answers: Answers, n: int) -> Iterator[str]:
+def _lines(inference: InferenceModel, questions: List[Question], answers: Completions, n: int) -> Iterator[str]:
     for row, question in enumerate(questions):
         for path, completions in answers.items():
             for sample, completion in enumerate(completions[row * n : (row + 1) * n]):
-                yield line(speaker, row, sample, question.row, completion, {"adapter": str(path)})
+                yield line(inference, row, sample, question.row, completion, {"adapter": str(path)})

@@ -1,7 +1,7 @@
-"""What `tunix eval` measures: the loss of given completions, the model's own answers, and pairs.
+"""The tasks of `tunix eval`: the loss of given completions, scores of sampled answers, and comparisons of pairs.
 
-Each takes a speaker and the rows, renders them as training does, and gives numbers with their standard errors and an
-object for each row. `evaluate.py` chooses among them, prints and writes.
+Each takes a model and the rows, renders them as training does, and returns numbers with their standard errors and an
+object for each row. `evaluate.py` selects the tasks, prints and writes the results.
 
 Axes: T time.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.episodes import rewards_of
-from tunix.commands.progress import Bar, Drawing
+from tunix.commands.progress import Bar, ProgressSampler
 from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig
@@ -38,103 +38,106 @@ from tunix.types import Sequence
 from tunix.util.statistics import Estimate, mean_of, means_of, pass_at_k, ratio_of
 
 ROWS_PER_PASS, TOGETHER = 8, 64
-"""Rows of a compiled pass, and sequences that are given to the device at a time."""
+"""Rows of a micro-batch, and sequences in a call on the device."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows, and how they are read."""
+    """The rows to evaluate, and how they are rendered."""
 
     rows: Rows
     config: DataConfig
     limit: int | None = None
-    """Rows from the start; None for all."""
+    """Maximum number of rows, from the start; None for all."""
 
-    def examples(self, speaker: InferenceModel, train_on: RowKind) -> "Examples":
-        """What becomes of the rows.
+    def examples(self, inference: InferenceModel, train_on: RowKind) -> "Examples":
+        """Renders the rows.
 
         Raises:
-            UserError: nothing of them is left.
+            UserError: every row is dropped.
         """
-        size = speaker.source.decoder.vocab_size
-        how = replace(rendering(self.config, self.rows[0], f"row 1 of {self.rows.name}", train_on), vocab_size=size)
+        size = inference.source.decoder.vocab_size
+        settings = replace(
+            rendering(self.config, self.rows[0], f"row 1 of {self.rows.name}", train_on), vocab_size=size
+        )
         number = min(self.limit or sys.maxsize, len(self.rows))
         made = [
-            to_example(self.rows[i], speaker.tokenizer, how, f"row {i + 1} of {self.rows.name}") for i in range(number)
+            to_example(self.rows[i], inference.tokenizer, settings, f"row {i + 1} of {self.rows.name}")
+            for i in range(number)
         ]
         kept = [(i, one) for i, one in enumerate(made) if isinstance(one, Kept) and one.sequences[0].weight > 0]
-        found = Examples([i for i, _ in kept], [one for _, one in kept], sum(map(Accounting.of, made), Accounting()))
+        examples = Examples([i for i, _ in kept], [one for _, one in kept], sum(map(Accounting.of, made), Accounting()))
         if not kept:
-            raise UserError(f"{self.rows.name}: none of {number} rows can be evaluated{found.told}")
-        return found
+            raise UserError(f"{self.rows.name}: none of {number} rows can be evaluated{examples.note}")
+        return examples
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Rows that can be evaluated."""
+    """Rendered rows, without dropped ones."""
 
     places: list[int]
-    """Of each, its number in the file, from 0."""
+    """The number of each row in the file, from 0."""
     kept: list[Kept]
     accounting: Accounting
 
     @property
-    def told(self) -> str:
-        """What was lost on the way, e.g. `; 2 x longer than max_length`."""
+    def note(self) -> str:
+        """Text about dropped and truncated rows, e.g. `; 2 x longer than max_length`; empty without any."""
         lost = {**self.accounting.dropped, "cut off at max_length": self.accounting.truncated}
         return "".join(f"; {count} x {reason}" for reason, count in lost.items() if count)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was measured."""
+class EvalResult:
+    """The numbers of one task, and an object for each row."""
 
     metrics: Mapping[str, Estimate]
     rows: list[dict[str, Any]]
-    """An object for each row."""
+    """Results by row, e.g. `{"row": 0, "loss": 1.2, "tokens": 7}`."""
     notes: list[str] = field(default_factory=list)
-    """What a person should know about the numbers."""
+    """Remarks that are printed below the numbers."""
 
 
-def loss(speaker: InferenceModel, table: Table, train_on: RowKind = RowKind.COMPLETION) -> Found:
-    """The mean of `-log p` over the trained tokens, each weighted as its row, and the perplexity."""
-    examples = table.examples(speaker, train_on)
+def loss(inference: InferenceModel, table: Table, train_on: RowKind = RowKind.COMPLETION) -> EvalResult:
+    """The mean of `-log p` over the trained tokens, weighted by row, and the perplexity."""
+    examples = table.examples(inference, train_on)
     sequences = [kept.sequences[0] for kept in examples.kept]
-    found = [-x[one.loss_mask].astype(np.float64) for one, x in _scored(speaker, sequences)]
+    losses = [-x[one.loss_mask].astype(np.float64) for one, x in _scored(inference, sequences)]
     weights = np.array([one.weight for one in sequences])
-    mean = ratio_of(weights * [x.sum() for x in found], weights * [x.size for x in found])
-    reached = perplexity(mean.value)
-    error = None if mean.error is None else reached * mean.error
+    mean = ratio_of(weights * [x.sum() for x in losses], weights * [x.size for x in losses])
+    value = perplexity(mean.value)
+    error = None if mean.error is None else value * mean.error
     rows = [
         {"row": place, "loss": float(x.mean()), "tokens": x.size}
-        for place, x in zip(examples.places, found, strict=True)
+        for place, x in zip(examples.places, losses, strict=True)
     ]
-    metrics = {"loss": mean, "perplexity": Estimate(reached, error, mean.count)}
-    return Found(metrics, rows, [f"{sum(x.size for x in found)} trained tokens{examples.told}"])
+    metrics = {"loss": mean, "perplexity": Estimate(value, error, mean.count)}
+    return EvalResult(metrics, rows, [f"{sum(x.size for x in losses)} trained tokens{examples.note}"])
 
 
-def pairs(speaker: InferenceModel, table: Table) -> Found:
-    """How often and by how much the chosen side is above the rejected one: by a reward model's score, else by log-prob.
+def pairs(inference: InferenceModel, table: Table) -> EvalResult:
+    """Accuracy and margin of the chosen side over the rejected one, by a reward model's score or else by log-prob.
 
     Both sides of a pair follow the same prompt, so that `log p(chosen) - log p(rejected)` is that of the completions.
     """
-    examples = table.examples(speaker, RowKind.PAIRS)
+    examples = table.examples(inference, RowKind.PAIRS)
     sides = [side for kept in examples.kept for side in kept.sequences]
-    judging = speaker.source.has_scalar_head
-    if judging:
-        scores = [float(x[-1]) for _, x in _scored(speaker, [as_scored(side) for side in sides], values=True)]
+    by_score = inference.source.has_scalar_head
+    if by_score:
+        scores = [float(x[-1]) for _, x in _scored(inference, [as_scored(side) for side in sides], values=True)]
     else:
-        scored = list(_scored(speaker, sides))
+        scored = list(_scored(inference, sides))
         scores = [float(x[one.loss_mask].sum(dtype=np.float64)) for one, x in scored]
     metrics = _compared(np.array(scores), "")
-    if not judging:
+    if not by_score:
         sizes = [int(side.loss_mask.sum()) for side in sides]
         metrics |= _compared(np.array(scores) / sizes, "_per_token")
     rows = [
         {"row": place, "chosen": chosen, "rejected": rejected}
         for place, chosen, rejected in zip(examples.places, scores[::2], scores[1::2], strict=True)
     ]
-    return Found(metrics, rows, [f"by {'score' if judging else 'log-prob'}{examples.told}"])
+    return EvalResult(metrics, rows, [f"by {'score' if by_score else 'log-prob'}{examples.note}"])
 
 
 def _compared(scores: np.ndarray, suffix: str) -> dict[str, Estimate]:
@@ -143,16 +146,16 @@ def _compared(scores: np.ndarray, suffix: str) -> dict[str, Estimate]:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The model's own answers and what they are worth."""
+class ScoredAnswers:
+    """The model's answers to all rows, with their rewards."""
 
     examples: Examples
     groups: list[list[Scored]]
     weights: Mapping[str, float]
-    """Of each reward in the sum."""
+    """Weight of each reward in the sum, by name."""
 
-    def reward(self) -> Found:
-        """The mean reward, and that of each where there are several."""
+    def reward(self) -> EvalResult:
+        """The mean total reward, and the mean of each reward where there are several."""
         named = rewards_of(self.groups)
         metrics = {"reward": mean_of(means_of(self._totals))}
         if len(named) > 1:
@@ -161,18 +164,18 @@ class Answers:
                 for name, values in named.items()
                 if not np.isnan(values).all()
             }
-        return Found(metrics, self._rows(), self._notes())
+        return EvalResult(metrics, self._rows(), self._notes())
 
-    def accuracy(self, threshold: float) -> Found:
-        """The share of answers that are worth at least `threshold`."""
+    def accuracy(self, threshold: float) -> EvalResult:
+        """The share of answers with a reward of at least `threshold`."""
         right = np.where(np.isnan(self._totals), np.nan, self._totals >= threshold)
-        return Found({"accuracy": mean_of(means_of(right))}, self._rows(), self._notes())
+        return EvalResult({"accuracy": mean_of(means_of(right))}, self._rows(), self._notes())
 
-    def passes(self, threshold: float, ks: List[int]) -> Found:
-        """pass@k for each k. A problem that has fewer scored answers than k is left out of it.
+    def passes(self, threshold: float, ks: List[int]) -> EvalResult:
+        """pass@k for each k, over the rows that have at least k scored answers.
 
         Raises:
-            UserError: that is true of all problems.
+            UserError: no row has that many.
         """
         scored = (~np.isnan(self._totals)).sum(axis=1)
         right = (self._totals >= threshold).sum(axis=1)
@@ -184,7 +187,7 @@ class Answers:
             metrics[f"pass@{k}"] = mean_of(pass_at_k(scored[enough], right[enough], k))
             if not enough.all():
                 notes.append(f"pass@{k} leaves {int((~enough).sum())} rows out, which have fewer scores")
-        return Found(metrics, self._rows(), notes)
+        return EvalResult(metrics, self._rows(), notes)
 
     @property
     def _totals(self) -> np.ndarray:
@@ -194,8 +197,8 @@ class Answers:
         answers = [one for group in self.groups for one in group]
         cut = sum(one.truncated for one in answers)
         failed = [reason for one in answers for reason in list(one.failures.values())[:1]]
-        told = f"{len(answers)} answers, {cut} cut off{self.examples.told}"
-        return [told] + ([f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else [])
+        counts = f"{len(answers)} answers, {cut} cut off{self.examples.note}"
+        return [counts] + ([f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else [])
 
     def _rows(self) -> list[dict[str, Any]]:
         totals = self._totals
@@ -205,27 +208,27 @@ class Answers:
         ]
 
 
-def answers(speaker: InferenceModel, table: Table, collector: Collector, n: int, seed: int) -> Answers:
-    """Asks every row `n` times.
+def answers(inference: InferenceModel, table: Table, collector: Collector, n: int, seed: int) -> ScoredAnswers:
+    """Samples and scores `n` answers to each row.
 
     Raises:
         UserError: not one answer has a score.
     """
-    examples = table.examples(speaker, RowKind.PROMPT if collector.play is None else RowKind.ROW)
+    examples = table.examples(inference, RowKind.PROMPT if collector.play is None else RowKind.ROW)
     prompts = [prompt_of(kept) for kept in examples.kept]
-    engine = speaker.engine
+    engine = inference.engine
     with closing(Bar("eval", n * len(prompts))) as bar:
-        groups = collector.collect(Drawing(engine, bar), prompts, n, seed)
-    found = Answers(examples, groups, collector.weights)
+        groups = collector.collect(ProgressSampler(engine, bar), prompts, n, seed)
+    scored = ScoredAnswers(examples, groups, collector.weights)
     failures = [one.failures for group in groups for one in group]
     if all(failures):
         reason = next(iter(failures[0].values()))
         raise UserError(f"none of {len(failures)} answers could be scored, the first because {reason}")
-    return found
+    return scored
 
 
 def _answer(scored: Scored, total: float) -> dict[str, Any]:
-    """An answer as --out has it; null where there is no score."""
+    """An answer as an object of `--out`; null where there is no score."""
     values = {name: None if math.isnan(x) else x for name, x in {"": total, **scored.rewards}.items()}
     failures = {"failures": dict(scored.failures)} if scored.failures else {}
     tokens = scored.completion.tokens.tolist()
@@ -234,10 +237,10 @@ def _answer(scored: Scored, total: float) -> dict[str, Any]:
 
 
 def _scored(
-    speaker: InferenceModel, sequences: List[Sequence], values: bool = False
+    inference: InferenceModel, sequences: List[Sequence], values: bool = False
 ) -> Iterator[tuple[Sequence, np.ndarray]]:
-    """Each sequence with the `[T]` log-probs (or values) of its tokens, in shapes that compile once."""
-    model, params, mesh = speaker.weights()
+    """Yields each sequence with the `[T]` log-probs (or values) of its tokens, in shapes that compile once."""
+    model, params, mesh = inference.weights()
     length = -(-max(len(one.tokens) for one in sequences) // 64) * 64
     rows = -(-ROWS_PER_PASS // row_shards(mesh)) * row_shards(mesh)
     scorer = Scorer(model, Microbatcher(rows, mesh), length)

@@ -1,9 +1,9 @@
-"""`tunix eval`: how good a model is, on held-out rows: loss, reward, accuracy, pass@k, pairs.
+"""`tunix eval`: measures a model on held-out rows: loss, reward, accuracy, pass@k, pairs.
 
-A run brings its own rows, rewards, environment and way of rendering, so that `tunix eval RUN` repeats its evaluation;
-what is said on the command line goes before. Any other model is asked as `tunix generate` asks it. What is wanted
-(`Wanted`) and what a run brings become `Setting`; `eval_tasks.py` measures; a table is printed, with the standard error
-of each number over the rows, and `--out` gets the rows.
+A run defines its rows, rewards, environment and rendering, so that `tunix eval RUN` repeats its evaluation; options of
+the command line take precedence. For any other model, prompts are rendered as by `tunix generate`. The options
+(`EvalOptions`) and the recipe of a run become a `Setting`; `eval_tasks.py` measures; a table is printed, with the
+standard error of each number over the rows, and `--out` receives the rows.
 """
 
 import json
@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tunix.commands.eval_tasks import Found, Table, answers, loss, pairs
-from tunix.commands.reward_flags import judged
+from tunix.commands.eval_tasks import EvalResult, Table, answers, loss, pairs
+from tunix.commands.reward_flags import open_collector
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows, open_rows
@@ -30,123 +30,126 @@ from tunix.util.atomic_io import refuse_out, write_text_atomic
 from tunix.util.statistics import Estimate
 
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
-ASKING: tuple[Task, ...] = ("reward", "accuracy", "pass")
-"""Tasks for which the model answers."""
+SAMPLING_TASKS: tuple[Task, ...] = ("reward", "accuracy", "pass")
+"""Tasks for which the model samples answers."""
 LONGEST = 256
-"""Tokens of an answer, where nothing else is said and the model has room for them."""
+"""Default maximum tokens of an answer, if the model has room for them."""
 SAMPLES = 8
-"""Answers to each row for pass@k, where nothing else is said."""
+"""Default number of answers to each row for pass@k."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the command line says; None where it says nothing."""
+class EvalOptions:
+    """The options of `tunix eval`; None for those that are not given."""
 
     data: str | None = None
-    """Rows, as a recipe names them."""
+    """Rows, named as in a recipe: a file, a folder, a hub id or a function."""
     split: str | None = None
-    """Of them."""
+    """Split of the rows, e.g. `test`."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column -> theirs."""
+    """Column in tunix -> column of the rows, e.g. `{"prompt": "question"}`."""
     rows: int | None = None
-    """How many, from the start."""
+    """Maximum number of rows, from the start."""
     task: Task | None = None
-    """None for what the run, the rewards or the rows are for."""
+    """Task to measure; None for the one that fits the run, the rewards or the rows."""
     rewards: RewardConfig | None = None
-    """What answers are worth."""
+    """How answers are scored."""
     threshold: float | None = None
-    """The least reward of a right answer; 1 where nothing is said."""
+    """Minimum reward of a right answer; None for 1."""
     n: int | None = None
-    """Answers to each row."""
+    """Number of answers to each row."""
     ks: tuple[int, ...] = ()
-    """Of pass@k."""
+    """Values of k for pass@k, e.g. `(1, 8)`."""
     max_tokens: int | None = None
-    """Of an answer."""
+    """Maximum tokens of an answer."""
     temperature: float | None = None
-    """Null: greedy; for pass@k the run's, or 1."""
+    """Sampling temperature. None: greedy; for pass@k the run's, or 1."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides the run's."""
+    """Stop strings in addition to the run's."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the sampling."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is evaluated, on what, and how."""
+    """Everything that an evaluation needs: model, rows, tasks, rewards and sampling."""
 
-    speaker: InferenceModel
+    inference: InferenceModel
     table: Table
     tasks: tuple[Task, ...]
     train_on: RowKind
-    """What the loss is over."""
+    """The tokens that the loss is averaged over."""
     rewards: RewardConfig | None
     play: Player | None
     sampling: Sampling
     n: int
-    """Answers to each row."""
+    """Number of answers to each row."""
 
 
-def evaluate(asked: InferenceOptions, wanted: Wanted, out: Path | None = None) -> dict[str, float]:
-    """Measures, prints, and writes `out`.
+def evaluate(options: InferenceOptions, eval_options: EvalOptions, out: Path | None = None) -> dict[str, float]:
+    """Evaluates a model, prints the numbers, and writes `out`.
 
     Args:
-        asked: the model, or a run.
-        wanted: what and on what.
-        out: .json (numbers and rows) or .jsonl (rows); None for the table alone.
+        options: the model, or a run.
+        eval_options: the rows and tasks.
+        out: .json (numbers and rows) or .jsonl (rows); None to print only.
 
     Returns:
         The numbers by name.
 
     Raises:
-        UserError: the model, the rows or the rewards are not to be had, or do not go together.
+        UserError: the model, the rows or the rewards are not accessible, or do not fit together.
     """
     if out is not None:
         refuse_out(out)
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
-    setting = prepared(asked, wanted)
-    found: dict[Task, Found] = {task: _measured(setting, task, wanted) for task in setting.tasks}
-    metrics = {name: value for one in found.values() for name, value in one.metrics.items()}
+    setting = prepare(options, eval_options)
+    results: dict[Task, EvalResult] = {task: _measured(setting, task, eval_options) for task in setting.tasks}
+    metrics = {name: value for one in results.values() for name, value in one.metrics.items()}
     if out is not None:
-        _write(out, setting, found, metrics)
-    print(_shown(setting, found))
+        _write(out, setting, results, metrics)
+    print(_shown(setting, results))
     return {name: one.value for name, one in metrics.items()}
 
 
-def prepared(asked: InferenceOptions, wanted: Wanted) -> Setting:
-    """What the command line says, and what the run brings where it says nothing.
+def prepare(options: InferenceOptions, eval_options: EvalOptions) -> Setting:
+    """Combines the options with the recipe of a run, over which they take precedence.
 
     Raises:
-        UserError: the model or the rows are not to be had, or they do not go together.
+        UserError: the model or the rows are not accessible, or do not fit together.
     """
-    recipe = _recipe(asked.model)
-    rows = _rows(asked.model, recipe, wanted)
-    rewards = wanted.rewards or (recipe.reward if recipe else None)
+    recipe = _recipe(options.model)
+    rows = _rows(options.model, recipe, eval_options)
+    rewards = eval_options.rewards or (recipe.reward if recipe else None)
     environment = recipe.rollout.environment if recipe else None
     read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
-    tasks = (wanted.task,) if wanted.task else _tasks(read, wanted, bool(rewards or environment), rows)
-    n = wanted.n or (max(wanted.ks, default=SAMPLES) if "pass" in tasks else 1)
-    speaker, config, sampling = _reading(asked, recipe, wanted, tasks, rows.name)
+    tasks = (
+        (eval_options.task,) if eval_options.task else _tasks(read, eval_options, bool(rewards or environment), rows)
+    )
+    n = eval_options.n or (max(eval_options.ks, default=SAMPLES) if "pass" in tasks else 1)
+    inference, config, sampling = _reading(options, recipe, eval_options, tasks, rows.name)
     if tasks != ("pairs",):
-        must_speak(speaker.source, asked.model)
-    play = Player(environment, speaker.tokenizer, config.template_kwargs) if environment else None
+        must_speak(inference.source, options.model)
+    play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
     if play is not None:
         sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *play.stop_strings))
-    _check(wanted, tasks, n, sampling, bool(rewards or (play and play.scores)))
-    limit = wanted.rows or (recipe.eval.rows if recipe and wanted.data is None else None)
-    over = RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION
-    stopping = speaker.stopping(sampling) if {*tasks} & {*ASKING} else sampling
-    return Setting(speaker, Table(rows, config, limit), tasks, over, rewards, play, stopping, n)
+    _check(eval_options, tasks, n, sampling, bool(rewards or (play and play.scores)))
+    limit = eval_options.rows or (recipe.eval.rows if recipe and eval_options.data is None else None)
+    train_on = RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION
+    if {*tasks} & {*SAMPLING_TASKS}:
+        sampling = inference.with_stop_ids(sampling)
+    return Setting(inference, Table(rows, config, limit), tasks, train_on, rewards, play, sampling, n)
 
 
-def brings_rows(model: str) -> bool:
-    """Whether a model is a run that has held-out completions."""
+def has_held_out_rows(model: str) -> bool:
+    """Whether a model is a run with held-out completions."""
     recipe = _recipe(model)
     return recipe is not None and recipe.algorithm.reads.is_text and bool(recipe.data.eval or recipe.data.eval_split)
 
 
 def _recipe(model: str) -> Recipe | None:
-    """That of a run, of its last stage; None where the model is no run."""
+    """The recipe of a run, or of its last stage; None where the model is no run."""
     folder = Path(model).expanduser()
     if not (folder / "recipe.yaml").is_file():
         return None
@@ -154,121 +157,131 @@ def _recipe(model: str) -> Recipe | None:
     return recipe.stages[-1] if recipe.stages else recipe
 
 
-def _rows(model: str, recipe: Recipe | None, wanted: Wanted) -> Rows:
-    """Those that were named, or the run's held-out ones."""
-    if wanted.data is not None:
-        return open_rows(wanted.data, wanted.split)
+def _rows(model: str, recipe: Recipe | None, eval_options: EvalOptions) -> Rows:
+    """Opens the given rows, or the run's held-out ones."""
+    if eval_options.data is not None:
+        return open_rows(eval_options.data, eval_options.split)
     if recipe is None:
         raise UserError(
             f"{model} is no run, which would bring its own rows: name some, `tunix eval {model} rows.jsonl`"
         )
     if not (recipe.data.eval or recipe.data.eval_split):
         raise UserError(f"{model} has no held-out rows (data.eval): name some, `tunix eval {model} FILE`")
-    return open_rows(recipe.data.eval or recipe.data.train, wanted.split or recipe.data.eval_split)
+    return open_rows(recipe.data.eval or recipe.data.train, eval_options.split or recipe.data.eval_split)
 
 
-def _tasks(read: RowKind | None, wanted: Wanted, judged: bool, rows: Rows) -> tuple[Task, ...]:
-    """What is measured where nothing is said.
+def _tasks(read: RowKind | None, eval_options: EvalOptions, scored: bool, rows: Rows) -> tuple[Task, ...]:
+    """The default tasks, where none is given.
 
     Args:
-        read: what the run's algorithm reads of a row; None for a model that is no run.
-        judged: whether something says what answers are worth.
+        read: the part of a row that the run's algorithm reads; None for a model that is no run.
+        scored: whether answers can be scored.
     """
-    if wanted.rewards is not None or read == RowKind.PROMPT:
+    if eval_options.rewards is not None or read == RowKind.PROMPT:
         return ("reward",)
     if read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
         return ("pairs",)
-    return ("loss", "reward") if judged else ("loss",)
+    return ("loss", "reward") if scored else ("loss",)
 
 
 def _reading(
-    asked: InferenceOptions, recipe: Recipe | None, wanted: Wanted, tasks: tuple[Task, ...], name: str
+    options: InferenceOptions, recipe: Recipe | None, eval_options: EvalOptions, tasks: tuple[Task, ...], name: str
 ) -> tuple[InferenceModel, DataConfig, Sampling]:
-    """The model, how rows are read, and how answers are drawn; stop ids are not yet among it."""
-    sampled = "pass" in tasks
+    """The model, how rows are rendered, and how answers are sampled, without the model's stop ids."""
     if recipe is None:
-        speaker = InferenceModel(asked)
-        tokens, usual, stop = wanted.max_tokens or min(LONGEST, speaker.limit // 2), 1.0, ()
-        if tokens >= speaker.limit:
-            raise UserError(f"--max-tokens {tokens} leaves no room for a prompt: the model ends at {speaker.limit}")
-        config = speaker.data(speaker.limit, name).model_copy(update={"completion_length": tokens})
+        inference = InferenceModel(options)
+        tokens, temperature, stop = eval_options.max_tokens or min(LONGEST, inference.limit // 2), 1.0, ()
+        if tokens >= inference.limit:
+            raise UserError(f"--max-tokens {tokens} leaves no room for a prompt: the model ends at {inference.limit}")
+        config = inference.data(inference.limit, name).model_copy(update={"completion_length": tokens})
     else:
-        config, usual, stop = recipe.data, recipe.rollout.temperature, recipe.rollout.stop
-        tokens = wanted.max_tokens or config.longest_completion
-        speaker = InferenceModel(replace(asked, length=config.max_length + max(tokens - config.longest_completion, 0)))
-    config = config.model_copy(update={"columns": {**config.columns, **wanted.columns}})
-    default = usual if sampled else 0.0
-    temperature = default if wanted.temperature is None else wanted.temperature
-    return speaker, config, Sampling(tokens, temperature, stop_strings=(*stop, *wanted.stop))
+        config, temperature, stop = recipe.data, recipe.rollout.temperature, recipe.rollout.stop
+        tokens = eval_options.max_tokens or config.longest_completion
+        inference = InferenceModel(
+            replace(options, length=config.max_length + max(tokens - config.longest_completion, 0))
+        )
+    config = config.model_copy(update={"columns": {**config.columns, **eval_options.columns}})
+    if "pass" not in tasks:
+        temperature = 0.0
+    if eval_options.temperature is not None:
+        temperature = eval_options.temperature
+    return inference, config, Sampling(tokens, temperature, stop_strings=(*stop, *eval_options.stop))
 
 
-def _check(wanted: Wanted, tasks: tuple[Task, ...], n: int, sampling: Sampling, judged: bool) -> None:
-    """Refuses what would change nothing, and answers that nothing judges.
+def _check(eval_options: EvalOptions, tasks: tuple[Task, ...], n: int, sampling: Sampling, scored: bool) -> None:
+    """Refuses options without effect, and answers that cannot be scored.
 
     Raises:
         UserError: names the option and the remedy.
     """
     task = " and ".join(tasks)
     fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
-        "--reward": (wanted.rewards, ASKING),
-        "--n": (wanted.n, ASKING),
-        "--threshold": (wanted.threshold, ("accuracy", "pass")),
-        "--k": (wanted.ks or None, ("pass",)),
+        "--reward": (eval_options.rewards, SAMPLING_TASKS),
+        "--n": (eval_options.n, SAMPLING_TASKS),
+        "--threshold": (eval_options.threshold, ("accuracy", "pass")),
+        "--k": (eval_options.ks or None, ("pass",)),
     }
     for option, (value, tasks_of_it) in fitting.items():
         if value is not None and not {*tasks} & {*tasks_of_it}:
             raise UserError(f"{option} changes nothing for {task}: it goes with --task {' or '.join(tasks_of_it)}")
-    if {*tasks} & {*ASKING} and not judged:
-        raise UserError(f"--task {task}: nothing says what an answer is worth; say --reward, for instance exact_match")
+    if {*tasks} & {*SAMPLING_TASKS} and not scored:
+        raise UserError(f"--task {task}: nothing scores the answers; add --reward, for instance exact_match")
     if n > 1 and sampling.temperature == 0:
         raise UserError(f"--n {n}: greedy answers to one row are all alike; set --temperature")
-    if wanted.ks and max(wanted.ks) > n:
-        raise UserError(f"--k {max(wanted.ks)} is more than the {n} answers of --n")
+    if eval_options.ks and max(eval_options.ks) > n:
+        raise UserError(f"--k {max(eval_options.ks)} is more than the {n} answers of --n")
 
 
-def _measured(setting: Setting, task: Task, wanted: Wanted) -> Found:
-    """One task."""
+def _measured(setting: Setting, task: Task, eval_options: EvalOptions) -> EvalResult:
+    """Measures one task."""
     if task == "loss":
-        return loss(setting.speaker, setting.table, setting.train_on)
+        return loss(setting.inference, setting.table, setting.train_on)
     if task == "pairs":
-        return pairs(setting.speaker, setting.table)
+        return pairs(setting.inference, setting.table)
     config = setting.table.config
     columns = [*setting.table.rows[0], *config.columns]
-    with judged(setting.speaker, setting.sampling, setting.rewards, columns, config, setting.play) as collector:
-        found = answers(setting.speaker, setting.table, collector, setting.n, wanted.seed)
-    threshold = 1.0 if wanted.threshold is None else wanted.threshold
+    with open_collector(
+        setting.inference, setting.sampling, setting.rewards, columns, config, setting.play
+    ) as collector:
+        scored = answers(setting.inference, setting.table, collector, setting.n, eval_options.seed)
+    threshold = 1.0 if eval_options.threshold is None else eval_options.threshold
     if task == "reward":
-        return found.reward()
+        return scored.reward()
     if task == "accuracy":
-        return found.accuracy(threshold)
-    return found.passes(threshold, wanted.ks or tuple(sorted({1, setting.n})))
+        return scored.accuracy(threshold)
+    return scored.passes(threshold, eval_options.ks or tuple(sorted({1, setting.n})))
 
 
-def _shown(setting: Setting, found: Mapping[Task, Found]) -> str:
-    """The table: a number in a line, with its standard error over the rows."""
-    lines = [f"{setting.speaker.asked.model} on {setting.table.rows.name}"]
-    width = max(len(name) for one in found.values() for name in one.metrics)
-    for task, one in found.items():
+def _shown(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
+    """The printed table: one line for each number, with its standard error over the rows."""
+    lines = [f"{setting.inference.options.model} on {setting.table.rows.name}"]
+    width = max(len(name) for one in results.values() for name in one.metrics)
+    for task, one in results.items():
         for name, number in one.metrics.items():
             error = "" if number.error is None else f" ± {number.error:.4f}"
             lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
-        how = f"temperature {setting.sampling.temperature:g}" if setting.sampling.temperature else "greedy"
-        notes = [f"{how}, {one.notes[0]}" if task in ASKING else one.notes[0], *one.notes[1:]]
+        mode = f"temperature {setting.sampling.temperature:g}" if setting.sampling.temperature else "greedy"
+        notes = [f"{mode}, {one.notes[0]}" if task in SAMPLING_TASKS else one.notes[0], *one.notes[1:]]
         lines += [f"  ({note})" for note in notes]
     return "\n".join(lines)
 
 
-def _write(out: Path, setting: Setting, found: Mapping[Task, Found], metrics: Mapping[str, Estimate]) -> None:
-    """Numbers and rows as JSON, or the rows alone as JSON lines."""
-    rows = [{"task": task, **row} for task, one in found.items() for row in one.rows]
+def _write(out: Path, setting: Setting, results: Mapping[Task, EvalResult], metrics: Mapping[str, Estimate]) -> None:
+    """Writes numbers and rows as JSON, or the rows alone as JSON lines."""
+    rows = [{"task": task, **row} for task, one in results.items() for row in one.rows]
     if out.suffix == ".jsonl":
         write_text_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
         return
     numbers = {name: {key: _finite(x) for key, x in asdict(number).items()} for name, number in metrics.items()}
-    told = {"model": setting.speaker.asked.model, "data": setting.table.rows.name, "metrics": numbers, "rows": rows}
-    write_text_atomic(out, json.dumps(told, indent=1) + "\n")
+    report = {
+        "model": setting.inference.options.model,
+        "data": setting.table.rows.name,
+        "metrics": numbers,
+        "rows": rows,
+    }
+    write_text_atomic(out, json.dumps(report, indent=1) + "\n")
 
 
 def _finite(value: float | int | None) -> float | int | None:
-    """JSON has no infinity."""
+    """The value, or None for an infinity or nan, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

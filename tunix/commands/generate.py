@@ -1,12 +1,11 @@
-"""`tunix generate`: completions of one prompt on the screen, or of many rows in a file.
+"""`tunix generate`: completes one prompt on the screen, or many rows in a file.
 
-Rows -> prompts (`inference.py`) -> the engine -> one JSON object per completion, in the order of the rows: `row` (from
-0), `sample` (0 to n - 1), what the row asked with under its own name, `tokens` (their ids, a stop token included),
-`text` (without special tokens, and without a stop string; absent without a tokenizer), `logprobs`, `finish`, and where
-rewards were asked for `reward` (their weighted sum, null where one failed), `rewards` and `failures` by name.
-Completion j of row i draws by (seed, i n + j, token index) alone, so the same command writes the same file. Rows go to
-the engine in chunks, which `resumable_output.py` keeps: a call that was interrupted goes on. `rejection_sampling.py`
-makes rows to train on.
+Rows -> prompts (`inference/model.py`) -> the engine -> one JSON object per completion, in the order of the rows: `row`
+(from 0), `sample` (0 to n - 1), the row's prompt under the name of its column, `tokens` (ids with the stop token),
+`text` (without special tokens and stop string; absent without a tokenizer), `logprobs`, `finish`, and with rewards
+`reward` (their weighted sum, null where one failed), `rewards` and `failures` by name. Completion j of row i depends
+on (seed, i n + j, token index) alone, so the same command writes the same file. Rows are sampled in chunks, which
+`resumable_output.py` stores, so that an interrupted call can resume. `rejection_sampling.py` selects rows to train on.
 """
 
 import json
@@ -24,15 +23,15 @@ import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.episodes import rewards_of
-from tunix.commands.progress import Bar, Drawing
+from tunix.commands.progress import Bar, ProgressSampler
 from tunix.commands.rejection_sampling import Chosen, Question, choose
-from tunix.commands.resumable_output import Partial, digest_of_rows, partial
-from tunix.commands.reward_flags import digest_of_source, fingerprint, judged
+from tunix.commands.resumable_output import ResumableOutput, digest_of_rows, resumable_output
+from tunix.commands.reward_flags import digest_of_source, fingerprint, open_collector
 from tunix.data.pipeline import Prompt
 from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows, open_rows
 from tunix.errors import Interrupted, UserError
-from tunix.inference.model import InferenceModel, InferenceOptions, asked_with
+from tunix.inference.model import InferenceModel, InferenceOptions, prompt_column
 from tunix.inference.text_stream import TextStream
 from tunix.rollout.collect import Collector, Scored
 from tunix.rollout.engine.request import Request
@@ -42,28 +41,28 @@ from tunix.types import Completion, Sampling
 from tunix.util.atomic_io import refuse_out
 
 WAVES = 8
-"""Completions of a chunk for each slot: the slots run empty at its end only, and no more is lost by a kill."""
+"""Completions of a chunk for each slot: slots idle only at the end of a chunk, and a kill loses at most one chunk."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """How completions are scored, and which are taken."""
+class Selection:
+    """How completions are scored, and which are selected as rows to train on."""
 
     rewards: RewardConfig
-    """What each is worth."""
+    """How each completion is scored."""
     best: int | None = None
-    """Rows to train on are written: the best so many completions of each prompt. None with a threshold for all."""
+    """Maximum number of completions to select for each prompt, the best ones; None for all."""
     threshold: float | None = None
-    """Likewise, of those that are worth at least so much."""
+    """Minimum reward of a selected completion; None for any."""
 
     @property
     def selects(self) -> bool:
-        """Whether rows to train on are written, instead of all completions."""
+        """Whether rows to train on are written instead of all completions."""
         return self.best is not None or self.threshold is not None
 
 
 def generate(
-    asked: InferenceOptions,
+    options: InferenceOptions,
     prompt: str | None,
     *,
     rows: str | None = None,
@@ -71,40 +70,40 @@ def generate(
     sampling: Sampling,
     n: int = 1,
     seed: int = 0,
-    judging: Judged | None = None,
+    selection: Selection | None = None,
 ) -> None:
-    """Answers a prompt on the screen, or writes `out`.
+    """Prints completions of a prompt, or writes those of a prompt or of rows to a file.
 
     Args:
-        asked: the model.
-        prompt: one string; or
-        rows: .jsonl, .parquet, ... with `prompt`, `messages` or `input_ids`.
-        out: .jsonl to write; a prompt alone may do without.
-        sampling: how tokens are drawn; the model's own stop ids are added.
+        options: the model.
+        prompt: a string; None with `rows`.
+        rows: .jsonl, .parquet, ... with `prompt`, `messages` or `input_ids`; None with `prompt`.
+        out: .jsonl to write; required with `rows`.
+        sampling: how tokens are sampled; the model's stop ids are added.
         n: completions of each prompt.
-        seed: of the draws.
-        judging: scores the completions; only into a file.
+        seed: of the sampling.
+        selection: scores the completions, and selects some of them; requires `out`.
 
     Raises:
-        UserError: the model, the rows or the output are not to be had, or a setting means nothing.
-        Interrupted: by Ctrl-C while a file was written; the same call goes on.
+        UserError: the model, the rows or the output are not accessible, or a setting is invalid.
+        Interrupted: by Ctrl-C while a file was written; the same call resumes it.
     """
-    if judging is not None and out is None:
+    if selection is not None and out is None:
         raise UserError("--reward: say with --out FILE where the scores go")
-    speaker, sampling, questions = opened(asked, prompt, rows, out, sampling)
+    inference, sampling, questions = open_questions(options, prompt, rows, out, sampling)
     if out is None:
-        _show(speaker, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
+        _show(inference, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
         return
-    _Writing(speaker, questions, sampling, n, seed, judging).write(out)
+    _Writing(inference, questions, sampling, n, seed, selection).write(out)
 
 
-def opened(
-    asked: InferenceOptions, prompt: str | None, rows: str | None, out: Path | None, sampling: Sampling
+def open_questions(
+    options: InferenceOptions, prompt: str | None, rows: str | None, out: Path | None, sampling: Sampling
 ) -> tuple[InferenceModel, Sampling, list[Question]]:
-    """Who answers, how, and what it is asked; arguments as in `generate`.
+    """The model, its sampling with stop ids, and the prompts; arguments as in `generate`.
 
     Raises:
-        UserError: the model, the rows or the output are not to be had, or a setting means nothing.
+        UserError: the model, the rows or the output are not accessible, or a setting is invalid.
     """
     if (prompt is None) == (rows is None):
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
@@ -113,32 +112,34 @@ def opened(
     if out is not None:
         refuse_out(out)
     table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
-    speaker = InferenceModel(asked)
-    sampling = speaker.stopping(sampling)
-    return speaker, sampling, [_question(speaker, table, i, rows is not None) for i in range(len(table))]
+    inference = InferenceModel(options)
+    sampling = inference.with_stop_ids(sampling)
+    return inference, sampling, [_question(inference, table, i, rows is not None) for i in range(len(table))]
 
 
-def _question(speaker: InferenceModel, table: Rows, index: int, listed: bool) -> Question:
+def _question(inference: InferenceModel, table: Rows, index: int, listed: bool) -> Question:
     row = table[index]
-    return Question(row, speaker.prompt(row, f"row {index + 1} of {table.name}" if listed else table.name))
+    return Question(row, inference.prompt(row, f"row {index + 1} of {table.name}" if listed else table.name))
 
 
-def _show(speaker: InferenceModel, requests: List[Request]) -> None:
-    """Texts on stdout: one as it comes, several one after the other under their numbers."""
+def _show(inference: InferenceModel, requests: List[Request]) -> None:
+    """Prints texts to stdout: a single one as it is sampled, several with numbers when all are done."""
     if len(requests) > 1:
         first = requests[0]
         with closing(Bar("generate", len(requests))) as bar:
-            (found,) = Drawing(speaker.engine, bar).sample([first.prompt], len(requests), first.sampling, first.seed)
-        for number, completion in enumerate(found, start=1):
-            print(f"--- {number} of {len(requests)} ({completion.finish})\n{speaker.text(completion)}")
+            (sampled,) = ProgressSampler(inference.engine, bar).sample(
+                [first.prompt], len(requests), first.sampling, first.seed
+            )
+        for number, completion in enumerate(sampled, start=1):
+            print(f"--- {number} of {len(requests)} ({completion.finish})\n{inference.text(completion)}")
         return
-    assert speaker.tokenizer is not None  # a string was encoded
-    stream = TextStream(speaker.tokenizer, requests[0].sampling.stop_strings)
+    assert inference.tokenizer is not None  # a string was encoded
+    stream = TextStream(inference.tokenizer, requests[0].sampling.stop_strings)
 
-    def hear(_: int, tokens: np.ndarray) -> None:
+    def show(_: int, tokens: np.ndarray) -> None:
         print(stream.feed(tokens), end="", flush=True)
 
-    (completion,) = speaker.engine.run(requests, on_tokens=hear)
+    (completion,) = inference.engine.run(requests, on_tokens=show)
     print(stream.finish())
     if completion.finish == "length":
         print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
@@ -146,136 +147,139 @@ def _show(speaker: InferenceModel, requests: List[Request]) -> None:
 
 @dataclass(frozen=True)
 class _Writing:
-    """One call that writes a file."""
+    """A call of `tunix generate` that writes a file."""
 
-    speaker: InferenceModel
+    inference: InferenceModel
     questions: List[Question]
     sampling: Sampling
     n: int
     seed: int
-    judging: Judged | None
+    selection: Selection | None
 
     def write(self, out: Path) -> None:
-        """All chunks that are not there yet, and then the file."""
-        rows, prompts = max(1, WAVES * self.speaker.slots // self.n), len(self.questions)
-        with partial(out, self._follows_from(), rows * self.n, self.n * prompts) as kept:
-            if kept.held:
-                print(f"going on after {kept.held // self.n} of {prompts} rows", file=sys.stderr)
-            if kept.held < self.n * prompts:
+        """Samples the missing chunks, and then writes the file."""
+        rows, prompts = max(1, WAVES * self.inference.slots // self.n), len(self.questions)
+        with resumable_output(out, self._inputs(), rows * self.n, self.n * prompts) as output:
+            if output.done:
+                print(f"going on after {output.done // self.n} of {prompts} rows", file=sys.stderr)
+            if output.done < self.n * prompts:
                 try:
-                    self._draw(kept, rows)
+                    self._sample(output, rows)
                 except KeyboardInterrupt as stopped:
-                    raise Interrupted(_told(out, kept, self.n, prompts)) from stopped
-            told = self._finish(kept)
-        print(f"{told}, written to {out}")
+                    raise Interrupted(_interrupted(out, output, self.n, prompts)) from stopped
+            summary = self._finish(output)
+        print(f"{summary}, written to {out}")
 
-    def _follows_from(self) -> dict[str, Any]:
-        """What the lines follow from; the slots too, since they are the chunks' size."""
+    def _inputs(self) -> dict[str, Any]:
+        """Everything that determines the lines; also the slots, from which the size of chunks follows."""
         sampling = {key: list(x) if isinstance(x, tuple) else x for key, x in vars(self.sampling).items()}
         return {
-            "model": digest_of_source(self.speaker.source),
+            "model": digest_of_source(self.inference.source),
             "rows": digest_of_rows([one.row, one.tokens.tolist()] for one in self.questions),
-            "rewards": None if self.judging is None else fingerprint(self.judging.rewards),
+            "rewards": None if self.selection is None else fingerprint(self.selection.rewards),
             "n": self.n,
             "seed": self.seed,
-            "dtype": self.speaker.asked.dtype,
-            "slots": self.speaker.slots,
+            "dtype": self.inference.options.dtype,
+            "slots": self.inference.slots,
             **sampling,
         }
 
-    def _draw(self, kept: Partial, rows: int) -> None:
-        """The chunks that are not there yet, of so many rows each."""
+    def _sample(self, output: ResumableOutput, rows: int) -> None:
+        """Samples the missing chunks, of `rows` rows each."""
         longest = max(len(question.tokens) for question in self.questions) + self.sampling.max_tokens
-        data = self.speaker.data(min(longest, self.speaker.limit))
-        rewards = self.judging and self.judging.rewards
-        with judged(self.speaker, self.sampling, rewards, list(self.questions[0].row), data) as collector:
-            engine = self.speaker.engine
+        data = self.inference.data(min(longest, self.inference.limit))
+        rewards = self.selection and self.selection.rewards
+        with open_collector(self.inference, self.sampling, rewards, list(self.questions[0].row), data) as collector:
+            engine = self.inference.engine
             with closing(Bar("generate", self.n * len(self.questions))) as bar:
-                drawing = Drawing(engine, bar, drawn=kept.held)
-                for first in range(kept.held // self.n, len(self.questions), rows):
-                    kept.append(self._chunk(collector, drawing, first, self.questions[first : first + rows]))
+                sampler = ProgressSampler(engine, bar, done=output.done)
+                for first in range(output.done // self.n, len(self.questions), rows):
+                    output.append(self._chunk(collector, sampler, first, self.questions[first : first + rows]))
 
-    def _chunk(self, collector: Collector, drawing: Drawing, first: int, questions: List[Question]) -> list[str]:
-        """The lines of some rows, the first of which has the number `first`."""
+    def _chunk(
+        self, collector: Collector, sampler: ProgressSampler, first: int, questions: List[Question]
+    ) -> list[str]:
+        """Samples and scores some rows, the first of which has the number `first`; returns their lines."""
         prompts = [Prompt(one.tokens, prompt_text(one.row), one.row) for one in questions]
-        scored = collector.collect(drawing, prompts, self.n, self.seed)
+        scored = collector.collect(sampler, prompts, self.n, self.seed)
         totals = weighted_sum(rewards_of(scored), collector.weights).tolist() if collector.weights else None
         return [
             line(
-                self.speaker,
+                self.inference,
                 first + i,
                 j,
                 questions[i].row,
                 one.completion,
-                {} if totals is None else _worth(one, totals[i][j]),
+                {} if totals is None else _rewards(one, totals[i][j]),
             )
             for i, group in enumerate(scored)
             for j, one in enumerate(group)
         ]
 
-    def _finish(self, kept: Partial) -> str:
-        """Writes the file of all that was kept; what there is to say about it."""
-        lines = map(json.loads, kept.lines())
-        if self.judging is None or not self.judging.selects:
+    def _finish(self, output: ResumableOutput) -> str:
+        """Writes the file from the stored lines; returns its summary."""
+        lines = map(json.loads, output.lines())
+        if self.selection is None or not self.selection.selects:
             tokens = scores = failed = 0
             for line in lines:
                 tokens += len(line["tokens"])
                 failed += "reward" in line and line["reward"] is None
                 scores += line.get("reward") or 0.0
-            kept.finish(kept.lines())
-            told = f"{len(self.questions)} rows, {kept.held} completions, {readable(tokens)} tokens"
-            if self.judging is None:
-                return told
-            mean = scores / (kept.held - failed) if kept.held > failed else math.nan
-            return f"{told}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")
-        chosen = choose(self.speaker, self.questions, _groups(lines, self.n), self.judging.best, self.judging.threshold)
+            output.finish(output.lines())
+            summary = f"{len(self.questions)} rows, {output.done} completions, {readable(tokens)} tokens"
+            if self.selection is None:
+                return summary
+            mean = scores / (output.done - failed) if output.done > failed else math.nan
+            return f"{summary}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")
+        best, threshold = self.selection.best, self.selection.threshold
+        chosen = choose(self.inference, self.questions, _groups(lines, self.n), best, threshold)
         if not chosen.rows:
             raise UserError(
                 f"no completion of {len(self.questions)} rows was taken{_left_out(chosen, len(self.questions))}. They "
-                "are kept: the same call with a lower --threshold chooses anew and draws nothing"
+                "are kept: the same call with a lower --threshold selects again without sampling"
             )
-        kept.finish(json.dumps(row) + "\n" for row in chosen.rows)
+        output.finish(json.dumps(row) + "\n" for row in chosen.rows)
         return _summary(chosen, len(self.questions))
 
 
 def line(
-    speaker: InferenceModel,
+    inference: InferenceModel,
     row: int,
     sample: int,
-    asked: Mapping[str, Any],
+    columns: Mapping[str, Any],
     completion: Completion,
     more: Mapping[str, Any],
 ) -> str:
     """A completion as a line of the file.
 
     Args:
-        row: its number, from 0.
-        sample: from 0 to n - 1.
-        asked: the row.
-        more: what else there is to say, by name.
+        row: number of the row, from 0.
+        sample: number of the completion, from 0 to n - 1.
+        columns: the row.
+        more: additional fields by name.
     """
-    name, text = asked_with(asked, "the row"), speaker.text(completion)
-    said = {
+    name, text = prompt_column(columns, "the row"), inference.text(completion)
+    fields = {
         "row": row,
         "sample": sample,
-        name: asked[name],
+        name: columns[name],
         "tokens": completion.tokens.tolist(),
         **({} if text is None else {"text": text}),
         "logprobs": [round(float(x), 7) for x in completion.logprobs],
         "finish": completion.finish,
         **more,
     }
-    return json.dumps(said) + "\n"
+    return json.dumps(fields) + "\n"
 
 
 def _groups(lines: Iterator[dict[str, Any]], n: int) -> Iterator[list[dict[str, Any]]]:
-    """The completions of each row."""
+    """Yields the completions of each row."""
     while group := list(islice(lines, n)):
         yield group
 
 
-def _worth(scored: Scored, total: float) -> dict[str, Any]:
-    """What a completion's line says of its rewards; null where there is no score."""
+def _rewards(scored: Scored, total: float) -> dict[str, Any]:
+    """The fields of a completion's rewards; null where there is no score."""
     values = {"reward": total, **scored.rewards}
     reward, *each = [None if math.isnan(value) else value for value in values.values()]
     failures = {"failures": dict(scored.failures)} if scored.failures else {}
@@ -283,22 +287,22 @@ def _worth(scored: Scored, total: float) -> dict[str, Any]:
 
 
 def _summary(chosen: Chosen, prompts: int) -> str:
-    told = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {prompts} prompts"
-    told += f"{_left_out(chosen, prompts)}; the longest has {chosen.longest} tokens"
+    text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {prompts} prompts"
+    text += f"{_left_out(chosen, prompts)}; the longest has {chosen.longest} tokens"
     if chosen.respelled:
-        told += f"; as ids, since the text of {chosen.respelled} would not be trained as it was drawn"
-    return told
+        text += f"; as ids, since the text of {chosen.respelled} would not be trained as it was sampled"
+    return text
 
 
 def _left_out(chosen: Chosen, prompts: int) -> str:
-    """Prompts without a row, and why."""
+    """Text about prompts without a row, and the reason; empty without any."""
     below = prompts - chosen.prompts - chosen.failed
     parts = [f"{below} had nothing above the threshold"] if below else []
     parts += [f"{chosen.failed} had no score"] if chosen.failed else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _told(out: Path, kept: Partial, n: int, rows: int) -> str:
-    if not kept.held:
+def _interrupted(out: Path, output: ResumableOutput, n: int, rows: int) -> str:
+    if not output.done:
         return "interrupted before anything was kept"
-    return f"interrupted: {kept.held // n} of {rows} rows are kept beside {out}; the same call goes on after them"
+    return f"interrupted: {output.done // n} of {rows} rows are kept next to {out}; the same call goes on after them"

@@ -1,7 +1,7 @@
-"""`tunix inspect`: what the model would read, with the trained tokens marked, and what becomes of all the rows.
+"""`tunix inspect`: prints rendered examples with trained tokens marked, and the accounting of all rows.
 
-Rows go through the very code that a run uses (`run.build.inputs`, `data.examples`, `data.packing`), so what is shown is
-what is trained. On a terminal the trained tokens are green and the others dim; elsewhere they stand in [[ ]].
+Rows are rendered by the code that a run uses (`run.inputs`, `data.examples`, `data.packing`), so what is shown is what
+is trained. On a terminal the trained tokens are green and the others dim; elsewhere trained tokens are in [[ ]].
 """
 
 import itertools
@@ -32,59 +32,61 @@ from tunix.run.row_layout import layout
 from tunix.types import Sequence
 
 ACCOUNTED = 5000
-"""Rows that the accounting reads at most, so that a large data set answers in seconds too."""
+"""Maximum rows that the accounting reads, so that a large data set takes only seconds."""
 
 
 def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
-    """Prints the first examples of a recipe, stage by stage, and the accounting.
+    """Prints the first examples and the accounting of each stage of a recipe.
 
     Args:
-        recipe: what would be run.
-        rows: examples to show of each stage.
-        console: where to print; standard output by default.
+        recipe: the recipe to inspect.
+        rows: number of examples to print for each stage.
+        console: the output; standard output by default.
 
     Raises:
-        UserError: the data, the tokenizer, or a row is not what the recipe says.
+        UserError: the data or the tokenizer is missing, or a row does not fit the recipe.
     """
     console = console or Console(highlight=False, emoji=False)
     for stage in recipe.stages or (recipe,):
         if recipe.stages:
             console.print(f"stage {stage.output}\n", markup=False)
-        # A later stage's model is what the one before will have written: its tokenizer is that of the first.
+        # The model of a later stage does not exist yet; its tokenizer is that of the first stage.
         _show_run(stage.model_copy(update={"model": recipe.model}), rows, console)
 
 
 def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
-    """Examples and accounting of a single run."""
+    """Prints the examples and the accounting of a single run."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = open_inputs(recipe, Path(folder))
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        how = _how(recipe, algorithm, inputs.train)
-        examples = _examples(inputs.train, inputs.tokenizer, how)
+        settings = _settings(recipe, algorithm, inputs.train)
+        examples = _examples(inputs.train, inputs.tokenizer, settings)
         shown = list(itertools.islice(examples, rows))
-        pieces = _pieces(shown, cutter(recipe.data, how.train_on), recipe.batch_size)
+        pieces = _pieces(shown, cutter(recipe.data, settings.train_on), recipe.batch_size)
         for number, parts in enumerate(pieces, start=1):
             for part, example in enumerate(parts, start=1):
                 place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                _show_example(place, example, inputs.tokenizer, how, console)
+                _show_example(place, example, inputs.tokenizer, settings, console)
         seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
         packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-        _show_totals(_total(seen, recipe, packed, cutter(recipe.data, how.train_on)), inputs.train, how, console)
+        _show_totals(
+            _total(seen, recipe, packed, cutter(recipe.data, settings.train_on)), inputs.train, settings, console
+        )
 
 
-def _how(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
-    """The settings that the run renders with."""
+def _settings(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
+    """The settings with which the run renders its rows."""
     return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", row_kind_of(recipe, algorithm))
 
 
-def _examples(rows: Rows, tokenizer: Tokenizer | None, how: Rendering) -> Iterator[Kept | Dropped]:
-    """What becomes of each row, in file order."""
+def _examples(rows: Rows, tokenizer: Tokenizer | None, settings: Rendering) -> Iterator[Kept | Dropped]:
+    """Yields each row as an example or as dropped, in file order."""
     for index in range(len(rows)):
-        yield to_example(rows[index], tokenizer, how, f"row {index + 1} of {rows.name}")
+        yield to_example(rows[index], tokenizer, settings, f"row {index + 1} of {rows.name}")
 
 
 def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[list[Kept | Dropped]]:
-    """What each row is cut into, in batches of file order; the row itself where it is dropped."""
+    """Yields the pieces that each row is cut into, in batches of file order; a dropped row as it is."""
     given = 0
     cut.new_batch()
     for example in examples:
@@ -102,46 +104,46 @@ def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[l
 
 
 def _show_example(
-    number: str, example: Kept | Dropped, tokenizer: Tokenizer | None, how: Rendering, console: Console
+    number: str, example: Kept | Dropped, tokenizer: Tokenizer | None, settings: Rendering, console: Console
 ) -> None:
-    """One example: the counts of its sequences, and their texts."""
+    """Prints one example: the counts of its sequences, and their texts."""
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
         return
-    if how.train_on == RowKind.ROW:
+    if settings.train_on == RowKind.ROW:
         console.print(
             f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}\n", markup=False
         )
         return
-    sides = ("chosen: ", "rejected: ") if how.train_on == RowKind.PAIRS else ("",)
+    sides = ("chosen: ", "rejected: ") if settings.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
-        notes = _notes(sequence, how, example.truncated)
+        notes = _notes(sequence, settings, example.truncated)
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
         console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
     console.print()
 
 
-def _notes(sequence: Sequence, how: Rendering, truncated: bool) -> list[str]:
-    """What is told of a sequence beside its text."""
+def _notes(sequence: Sequence, settings: Rendering, truncated: bool) -> list[str]:
+    """Counts and values of a sequence, which are printed above its text."""
     size = len(sequence.tokens)
     notes = [f"{size} tokens", f"{int(sequence.loss_mask.sum())} trained"]
-    notes += [f"cut at {_limit(how)}"] if truncated and size == _limit(how) else []
+    notes += [f"cut at {_limit(settings)}"] if truncated and size == _limit(settings) else []
     notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
     return [*notes, *(f"{name} {value:g}" for name, value in sequence.per_sequence.items())]
 
 
-def _limit(how: Rendering) -> int:
-    """Tokens of a sequence, or of a prompt alone, at most."""
-    return how.prompt_length if how.train_on == RowKind.PROMPT else how.max_length
+def _limit(settings: Rendering) -> int:
+    """The maximum tokens of a sequence, or of a prompt alone."""
+    return settings.prompt_length if settings.train_on == RowKind.PROMPT else settings.max_length
 
 
 def _coloured(console: Console) -> bool:
-    """Whether colours will be seen; NO_COLOR and anything that is not a terminal say no."""
+    """Whether colours are shown: on a terminal without NO_COLOR."""
     return console.color_system is not None and not console.no_color
 
 
 def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
-    """The sequence as text, trained runs of tokens set apart from the others; ids where there is no tokenizer."""
+    """The sequence as text with trained tokens marked; ids where there is no tokenizer."""
     text = Text()
     for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
         ids = [int(sequence.tokens[t]) for t in group]
@@ -157,50 +159,50 @@ def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> 
 
 @dataclass
 class _Totals:
-    """The accounting, and what the kept rows come to once they are packed."""
+    """The accounting, and the sizes of the kept rows once they are packed."""
 
     accounting: Accounting = field(default_factory=Accounting)
     tokens: int = 0
     trained: int = 0
     packed_rows: int = 0
     empty: float = 0.0
-    """Places without a token, in packed rows."""
+    """Number of positions without a token in packed rows."""
     row_length: int = 0
-    """Places of a packed row."""
+    """Number of positions in a packed row."""
 
 
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, how: Layout | None, cut: Whole) -> _Totals:
-    """Counts the examples, packed by the batch as a run packs them; prompts alone are not packed."""
-    totals = _Totals(row_length=how.length(recipe.data) if how else 0)
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, packed: Layout | None, cut: Whole) -> _Totals:
+    """Counts the examples, packed by batch as in a run; prompts alone are not packed."""
+    totals = _Totals(row_length=packed.length(recipe.data) if packed else 0)
     for group, account in grouped(examples, cut, recipe.batch_size):
         totals.accounting += account
         sequences = [sequence for kept in group for sequence in kept.sequences]
         totals.tokens += sum(len(sequence.tokens) for sequence in sequences)
         totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
-        if how and group:
-            _pack(totals, group, recipe, how)
+        if packed and group:
+            _pack(totals, group, recipe, packed)
     return totals
 
 
-def _pack(totals: _Totals, group: list[Kept], recipe: Recipe, how: Layout) -> None:
-    """Packs a batch's rows and adds its size and waste."""
-    batch = how.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
+def _pack(totals: _Totals, group: list[Kept], recipe: Recipe, packed: Layout) -> None:
+    """Packs the rows of a batch and adds its size and empty positions to the totals."""
+    batch = packed.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
     totals.packed_rows += len(batch.tokens)
     totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
 
 
-def _cuts(account: Accounting, how: Rendering) -> list[tuple[str, int, str]]:
-    """What became of rows that are too long."""
-    if how.on_overflow != "keep":
-        return [("    truncated", account.truncated, f"cut at {_limit(how)} tokens")]
+def _cuts(account: Accounting, settings: Rendering) -> list[tuple[str, int, str]]:
+    """Lines about rows that are too long: how many were truncated, or into how many pieces they were cut."""
+    if settings.on_overflow != "keep":
+        return [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
     return [
-        ("    pieces", account.pieces, f"of at most {how.max_length} tokens, each a sequence of a batch"),
+        ("    pieces", account.pieces, f"of at most {settings.max_length} tokens, each a sequence of a batch"),
         ("    left out", account.untrained, "pieces with nothing to train on"),
     ]
 
 
-def _show_totals(totals: _Totals, rows: Rows, how: Rendering, console: Console) -> None:
-    """The accounting as a table whose counts add up: rows = kept + dropped, and the dropped by their reasons."""
+def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Console) -> None:
+    """Prints the accounting as a table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
     account = totals.accounting
     if account.rows < len(rows):
         console.print(f"The first {account.rows:,} of {len(rows):,} rows of {rows.name}:", markup=False)
@@ -210,7 +212,7 @@ def _show_totals(totals: _Totals, rows: Rows, how: Rendering, console: Console) 
     lines = [
         ("rows", account.rows, ""),
         ("  kept", account.kept, ""),
-        *_cuts(account, how),
+        *_cuts(account, settings),
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
         ("tokens", totals.tokens, "of the kept rows"),

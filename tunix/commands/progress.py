@@ -1,7 +1,7 @@
-"""For a person who waits: a bar, and completions behind it, for `tunix generate` and `tunix eval`.
+"""Progress of `tunix generate` and `tunix eval`: a bar, and a sampler that updates it.
 
-`Drawing` is what a `Collector` samples from. Requests are numbered on from call to call, so that rows which are given
-in several calls draw what they would have drawn in one.
+A `Collector` samples from a `ProgressSampler`. Requests are numbered consecutively across calls, so that rows which are
+sampled in several calls get the completions that they would get in one.
 """
 
 import time
@@ -20,23 +20,25 @@ PATIENCE = 2.0
 
 
 class Bar:
-    """Progress, once something has taken long enough to wonder."""
+    """A progress bar that appears after `PATIENCE` seconds."""
 
     def __init__(self, title: str, total: int):
-        """Args:
-        title: what is going on, e.g. `generate`.
-        total: of what is counted.
+        """Starts the clock; displays nothing yet.
+
+        Args:
+            title: name of the command, e.g. `generate`.
+            total: number of items to be done.
         """
         self._title, self._total = title, total
         self._began = time.monotonic()
         self._display: Display | None = None
 
     def show(self, done: int, tokens: int = 0) -> None:
-        """Tells how far it is.
+        """Displays the progress.
 
         Args:
-            done: of the total.
-            tokens: since the bar was made, for their speed.
+            done: number of items done.
+            tokens: number of tokens since the bar was created, for the speed.
         """
         seconds = time.monotonic() - self._began
         if self._display is None and seconds > PATIENCE:
@@ -45,34 +47,34 @@ class Bar:
             self._display.update(done, {"perf/tokens_per_second": tokens / max(seconds, 1e-9)} if tokens else {})
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Ends the bar and restores the terminal."""
         if self._display is not None:
             self._display.close()
 
 
 @dataclass
-class Drawing:
-    """An engine that tells how far it is."""
+class ProgressSampler:
+    """A sampler over an engine that updates a progress bar."""
 
     engine: Engine
     bar: Bar
-    drawn: int = 0
-    """Completions there are, also from an earlier process."""
+    done: int = 0
+    """Completions so far, including those of an earlier process."""
     tokens: int = 0
-    """Drawn here."""
+    """Tokens that this object has sampled."""
 
     def sample(
         self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
     ) -> list[list[Completion]]:
-        """`protocols.Sampler.sample`; the first request has the number `drawn`."""
-        first = self.drawn
+        """Implements `protocols.Sampler.sample`; the first request has the number `done`."""
+        first = self.done
         requests = [Request(prompts[i // n], sampling, seed, first + i) for i in range(n * len(prompts))]
-        found = self.engine.run(requests, reply, on_tokens=self._hear)
-        self.drawn = first + len(found)
-        self.bar.show(self.drawn, self.tokens)
-        return [found[i : i + n] for i in range(0, len(found), n)]
+        sampled = self.engine.run(requests, reply, on_tokens=self._on_tokens)
+        self.done = first + len(sampled)
+        self.bar.show(self.done, self.tokens)
+        return [sampled[i : i + n] for i in range(0, len(sampled), n)]
 
-    def _hear(self, request: int, tokens: np.ndarray) -> None:
-        """Requests begin in their order, so all but the latest `slots` of those that were heard of have ended."""
+    def _on_tokens(self, request: int, tokens: np.ndarray) -> None:
+        """Counts tokens. Requests start in order, so all but the latest `slots` of those seen have ended."""
         self.tokens += len(tokens)
-        self.bar.show(self.drawn + max(0, request + 1 - self.engine.slots), self.tokens)
+        self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)

@@ -1,9 +1,9 @@
-"""A file that takes long to make, kept as far as it is: `OUT.partial`, beside what it will be.
+"""`ResumableOutput`: writes a file chunk by chunk to `OUT.partial`, so that an interrupted command can resume.
 
-Its first line says what the rest follows from (settings, digests of model and rows); then come lines in the order of
-the output, appended in chunks of a fixed number and handed to the disk. Whoever is killed leaves whole chunks, and
-perhaps a torn one, which the next call cuts off: it goes on where a chunk ends, so that each chunk is always made as a
-whole and the result is the one of an uninterrupted call, to the byte.
+The first line of `OUT.partial` holds everything that determines the output (settings, digests of model and rows). Then
+follow the lines of the output, appended in chunks of a fixed number and synced to disk. A killed process leaves
+complete chunks and perhaps an incomplete one, which the next call truncates. Each chunk is computed as a whole, so the
+result is that of an uninterrupted call, byte for byte.
 """
 
 import fcntl
@@ -20,28 +20,33 @@ from tunix.util.atomic_io import write_lines_atomic
 from tunix.util.yaml_io import shown
 
 DIGEST = "sha256:"
-"""Begins every digest."""
-WHOLE = 1 << 26
-"""Bytes of a file up to which its digest is that of its content; above, of its size and time: weights are large."""
+"""Prefix of every digest."""
+SMALL_FILE = 1 << 26
+"""Maximum bytes of a file whose content is digested; of larger files, such as weights, only size and time are."""
 
 
-class Partial:
-    """The lines so far. Made by `partial`."""
+class ResumableOutput:
+    """The lines of an unfinished output; created by `resumable_output`."""
 
-    def __init__(self, out: Path, path: Path, file: IO[bytes], begins: int, held: int):
-        """Args:
-        begins: bytes before the first line.
-        held: lines that are there.
+    def __init__(self, out: Path, path: Path, file: IO[bytes], start: int, done: int):
+        """Continues an open partial file.
+
+        Args:
+            out: the file to write in the end.
+            path: the partial file.
+            file: the partial file, open and locked.
+            start: position of the first line in bytes.
+            done: number of lines in it.
         """
-        self._out, self._path, self._file, self._begins = out, path, file, begins
-        self.held = held
-        """Lines so far."""
+        self._out, self._path, self._file, self._start = out, path, file, start
+        self.done = done
+        """Number of lines so far."""
 
     def append(self, lines: Iterable[str]) -> None:
-        """Adds a chunk; on return the disk has it.
+        """Appends a chunk; when it returns, the chunk is on disk.
 
         Raises:
-            UserError: the disk refuses.
+            UserError: the file cannot be written.
         """
         written = [line.encode() for line in lines]
         try:
@@ -51,30 +56,31 @@ class Partial:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(f"could not write {self._path}: {error.strerror or error}.") from error
-        self.held += len(written)
+        self.done += len(written)
 
     def lines(self) -> Iterator[str]:
-        """All of them, from the first."""
-        self._file.seek(self._begins)
+        """Yields all lines from the first."""
+        self._file.seek(self._start)
         yield from (line.decode() for line in self._file)
 
     def finish(self, lines: Iterable[str]) -> None:
-        """Writes the output in one go, and takes the partial file away."""
+        """Writes the output atomically and deletes the partial file."""
         write_lines_atomic(self._out, lines)
         self._path.unlink()
 
 
 @contextmanager
-def partial(out: Path, follows_from: Mapping[str, Any], chunk: int, total: int) -> Iterator[Partial]:
-    """What there is of `out`, or an empty beginning.
+def resumable_output(out: Path, inputs: Mapping[str, Any], chunk: int, total: int) -> Iterator[ResumableOutput]:
+    """Opens and locks the partial file of `out`, or creates it.
 
     Args:
-        follows_from: what the lines follow from; JSON values.
+        out: the file to write in the end.
+        inputs: JSON values that determine the lines.
         chunk: lines that are appended at a time; the last chunk may be shorter.
-        total: lines of the whole.
+        total: lines of the whole output.
 
     Raises:
-        UserError: there is the beginning of something else, or another process is at it.
+        UserError: the partial file has other inputs, or another process is writing it.
     """
     path = out.with_name(f"{out.name}.partial")
     try:
@@ -88,60 +94,60 @@ def partial(out: Path, follows_from: Mapping[str, Any], chunk: int, total: int) 
         except BlockingIOError as error:
             raise UserError(f"{path}: another process is writing it; wait for it, or choose another --out") from error
         first = file.readline()
-        held, end = _whole_chunks(file, len(first), chunk, total)
-        if held:
-            _same(path, first, follows_from)
+        done, end = _complete_chunks(file, len(first), chunk, total)
+        if done:
+            _check_inputs(path, first, inputs)
         else:
-            first = json.dumps(follows_from).encode() + b"\n"
+            first = json.dumps(inputs).encode() + b"\n"
             file.seek(0)
             file.write(first)
             end = len(first)
         file.truncate(end)
-        kept = Partial(out, path, file, len(first), held)
+        output = ResumableOutput(out, path, file, len(first), done)
         try:
-            yield kept
+            yield output
         finally:
-            if not kept.held:
+            if not output.done:
                 path.unlink()
 
 
-def _whole_chunks(file: IO[bytes], begins: int, chunk: int, total: int) -> tuple[int, int]:
-    """Lines of whole chunks, and the byte behind them."""
-    held, end, at = 0, begins, begins
+def _complete_chunks(file: IO[bytes], start: int, chunk: int, total: int) -> tuple[int, int]:
+    """`(lines, end)`: the number of lines in complete chunks, and the position after them in bytes."""
+    done, end, at = 0, start, start
     for number, line in enumerate(file, start=1):
         at += len(line)
         if line.endswith(b"\n") and (number % chunk == 0 or number == total):
-            held, end = number, at
-    return held, end
+            done, end = number, at
+    return done, end
 
 
-def _same(path: Path, first: bytes, follows_from: Mapping[str, Any]) -> None:
-    """Refuses the beginning of another file.
+def _check_inputs(path: Path, first: bytes, inputs: Mapping[str, Any]) -> None:
+    """Checks that a partial file has the same inputs.
 
     Raises:
-        UserError: names what differs.
+        UserError: names the inputs that differ.
     """
     try:
         before = json.loads(first)
-        differing = [key for key in {**before, **follows_from} if before.get(key) != follows_from.get(key)]
+        differing = [key for key in {**before, **inputs} if before.get(key) != inputs.get(key)]
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no beginning of ours: move it away, or choose another --out") from error
     if differing:
-        said = "; ".join(_told(key, before.get(key), follows_from.get(key)) for key in differing)
+        changes = "; ".join(_change(key, before.get(key), inputs.get(key)) for key in differing)
         raise UserError(
-            f"{path} holds what another call began: {said}. Call again as then, delete it to begin anew, or choose "
-            "another --out"
+            f"{path} holds what another call began: {changes}. Repeat that call, delete the file to start again, or "
+            "choose another --out"
         )
 
 
-def _told(key: str, before: Any, now: Any) -> str:
-    """One difference; a digest tells a person nothing."""
+def _change(key: str, before: Any, now: Any) -> str:
+    """Text about one difference, without the values of digests."""
     digests = any(isinstance(value, dict) or str(value).startswith(DIGEST) for value in (before, now))
     return f"other {key}" if digests else f"{key} was {shown(before)}, and is {shown(now)}"
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Of JSON values, in their order."""
+    """The digest of JSON values in order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -149,12 +155,12 @@ def digest_of_rows(rows: Iterable[Any]) -> str:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """Of a model's files by name: the content of small ones, size and time of those above `WHOLE`."""
+    """The digest of a folder's files by name: the content of small ones, size and time of those above `SMALL_FILE`."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file():
             stat = file.stat()
-            large = stat.st_size > WHOLE
-            held = f"{stat.st_size} {stat.st_mtime_ns}".encode() if large else file.read_bytes()
-            digest.update(file.name.encode() + b"\0" + hashlib.sha256(held).digest())
+            large = stat.st_size > SMALL_FILE
+            content = f"{stat.st_size} {stat.st_mtime_ns}".encode() if large else file.read_bytes()
+            digest.update(file.name.encode() + b"\0" + hashlib.sha256(content).digest())
     return DIGEST + digest.hexdigest()

@@ -1,10 +1,10 @@
-"""Rewards by name, as `tunix generate` and `tunix eval` are given them on the command line.
+"""Parses the rewards that `tunix generate` and `tunix eval` accept on the command line, and runs them.
 
-    exact_match                                      a shipped one, or file.py:function, or module:function
+    exact_match                                      a built-in one, or file.py:function, or module:function
     "length target=40 width=20"                      with options
-    "{name: number, columns: {answer: solution}}"    an entry of a recipe, where more is to be said
+    "{name: number, columns: {answer: solution}}"    an entry of a recipe, for all other settings
 
-They are read like a recipe's, and run in the same worker processes under the same deadline.
+They are read as in a recipe, and run in the same worker processes with the same deadline.
 """
 
 import shlex
@@ -32,12 +32,12 @@ from tunix.util.yaml_io import parse_yaml, problems
 
 
 def reward_config(specs: List[str], model: str | None, deadline: float) -> RewardConfig | None:
-    """The `reward` section that the words of the command line stand for; None where there are none.
+    """The `reward` section for the options of the command line; None where there are none.
 
     Args:
-        specs: one for each --reward, as above.
+        specs: the value of each --reward, as above.
         model: hub id, folder or run of a reward model.
-        deadline: seconds of a call.
+        deadline: maximum seconds of a call.
 
     Raises:
         UserError: one of them cannot be read.
@@ -53,51 +53,52 @@ def reward_config(specs: List[str], model: str | None, deadline: float) -> Rewar
 
 
 @contextmanager
-def judged(
-    speaker: InferenceModel,
+def open_collector(
+    inference: InferenceModel,
     sampling: Sampling,
     config: RewardConfig | None,
     columns: List[str],
     data: DataConfig,
     play: Player | None = None,
 ) -> Iterator[Collector]:
-    """What draws the speaker's completions and scores them.
+    """Opens a collector, which samples and scores completions; its reward processes end with the context.
 
     Args:
-        sampling: how they are drawn.
-        config: what they are worth.
-        columns: of the rows, under our names.
-        data: how long they may be, and how prompts are rendered, for a reward model.
-        play: an environment.
+        inference: the model that completes prompts.
+        sampling: how completions are sampled.
+        config: how they are scored; None without rewards.
+        columns: of the rows, under the names in tunix.
+        data: the limits of completions, and how prompts are rendered for a reward model.
+        play: the environment, if there is one.
 
     Raises:
-        UserError: there is no such reward, its options mean nothing, or a column that it reads is not there.
+        UserError: there is no such reward, its options are invalid, or a column that it reads is missing.
     """
     with ExitStack() as stack:
         scorer = judge = None
         if config is not None:
             scorer = stack.enter_context(Scorer(config.functions, config.deadline, config.workers))
             scorer.check([*columns, *ADDED])
-            judge = reward_judge(config, speaker.tokenizer, data, speaker.asked.dtype, build_mesh(MeshConfig()))
-        yield Collector(speaker.tokenizer, sampling, scorer, play, data.max_length, judge)
+            judge = reward_judge(config, inference.tokenizer, data, inference.options.dtype, build_mesh(MeshConfig()))
+        yield Collector(inference.tokenizer, sampling, scorer, play, data.max_length, judge)
 
 
 def fingerprint(config: RewardConfig) -> dict[str, Any]:
-    """What scores follow from besides the completions: settings, the user's own files, a reward model's weights."""
-    places = [Path(function.name.rpartition(":")[0]) for function in config.functions]
-    # A file that is not there is told of where it is loaded.
-    texts = {str(place): place.read_text(encoding="utf-8") for place in places if place.suffix and place.is_file()}
+    """Everything that scores depend on besides the completions: settings, custom files, a reward model's weights."""
+    files = [Path(function.name.rpartition(":")[0]) for function in config.functions]
+    # A missing file is reported where it is loaded.
+    texts = {str(file): file.read_text(encoding="utf-8") for file in files if file.suffix and file.is_file()}
     weights = None if config.model is None else digest_of_source(pretrained(config.model))
     return {**config.model_dump(mode="json", exclude={"workers"}), "files": texts, "weights": weights}
 
 
 def digest_of_source(source: Source) -> str:
-    """Of a model's files."""
+    """The digest of a model's files, and of those of its adapter."""
     return digest_of_rows(digest_of_folder(folder) for folder in (source.folder, source.merged) if folder is not None)
 
 
 def _entry(spec: str) -> Any:
-    """One --reward as an entry of a recipe."""
+    """Parses one --reward into an entry of a recipe."""
     where = f"--reward {spec!r}"
     if spec.lstrip().startswith("{"):
         return parse_yaml(spec, where)
@@ -111,7 +112,7 @@ def _entry(spec: str) -> Any:
 
 
 def _option(text: str, where: str) -> tuple[str, Any]:
-    """`target=40`; the value is read as in a recipe."""
+    """Parses an option such as `target=40`, whose value is written as in a recipe."""
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         raise UserError(f"{where}: {text!r} is no option; write key=value, as in target=40")

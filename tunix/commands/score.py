@@ -1,7 +1,7 @@
-"""`tunix score`: per-token log-probs of given rows under a model, by the very code that trains it.
+"""`tunix score`: per-token log-probs of given rows under a model, computed by the training code.
 
-One JSON object per row: `logprobs` (one for each token after the first), `tokens` (their ids), `sum`. Nothing is cut: a
-row that is too long is an error.
+It writes one JSON object per row: `logprobs` (one for each token after the first), `tokens` (their ids), `sum`. Nothing
+is truncated: a row that is too long is an error.
 """
 
 import json
@@ -37,14 +37,14 @@ def score(
         data: rows of text, messages, prompt and completion, or input_ids.
         adapter: PEFT folder on top of the model.
         batch_size: rows of a micro-batch.
-        max_length: tokens of a row at most; a longer one is an error.
+        max_length: maximum tokens of a row; a longer one is an error.
         dtype: of the computation and the weights.
 
     Returns:
         The perplexity: exp of minus the mean log-prob over all tokens after the first of their row.
 
     Raises:
-        UserError: the model, the rows or the output are not to be had.
+        UserError: the model, the rows or the output are not accessible.
     """
     refuse_out(out)
     rows = open_rows(data)
@@ -55,12 +55,12 @@ def score(
     sequences = sequences_to_score(rows, source.tokenizer, source.decoder.vocab_size, max_length)
     with closing(Display("score", len(sequences), 0)) as display:
         weights = loaded(source, dtype, mesh)
-        found = scored(*weights, mesh, sequences, batch_size, lambda done: display.update(done, {}))
-    write_text_atomic(out, "".join(map(_line, found)))
-    total, count = sum(one.sum for one in found), sum(one.logprobs.size for one in found)
-    reached = perplexity(-total / count)
-    print(f"{len(found)} rows, {readable(count)} tokens: perplexity {reached:.4f}, written to {out}")
-    return reached
+        scores = scored(*weights, mesh, sequences, batch_size, lambda done: display.update(done, {}))
+    write_text_atomic(out, "".join(map(_line, scores)))
+    total, count = sum(one.sum for one in scores), sum(one.logprobs.size for one in scores)
+    value = perplexity(-total / count)
+    print(f"{len(scores)} rows, {readable(count)} tokens: perplexity {value:.4f}, written to {out}")
+    return value
 
 
 def _line(one: RowScore) -> str:

@@ -1,1 +1,1 @@
-"""A model that answers and scores, without a run: a row becomes a prompt, the engine completes it, text comes back."""
+"""Inference without a run: renders rows as prompts, completes them with the engine, and scores given rows."""

@@ -1,4 +1,4 @@
-"""`tunix.load`: a model that completes, chats and scores in three methods, without a run and without files.
+"""`tunix.load`: a model with the methods `generate`, `chat` and `score`, without a run or output files.
 
 Axes: T time.
 """
@@ -23,7 +23,7 @@ from tunix.inference.scoring import RowScore, scored, sequences_to_score
 from tunix.models.model import Model, Params
 from tunix.types import Completion, Sampling
 
-Asked = str | List[int] | Mapping[str, Any]
+PromptLike = str | List[int] | Mapping[str, Any]
 """A prompt: a string, token ids, or a row with `prompt`, `messages` or `input_ids`."""
 
 
@@ -32,53 +32,55 @@ class Answer:
     """One completion of a prompt; prints as its text."""
 
     text: str
-    """Without special tokens and up to a stop string, e.g. `Paris.`; empty where there is no tokenizer."""
+    """Text without special tokens and stop string, e.g. `Paris.`; empty where there is no tokenizer."""
     completion: Completion
-    """Token ids, their log-probs, and why it ended."""
+    """The token ids, their log-probs, and the reason why it ended."""
 
     def __str__(self) -> str:
         return self.text
 
 
 class LoadedModel:
-    """What `tunix.load` returns. Weights are read by the first call that needs them."""
+    """A loaded model, returned by `tunix.load`. The first call that needs weights reads them."""
 
     def __init__(self, options: InferenceOptions):
-        """Reads nothing yet.
+        """Stores the options; no file is read yet.
 
         Args:
-            options: which model, and how prompts are put to it.
+            options: which model to load, and how its prompts are rendered.
         """
         self._options, self._model = options, InferenceModel(options)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What turns text into ids; None where the folder has none."""
+        """The tokenizer; None where the model folder has none."""
         return self._model.tokenizer
 
-    def generate(self, prompts: Asked | List[Asked], n: int = 1, *, sampling: Sampling, seed: int = 0) -> list[Answer]:
-        """`n` answers to each prompt, one after the other: answer `i % n` of prompt `i // n`.
+    def generate(
+        self, prompts: PromptLike | List[PromptLike], n: int = 1, *, sampling: Sampling, seed: int = 0
+    ) -> list[Answer]:
+        """Samples `n` answers to each prompt; item i is answer `i % n` to prompt `i // n`.
 
-        A string is put as a user's message where the model has a chat template and was trained on chats.
+        A string is sent as a user's message where the model has a chat template and was trained on chats.
 
         Args:
-            prompts: one, or several in a list; a list of whole numbers is one prompt of token ids.
-            n: answers of each, e.g. 4.
-            sampling: how tokens are chosen, e.g. `tunix.Sampling(max_tokens=64, temperature=0.7)`; the model's own
-                stop ids are added.
-            seed: an answer follows from (seed, its place, token index) alone.
+            prompts: one, or several in a list; a list of integers is one prompt of token ids.
+            n: number of answers to each prompt, e.g. 4.
+            sampling: how tokens are sampled, e.g. `tunix.Sampling(max_tokens=64, temperature=0.7)`; the model's stop
+                ids are added.
+            seed: an answer depends on (seed, its index, token index) alone.
 
         Raises:
-            UserError: the model, a prompt or a setting means nothing.
+            UserError: the model cannot be loaded, or a prompt or a setting is invalid.
         """
-        sampling = self._model.stopping(sampling)
+        sampling = self._model.with_stop_ids(sampling)
         rows = [_row(one) for one in _listed(prompts)]
-        asked = [self._model.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
-        found = self._model.engine.sample(asked, n, sampling, seed)
-        return [Answer(self._model.text(one) or "", one) for group in found for one in group]
+        tokens = [self._model.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
+        groups = self._model.engine.sample(tokens, n, sampling, seed)
+        return [Answer(self._model.text(one) or "", one) for group in groups for one in group]
 
     def chat(self, messages: str | List[Mapping[str, str]], *, sampling: Sampling, seed: int = 0) -> str:
-        """The assistant's next turn.
+        """Samples the assistant's next turn.
 
         Args:
             messages: all turns so far, e.g. `[{"role": "user", "content": "Hello"}]`; a string is one user's turn.
@@ -86,23 +88,23 @@ class LoadedModel:
             seed: as in `generate`.
 
         Raises:
-            UserError: the model has no chat template, or a setting means nothing.
+            UserError: the model has no chat template, or a setting is invalid.
         """
         if not self._model.has_template:
             raise UserError(f"{self._options.model} has no chat template, so it cannot chat: use generate")
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        return self.generate({"messages": said}, sampling=sampling, seed=seed)[0].text
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        return self.generate({"messages": turns}, sampling=sampling, seed=seed)[0].text
 
     def score(self, rows: str | List[Any], *, batch_size: int = 8, max_length: int = 1024) -> list[RowScore]:
-        """The log-prob of every token of given rows after its first.
+        """Computes the log-prob of every token of given rows after the first.
 
         Args:
             rows: strings, or rows of text, messages, prompt and completion, or input_ids; all of one kind.
             batch_size: rows of a micro-batch.
-            max_length: tokens of a row at most; a longer one is an error, nothing is cut.
+            max_length: maximum tokens of a row; a longer one is an error, nothing is truncated.
 
         Raises:
-            UserError: the model gives no log-probs, or a row is not to be read.
+            UserError: the model has no language-model head, or a row is invalid.
         """
         must_speak(self._model.source, self._options.model)
         listed = [rows] if isinstance(rows, str) else list(rows)
@@ -126,7 +128,7 @@ def load(
     length: int | None = None,
     slots: int | None = None,
 ) -> LoadedModel:
-    """A model that completes, chats and scores.
+    """Loads a model that completes prompts, chats and scores text.
 
     >>> model = tunix.load("runs/quickstart")
     >>> print(model.generate("sort: c a b", sampling=tunix.Sampling(max_tokens=16, temperature=0))[0])
@@ -136,12 +138,13 @@ def load(
         adapter: a PEFT folder on top.
         dtype: of the computation and the weights.
         system: a system message before prompts that are strings.
-        raw: strings are put as they stand, also where the tokenizer has a chat template.
-        length: tokens of prompt and answer at most; None for as many as the model reads.
-        slots: answers that are sampled at a time; None for what fills this kind of device. Never changes the result.
+        raw: strings are sent unchanged, even if the tokenizer has a chat template.
+        length: maximum tokens of prompt and answer; None for the model's limit.
+        slots: answers that are sampled at a time; None for the default of this kind of device. It does not change the
+            result.
 
     Raises:
-        UserError: there is no such model, or the adapter is not its own.
+        UserError: there is no such model, or the adapter belongs to another one.
     """
     on_top = None if adapter is None else Path(adapter).expanduser()
     loaded = LoadedModel(InferenceOptions(str(model), on_top, dtype, slots, system, raw, length))
@@ -149,14 +152,14 @@ def load(
     return loaded
 
 
-def _listed(prompts: Asked | List[Asked]) -> List[Asked]:
-    """Several prompts as they are, a single one in a list."""
+def _listed(prompts: PromptLike | List[PromptLike]) -> List[PromptLike]:
+    """The prompts as a list, also for a single one."""
     single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     return [prompts] if single else prompts  # pyright: ignore[reportReturnType]
 
 
-def _row(asked: Asked) -> Mapping[str, Any]:
-    """A prompt as a row."""
-    if isinstance(asked, Mapping):
-        return asked
-    return {"prompt": asked} if isinstance(asked, str) else {"input_ids": [int(token) for token in asked]}
+def _row(prompt: PromptLike) -> Mapping[str, Any]:
+    """A prompt as a row with the column that it stands for."""
+    if isinstance(prompt, Mapping):
+        return prompt
+    return {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": [int(token) for token in prompt]}

@@ -1,7 +1,7 @@
-"""A model that answers: what `tunix generate` and `tunix chat` share.
+"""`InferenceModel`: a model with tokenizer and engine, shared by `tunix.load` and the commands that sample.
 
-A row (a string, messages, or token ids) becomes the tokens of a prompt, in the way that the model was trained to read
-it; the engine holds the weights and draws. `TextStream` makes text of tokens that come in pieces.
+A row (a string, messages, or token ids) is rendered into the tokens of a prompt as the model was trained to read it;
+the engine holds the weights and samples. `TextStream` decodes tokens as they arrive.
 
 Axes: T time.
 """
@@ -38,151 +38,151 @@ from tunix.util.compile_cache import keep_compilations
 from tunix.util.yaml_io import read_mapping
 
 COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messages", "input_ids": "tokens"}
-"""What a row may ask with, and how it is rendered; where it has several, the first is meant."""
+"""The columns that may hold a prompt, and their formats; of several in a row, the first is used."""
 
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """Which model is to answer, and how prompts are put to it."""
+    """Which model to load, and how its prompts are rendered."""
 
     model: str
     """Hub id, folder, or the folder of a run."""
     adapter: Path | None = None
-    """PEFT folder on top."""
+    """PEFT folder of an adapter on top of the model."""
     dtype: DType = "float32"
-    """Of the computation and the weights."""
+    """Type of the computation and the weights."""
     slots: int | None = None
-    """Completions that are drawn at a time; None for what fills this kind of device. Never changes the result."""
+    """Completions that are sampled at a time; None for the device's default. Does not change the result."""
     system: str | None = None
-    """System message before prompts that are strings."""
+    """System message before prompts that are strings; None for the run's."""
     raw: bool = False
-    """Strings are sent as they stand, also where the tokenizer has a chat template."""
+    """Whether strings are sent unchanged, even if the tokenizer has a chat template."""
     length: int | None = None
-    """Tokens of prompt and answer at most; None for as many as the model reads."""
+    """Maximum tokens of prompt and answer; None for the model's limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class InferenceModel:
-    """A model, its tokenizer and its engine. Weights are read when the engine is first asked for."""
+    """A model, its tokenizer and its engine. The first access to the engine reads the weights."""
 
-    asked: InferenceOptions
+    options: InferenceOptions
 
     @cached_property
     def source(self) -> Source:
-        """The structure, where the weights are, and the tokenizer."""
-        source = pretrained(self.asked.model, self.asked.adapter)
+        """The structure, the location of the weights, and the tokenizer."""
+        source = pretrained(self.options.model, self.options.adapter)
         check_vocabulary(source)
         return source
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None where the folder has none."""
+        """The tokenizer; None where the model folder has none."""
         return self.source.tokenizer
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and answer at most."""
-        return min(self.asked.length or sys.maxsize, self.source.decoder.max_positions)
+        """Maximum tokens of prompt and answer."""
+        return min(self.options.length or sys.maxsize, self.source.decoder.max_positions)
 
     @property
     def slots(self) -> int:
-        """Completions that are drawn at a time."""
-        return self.asked.slots or usual_slots(jax.devices()[0].platform)
+        """Number of completions that are sampled at a time."""
+        return self.options.slots or usual_slots(jax.devices()[0].platform)
 
     @cached_property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """Whether the model has a chat template."""
         return self.tokenizer is not None and self.tokenizer.chat_template is not None
 
     @cached_property
     def trained_on(self) -> DataConfig | None:
-        """How the rows of the run were rendered, where the model is a run."""
-        folder = Path(self.asked.model).expanduser()
+        """The `data` section of the run, which says how rows were rendered; None where the model is no run."""
+        folder = Path(self.options.model).expanduser()
         if not (folder / "recipe.yaml").is_file():
             return None
         return DataConfig.model_validate(read_mapping(exported(folder).parent / "recipe.yaml")["data"])
 
     @cached_property
-    def plain(self) -> str | None:
-        """Why a string is sent as it stands; None where it is sent as a user's message.
+    def plain_reason(self) -> str | None:
+        """The reason why strings are sent unchanged; None where they are sent as a user's message.
 
         Raises:
-            UserError: a system message was given, and there is no place for it.
+            UserError: a system message was given for strings that are sent unchanged.
         """
         reason = None
-        if self.asked.raw:
+        if self.options.raw:
             reason = "--raw was given"
         elif not self.has_template:
-            reason = f"{self.asked.model} has no chat template"
-        elif self.trained_on is not None and not _of_chats(self.trained_on, self.asked.model):
-            reason = f"{self.asked.model} was trained on plain strings"
-        if reason is not None and self.asked.system is not None:
+            reason = f"{self.options.model} has no chat template"
+        elif self.trained_on is not None and not _of_chats(self.trained_on, self.options.model):
+            reason = f"{self.options.model} was trained on plain strings"
+        if reason is not None and self.options.system is not None:
             raise UserError(f"--system: {reason}, so a prompt is sent as it stands and has no system message")
         return reason
 
     @property
     def system(self) -> str | None:
-        """The system message of chats: the one asked for, else that of the run."""
-        if self.asked.system is not None or self.trained_on is None:
-            return self.asked.system
+        """The system message of chats: that of the options, else the run's."""
+        if self.options.system is not None or self.trained_on is None:
+            return self.options.system
         return self.trained_on.system
 
     @property
     def template_kwargs(self) -> Mapping[str, Any]:
-        """Variables of the chat template: those of the run."""
+        """Variables for the chat template, from the run."""
         return self.trained_on.template_kwargs if self.trained_on else {}
 
     def weights(self) -> tuple[Model, Params, Mesh]:
-        """The model with its weights on all devices, read anew: whoever asks holds them."""
+        """Reads the weights onto all devices; the caller owns them, since they are not cached."""
         keep_compilations()
         mesh = build_mesh(MeshConfig())
-        return *loaded(self.source, self.asked.dtype, mesh), mesh
+        return *loaded(self.source, self.options.dtype, mesh), mesh
 
     @cached_property
     def engine(self) -> Engine:
-        """With the weights in place."""
+        """The engine, with the weights published to it."""
         model, params, mesh = self.weights()
         decode = self.tokenizer.decode if self.tokenizer else None
         engine = Engine(model, mesh, slots=self.slots, length=self.limit, decode=decode)
         engine.publish(params, version=0)
         return engine
 
-    def stopping(self, sampling: Sampling) -> Sampling:
-        """The settings with the model's own stop ids.
+    def with_stop_ids(self, sampling: Sampling) -> Sampling:
+        """Checks sampling settings and adds the model's stop ids.
 
         Raises:
-            UserError: they mean nothing, look for text where there is no tokenizer, or nothing is ever drawn.
+            UserError: they are invalid, have stop strings without a tokenizer, or the model cannot sample.
         """
-        must_speak(self.source, self.asked.model)
+        must_speak(self.source, self.options.model)
         if sampling.stop_strings and self.tokenizer is None:
-            raise UserError(f"--stop {sampling.stop_strings[0]!r}: {self.asked.model} has no tokenizer, so no text")
+            raise UserError(f"--stop {sampling.stop_strings[0]!r}: {self.options.model} has no tokenizer, so no text")
         sampling = replace(sampling, stop_ids=self.source.stop_ids)
         check(sampling, self.source.decoder.vocab_size)
         return sampling
 
     def prompt(self, row: Mapping[str, Any], where: str) -> np.ndarray:
-        """`[T]` int32 tokens that a row asks with.
+        """The `[T]` int32 token ids of a row's prompt.
 
         Args:
-            row: `prompt` (a string, or messages), `messages`, or `input_ids`, which are taken as they stand.
-            where: how the row is called in a message.
+            row: `prompt` (a string, or messages), `messages`, or `input_ids`, which are used unchanged.
+            where: name of the row in error messages.
 
         Raises:
-            UserError: it asks with nothing, with what this model cannot read, or for more than it reads.
+            UserError: it has no prompt, one that this model cannot read, or one that is too long.
         """
-        name = asked_with(row, where)
+        name = prompt_column(row, where)
         self._check(name, row[name], where)
-        how = Rendering(
+        rendering = Rendering(
             format=COLUMNS[name],
             columns={"prompt_ids": "input_ids"},
             train_on=RowKind.PROMPT,
             prompt_length=sys.maxsize,
-            chat=isinstance(row[name], str) and self.plain is None,
+            chat=isinstance(row[name], str) and self.plain_reason is None,
             system=self.system,
             template_kwargs=self.template_kwargs,
             vocab_size=self.source.decoder.vocab_size,
         )
-        example = to_example(row, self.tokenizer, how, where)
+        example = to_example(row, self.tokenizer, rendering, where)
         if isinstance(example, Dropped):
             raise UserError(f"{where}: {name} is empty; give it at least one token")
         tokens = example.sequences[0].tokens
@@ -192,77 +192,81 @@ class InferenceModel:
             raise UserError(f"{where} has {len(tokens)} tokens, but the model ends at {self.limit}: shorten it")
         return tokens
 
-    def said(self, row: Mapping[str, Any]) -> str | list[Any] | None:
-        """What a row asks with, as rows to train on say it: a string, or messages; None where it gave ids."""
-        value = row[name := asked_with(row, "the row")]
-        if name == "input_ids" or (isinstance(value, str) and self.plain is not None):
+    def training_prompt(self, row: Mapping[str, Any]) -> str | list[Any] | None:
+        """A row's prompt as in rows to train on: a string, or messages; None where it is token ids."""
+        value = row[name := prompt_column(row, "the row")]
+        if name == "input_ids" or (isinstance(value, str) and self.plain_reason is not None):
             return None if name == "input_ids" else value
         if isinstance(value, str):
             system = [] if self.system is None else [{"role": "system", "content": self.system}]
             return [*system, {"role": "user", "content": value}]
-        asked = list(value)
-        while asked[-1]["role"] == "assistant":  # it is asked for another answer
-            asked.pop()
-        return asked
+        messages = list(value)
+        while messages[-1]["role"] == "assistant":  # the given answer is replaced by a sampled one
+            messages.pop()
+        return messages
 
     def data(self, length: int, train: str = "the prompts") -> DataConfig:
-        """How its rows are read, as a recipe says it: a run's own way, else that of `prompt`.
+        """A `data` section for the model's prompts: the run's, else one that renders like `prompt`.
 
         Args:
-            length: tokens of a sequence at most.
+            length: maximum tokens of a sequence.
             train: the name of the rows.
         """
         if self.trained_on is not None:
             return self.trained_on
-        chat = self.plain is None
+        chat = self.plain_reason is None
         return DataConfig(train=train, max_length=length, chat=chat, system=self.system if chat else None)
 
     def text(self, completion: Completion) -> str | None:
-        """What it says, without special tokens and up to a stop string; None without a tokenizer."""
+        """The text of a completion, without special tokens and stop string; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text = self.tokenizer.decode(completion.tokens, skip_special=True)
         return until_stop(text, completion.sampling.stop_strings)
 
     def _check(self, name: str, value: Any, where: str) -> None:
-        """What would not be understood further down, or only in the words of a recipe."""
+        """Checks a row's prompt for mistakes that later code would report in terms of a recipe, or not at all.
+
+        Raises:
+            UserError: the prompt is invalid for this model.
+        """
         is_text = isinstance(value, str)
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except (TypeError, UnicodeEncodeError) as error:
             raise UserError(f"{where}: {name} cannot be written as JSON in UTF-8: {error}") from error
         if name != "input_ids" and self.tokenizer is None:
-            raise UserError(f"{where}: {self.asked.model} has no tokenizer: give input_ids instead of {name}")
+            raise UserError(f"{where}: {self.options.model} has no tokenizer: give input_ids instead of {name}")
         if is_text and not value.strip():
             raise UserError(f"{where}: {name} is empty; say something, or give input_ids")
         if not is_text and name != "input_ids" and not self.has_template:
             raise UserError(
-                f"{where}: {self.asked.model} has no chat template to render messages with: give a prompt that is a "
+                f"{where}: {self.options.model} has no chat template to render messages with: give a prompt that is a "
                 "string, or input_ids"
             )
-        if not is_text and self.asked.system is not None:
+        if not is_text and self.options.system is not None:
             raise UserError(f"{where}: --system goes with prompts that are strings; {name} bring their own")
 
 
-def asked_with(row: Mapping[str, Any], where: str) -> str:
-    """The column that a row asks with.
+def prompt_column(row: Mapping[str, Any], where: str) -> str:
+    """The column that holds a row's prompt.
 
     Raises:
-        UserError: it has none of them.
+        UserError: it has none of `COLUMNS`.
     """
-    found = next((name for name in COLUMNS if row.get(name) is not None), None)
-    if found is None:
+    column = next((name for name in COLUMNS if row.get(name) is not None), None)
+    if column is None:
         listed = ", ".join(map(repr, row)) or "no columns"
-        hints = "".join(nearest(str(column), COLUMNS) for column in row)
+        hints = "".join(nearest(str(name), COLUMNS) for name in row)
         raise UserError(f"{where} has {listed}; wanted is prompt, messages or input_ids.{hints}")
-    return found
+    return column
 
 
 def _of_chats(data: DataConfig, run: str) -> bool:
     """Whether the rows of a run were conversations.
 
     Raises:
-        UserError: the recipe alone does not say it, and the rows are gone.
+        UserError: this does not follow from the recipe alone, and the rows are gone.
     """
     if data.chat or data.format == "messages":
         return True

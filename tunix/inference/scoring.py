@@ -1,4 +1,4 @@
-"""Per-token log-probs of given rows under a model, by the very code that trains it. Nothing is cut.
+"""Per-token log-probs of given rows under a model, computed by the training code. Nothing is truncated.
 
 Axes: T time.
 """
@@ -26,7 +26,7 @@ from tunix.types import Sequence
 
 @dataclass(frozen=True)
 class RowScore:
-    """What a model thinks of one row."""
+    """The log-probs of one row under a model."""
 
     tokens: np.ndarray
     """`[T]` int32 ids, e.g. `[2, 17, 9]`."""
@@ -35,19 +35,19 @@ class RowScore:
 
     @property
     def sum(self) -> float:
-        """Log-prob of the whole row after its first token, e.g. -1.5."""
+        """Total log-prob in nats of the tokens after the first, e.g. -1.5."""
         return float(self.logprobs.sum(dtype=np.float64))
 
 
 def sequences_to_score(rows: Rows, tokenizer: Tokenizer | None, vocab_size: int, max_length: int) -> list[Sequence]:
-    """The rows as sequences of which every token after the first counts.
+    """Renders rows as sequences whose tokens after the first are all scored.
 
     Raises:
-        UserError: a row is too long, too short, or not to be read.
+        UserError: a row is too long, too short, or invalid.
     """
     shape = detect_format(rows[0], {}, f"row 1 of {rows.name}")
-    how = Rendering(shape, max_length=sys.maxsize, train_on=RowKind.ALL, vocab_size=vocab_size)
-    return [_sequence(rows, index, tokenizer, how, max_length) for index in range(len(rows))]
+    rendering = Rendering(shape, max_length=sys.maxsize, train_on=RowKind.ALL, vocab_size=vocab_size)
+    return [_sequence(rows, index, tokenizer, rendering, max_length) for index in range(len(rows))]
 
 
 def scored(
@@ -58,27 +58,27 @@ def scored(
     batch_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[RowScore]:
-    """The scores of sequences, in their order.
+    """Computes the log-probs of sequences, in their order.
 
     Args:
         batch_size: rows of a micro-batch.
-        progress: called with the number of sequences that are done.
+        progress: receives the number of sequences that are done.
     """
     # One shape for all micro-batches, no longer than the rows need.
     length = -(-max(len(s.tokens) for s in sequences) // 64) * 64
     rows = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
     scorer = Scorer(model, Microbatcher(rows, mesh), length)
-    found: list[RowScore] = []
+    scores: list[RowScore] = []
     for group in _groups(sequences, 8 * batch_size):
         values = scorer.logprobs(params, group, size=8 * batch_size)
-        found += [RowScore(one.tokens, logprobs[1:]) for one, logprobs in zip(group, values, strict=True)]
-        progress(len(found))
-    return found
+        scores += [RowScore(one.tokens, logprobs[1:]) for one, logprobs in zip(group, values, strict=True)]
+        progress(len(scores))
+    return scores
 
 
-def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, how: Rendering, max_length: int) -> Sequence:
+def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, rendering: Rendering, max_length: int) -> Sequence:
     where = f"row {index + 1} of {rows.name}"
-    example = to_example(rows[index], tokenizer, how, where)
+    example = to_example(rows[index], tokenizer, rendering, where)
     if not isinstance(example, Kept):
         raise UserError(f"{where}: nothing to score in a row of fewer than two tokens; leave it out")
     (sequence,) = example.sequences
