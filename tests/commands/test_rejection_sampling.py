@@ -262,7 +262,7 @@ def test_ctrl_c_keeps_what_is_there(base: Path, monkeypatch: pytest.MonkeyPatch,
     assert "out.jsonl.partial holds what another call began: seed was 0, and is 1" in capsys.readouterr().err
     write_rows(Path("rows.jsonl"), [{"input_ids": [8 + i]} for i in range(10)])
     assert main(words) == 2
-    assert "began: other rows. Call" in capsys.readouterr().err
+    assert "began: other rows. Repeat" in capsys.readouterr().err
     write_rows(Path("rows.jsonl"), [{"input_ids": [7 + i]} for i in range(10)])
     assert main(words) == 0
     assert [row["row"] for row in lines(Path("out.jsonl"))] == list(range(10))
@@ -281,7 +281,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "nothing": (["--reward", " "], ["it names no reward"]),
     "twice": (["--reward", "number", "--reward", "number"], ["number stands there twice"]),
     "best of what": (["--best"], ["--best chooses by what completions are worth: say --reward"]),
-    "above what": (["--threshold", "1"], ["--threshold chooses by", "--reward"]),
+    "above what": (["--threshold", "1"], ["--threshold selects by", "--reward"]),
     "best none": (["--reward", "number", "--best", "0"], ["--best", "'0' is not a whole number above 0"]),
     "no deadline": (["--reward", "number", "--deadline", "0"], ["deadline", "not a number above 0"]),
 }

@@ -54,8 +54,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         checkpoints = stack.enter_context(closing(Checkpoints(run / "checkpoints", recipe.checkpoint, read_only=True)))
         chosen = step or checkpoints.latest()
         if chosen is None or chosen not in checkpoints.steps():
-            asked = f" of step {step}" if step else ""
-            raise UserError(f"{run} has no checkpoint{asked}; it has {checkpoints.steps()}")
+            which = f" of step {step}" if step else ""
+            raise UserError(f"{run} has no checkpoint{which}; it has {checkpoints.steps()}")
         source = of_recipe(recipe.model, recipe.data.chat_template, run / TOKENIZER, rows=None)
         adapter_section, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter_section})

@@ -88,7 +88,7 @@ class Checkpoints:
         except (Unreadable, OSError, ValueError) as error:
             raise UserError(
                 f"{folder}: the checkpoint cannot be read: {first_line(error)}. Delete that folder to go on from the "
-                "one before, or start anew with --fresh."
+                "one before, or start again with --fresh."
             ) from error
         return record
 
