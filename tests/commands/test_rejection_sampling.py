@@ -280,8 +280,8 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "wrong key": (["--reward", "{name: number, weigth: 2}"], ["--reward: functions.0.weigth: unknown key", "'weight'"]),
     "nothing": (["--reward", " "], ["it names no reward"]),
     "twice": (["--reward", "number", "--reward", "number"], ["number stands there twice"]),
-    "best of what": (["--best"], ["--best chooses by what completions are worth: say --reward"]),
-    "above what": (["--threshold", "1"], ["--threshold selects by", "--reward"]),
+    "best of what": (["--best"], ["--best selects by reward"]),
+    "above what": (["--threshold", "1"], ["--threshold selects by reward", "--reward"]),
     "best none": (["--reward", "number", "--best", "0"], ["--best", "'0' is not a whole number above 0"]),
     "no deadline": (["--reward", "number", "--deadline", "0"], ["deadline", "not a number above 0"]),
 }

@@ -41,7 +41,7 @@ def resolved_stages(sections: Mapping[str, Any], where: str) -> list[dict[str, A
 
 
 def _inherited(shared: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's sections merged key by key into the shared ones; another algorithm or length inherits nothing."""
+    """A stage's sections merged key by key into the shared ones; its own algorithm or length replaces theirs."""
     merged = {**shared, **stage}
     for key, section in stage.items():
         default = shared.get(key)
