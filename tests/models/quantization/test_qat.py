@@ -95,7 +95,7 @@ def test_the_first_rule_counts():
 def test_a_model_computes_with_its_weights_on_their_grid():
     model = Model(RICH, simulated=simulated(MIXED))
     plain = replace(model, simulated=())
-    params = trainer(RICH).params
+    params = trainer(RICH).learner.params
     on_grid, moved = rounded(model, params)
     assert set(moved) == {f"layers/{name}/w" for name in ("q", "k", "v", "gate", "up", "down")}
     for name, value in params.items():
