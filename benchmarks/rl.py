@@ -20,7 +20,7 @@ from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
-from tunix.rollout.collect import Collector, Rollouts, RolloutStream
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.types import Sampling
 
@@ -38,7 +38,7 @@ def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length
     rng = np.random.default_rng(0)
     rows = [{"prompt_ids": rng.integers(0, vocab, LENGTH).tolist()} for _ in range(64)]
     config = DataConfig(train="given", max_length=LENGTH + NEW, completion_length=NEW)
-    like = Rollouts(
+    like = RolloutStep(
         prompts=[],
         collector=Collector(None, sampling, scorer),
         stream=Prompts(open_rows(rows), None, config, seed=0),

@@ -26,10 +26,11 @@ from tunix.data.sources import Rows
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client
-from tunix.rollout.collect import Clock, Collector, Player, Rollouts, RolloutStream
+from tunix.rollout.collect import Collector, Player, RolloutStep, RolloutStream
 from tunix.rollout.environments.base import Environment, Step
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import Clock
 from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
 
 TOKENIZER = bytes_tokenizer()
@@ -135,13 +136,13 @@ class Judged(Bargain):
 @contextmanager
 def rollouts(
     prompts: int = 2, environment: str | None = None, scored: bool = True, **changes: Any
-) -> Iterator[Rollouts]:
+) -> Iterator[RolloutStep]:
     """One step's prompts out of twelve."""
     rows = Rows("rows", [{"prompt": f"{i:02}"} for i in range(12)])
     stream = Prompts(rows, TOKENIZER, DataConfig(train="rows", max_length=32), seed=0, epochs=1)
     scorer = Scorer([scripted()]) if scored else None
     play = Player(EnvironmentConfig(name=f"{__name__}:{environment}"), TOKENIZER) if environment else None
-    like = Rollouts(
+    like = RolloutStep(
         prompts=[],
         collector=Collector(TOKENIZER, SAMPLING, scorer, play),
         stream=stream,

@@ -25,7 +25,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES
 from tunix.models.model import Params, is_adapter, is_own
 from tunix.models.quantization.formats import is_scale, plain
-from tunix.trainer.reference import Reference
+from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Sequence
 
@@ -99,7 +99,7 @@ def rollouts(ours, rows):
 def on_base(client: Trainer, frozen: Params) -> None:
     """Puts another base under a client's adapter, which is its reference too."""
     client.learner.frozen = frozen
-    client.learner.reference = Reference(client.learner.spec, frozen)
+    client.learner.reference = reference_of(client.learner.spec, frozen)
 
 
 @pytest.mark.parametrize("kind", ["nf4", *slow(["int8", "int4", "fp8"])])

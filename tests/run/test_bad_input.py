@@ -647,7 +647,7 @@ SCORES: Table = {
     "too long": (
         given({"input_ids": list(range(20))}),
         ["base", "train.jsonl", "--max-length", "16"],
-        ["row 1 of train.jsonl has 20 tokens, more than --max-length 16", "raise it"],
+        ["row 1 of train.jsonl has 20 tokens, more than max_length (--max-length) 16", "raise it"],
     ),
     "id beyond": (
         given({"input_ids": [5, 999]}),

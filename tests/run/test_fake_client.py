@@ -14,7 +14,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.algorithms.stream import rollouts
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.pipeline import Packed
+from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.rollout.rewards.base import Reward

@@ -15,8 +15,8 @@ from tests.tiny_rl import write_policy
 from tests.tiny_runs import VOCAB, lines, metrics, model_folder, train, write_rows
 from tunix.cli import main
 from tunix.data.config import DataConfig
-from tunix.data.pipeline import Prompt
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
+from tunix.data.types import Prompt
 from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.run.reward_model import TOGETHER, judge, reads_tokens

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tunix.config import AlgorithmConfig, CriticKind, RowKind
-from tunix.data.pipeline import Packed
+from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 

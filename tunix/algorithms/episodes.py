@@ -13,7 +13,7 @@ import numpy as np
 
 from tunix.algorithms.masks import mismatch
 from tunix.errors import UserError
-from tunix.rollout.collect import Scored
+from tunix.rollout.types import Scored
 from tunix.types import Sequence
 
 Groups = list[list[Scored]]
@@ -99,6 +99,21 @@ def rewards_of(groups: Groups) -> dict[str, np.ndarray]:
 def lengths_of(groups: Groups) -> np.ndarray:
     """`[P G]` number of sampled tokens of each completion."""
     return np.array([[int(episode.completion.drawn.sum()) for episode in group] for group in groups])
+
+
+def require_scores(groups: Groups) -> None:
+    """Stops a run in which not one sample of a step could be scored.
+
+    Raises:
+        UserError: why the first one failed.
+    """
+    failures = [episode.failures for group in groups for episode in group]
+    if all(failures):
+        reason = next(iter(failures[0].values()))
+        raise UserError(
+            f"reward: none of the {len(failures)} samples of a step could be scored, the first because {reason}. What "
+            "was trained before is saved: fix the reward and run the same command."
+        )
 
 
 def require_numbers(groups: Groups, sequences: Credited) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.algorithms.advantages import has_signal, overlong_penalty, weighted_sum
+from tunix.algorithms.advantages import has_signal, kl_rewards, overlong_penalty, weighted_sum
 from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.episodes import (
     Credited,
@@ -25,20 +25,22 @@ from tunix.algorithms.episodes import (
     flat,
     grouped,
     lengths_of,
+    old_policy_logprobs,
     renamed,
     require_numbers,
+    require_scores,
     rewards_of,
     shape_of,
     with_tokens,
     without_mismatch,
 )
-from tunix.algorithms.loss import REFERENCE, with_mismatch
+from tunix.algorithms.loss import REFERENCE, kl_clamp, with_mismatch
 from tunix.algorithms.masks import most_uncertain
 from tunix.algorithms.rollout_metrics import merged, notes, report, rows
 from tunix.config import RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.collect import Rollouts, require_scores
+from tunix.rollout.types import Rollouts
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 
 
@@ -215,6 +217,20 @@ class PolicyGradient(OnPolicy):
         if not buffer:
             return np.zeros(shape_of(groups))
         return self.config.overlong_coefficient * overlong_penalty(lengths_of(groups), limit, buffer)
+
+    def kl_rewards(self, sequence: Sequence, coefficient: float | None = None) -> np.ndarray:
+        """`[T]` the KL penalty of each sampled token, where it is part of the reward, else 0.
+
+        Args:
+            sequence: has the log-probs of the policy and of the reference.
+            coefficient: factor of the penalty; None for the recipe's `kl`.
+        """
+        config = self.config
+        if not config.kl or config.kl_in != "reward":
+            return np.zeros(len(sequence.tokens))
+        policy, reference = old_policy_logprobs(sequence), sequence.per_token[REFERENCE]
+        factor = config.kl if coefficient is None else coefficient
+        return kl_rewards(policy, reference, sequence.loss_mask, factor, config.kl_estimator or "k1", kl_clamp(config))
 
     def _with_logprobs(
         self, client: Client, sequences: Credited, name: str, of: Literal["policy", "reference"]

@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.episodes import Credited, Groups, flat, lengths_of, rewards_of
-from tunix.rollout.collect import Scored
+from tunix.rollout.types import Scored
 from tunix.types import Metrics, Sequence
 
 

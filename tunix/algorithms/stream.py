@@ -10,7 +10,7 @@ from tunix.data.packing import row_length
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.rollout.collect import ADDED, Collector, Rollouts, RolloutStream
+from tunix.rollout.collect import ADDED, Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -57,7 +57,7 @@ def rollouts(
     scorer.check([*table[0], *ADDED])
     number = algorithm.sequences_per_example
     return RolloutStream(
-        Rollouts(
+        RolloutStep(
             prompts=[],
             collector=Collector(tokenizer, algorithm.sampling, scorer),
             stream=Prompts(table, tokenizer, config, seed, epochs),

@@ -30,7 +30,8 @@ from tunix.data.sources import Rows
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel
 from tunix.mesh import row_shards
-from tunix.rollout.collect import Collector, Scored
+from tunix.rollout.collect import Collector
+from tunix.rollout.types import Scored
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.metrics import perplexity
 from tunix.trainer.microbatches import Microbatcher

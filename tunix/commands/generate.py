@@ -27,15 +27,16 @@ from tunix.commands.progress import Bar, ProgressSampler
 from tunix.commands.rejection_sampling import Chosen, Question, choose
 from tunix.commands.resumable_output import ResumableOutput, digest_of_rows, resumable_output
 from tunix.commands.reward_flags import digest_of_source, fingerprint, open_collector
-from tunix.data.pipeline import Prompt
 from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows, open_rows
+from tunix.data.types import Prompt
 from tunix.errors import Interrupted, UserError
 from tunix.inference.model import InferenceModel, InferenceOptions, prompt_column
 from tunix.inference.text_stream import TextStream
-from tunix.rollout.collect import Collector, Scored
+from tunix.rollout.collect import Collector
 from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig
+from tunix.rollout.types import Scored
 from tunix.trainer.progress import readable
 from tunix.types import Completion, Sampling
 from tunix.util.atomic_io import refuse_out

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tunix.data.columns import Row
 from tunix.types import Sequence
 
 TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
@@ -30,7 +29,7 @@ class Kept:
     """The sequences that are trained on; for a pair the chosen one, then the rejected one."""
     truncated: bool = False
     """Whether tokens beyond the limit were cut off."""
-    row: Row = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns under our names, where only its prompt was rendered; rewards and environments receive them."""
 
 

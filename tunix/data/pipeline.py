@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grain
-import numpy as np
 
 from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Dropped, Kept
@@ -25,25 +24,14 @@ from tunix.data.packing import pack, row_length
 from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import Packed, Prompt
 from tunix.errors import UserError
-from tunix.types import Batch, Sequence
+from tunix.types import Sequence
 
 T = TypeVar("T")
 
 _READ_AHEAD, _PROMPTS_AHEAD = 2, 256
 """Batches, and prompts, that are prepared ahead of the trainer."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A batch, its sequences, and the accounting of the rows so far."""
-
-    batch: Batch
-    """The packed rows as numpy arrays."""
-    accounting: Accounting
-    """Counts of all rows read up to and including this batch, over all epochs; or of all held-out rows."""
-    sequences: tuple[Sequence, ...]
-    """The sequences that were packed, for algorithms that also use them unpacked."""
 
 
 def _as_it_is(sequence: Sequence) -> Sequence:
@@ -192,18 +180,6 @@ class Batches(Stream[Packed]):
 
     def __next__(self) -> Packed:
         return next(self._groups())
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt that the policy samples completions for."""
-
-    tokens: np.ndarray
-    """`[T]` int32 token ids, e.g. `[2, 651, 603]`."""
-    text: str
-    """The prompt as the row has it, without the template, which rewards read; empty for token ids."""
-    row: Mapping[str, Any]
-    """The row's columns under our names, which rewards and environments read."""
 
 
 class Prompts(Stream[tuple[Kept, Accounting]]):

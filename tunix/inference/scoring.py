@@ -84,7 +84,7 @@ def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, rendering: Re
     (sequence,) = example.sequences
     size = len(sequence.tokens)
     if size > max_length:
-        raise UserError(f"{where} has {size} tokens, more than --max-length {max_length}: raise it")
+        raise UserError(f"{where} has {size} tokens, more than max_length (--max-length) {max_length}: raise it")
     return sequence
 
 

@@ -1,6 +1,6 @@
 """From prompts to scored episodes: the input of each step of an on-policy algorithm.
 
-`Rollouts` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
+`RolloutStep` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
 completions (over several turns where an environment answers) and the rewards score them. Every random number follows
 from the run's seed and the position in the data, so a resumed run samples what an uninterrupted one would have.
 
@@ -9,10 +9,8 @@ Axes: P prompts, G group, T time.
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +18,9 @@ import numpy as np
 
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.pipeline import Prompt, Prompts
+from tunix.data.pipeline import Prompts
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.environments.base import Episode, Episodes
@@ -29,44 +28,11 @@ from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import ENVIRONMENT, Clock, Scored
 from tunix.types import Batch, Completion, Sampling, Sequence
 
 ADDED = ("completion_ids", "completion_tokens")
 """Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
-ENVIRONMENT = "environment"
-"""The name of the reward that an environment gives."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One completion and its rewards."""
-
-    prompt: Prompt
-    completion: Completion
-    text: str
-    """The completion as rewards read it: without special tokens; empty where there is no tokenizer."""
-    rewards: Mapping[str, float]
-    """Reward by name, e.g. `{"exact_match": 1.0}`; NaN where it failed."""
-    failures: Mapping[str, str] = field(default_factory=dict)
-    """Name of a reward that failed -> the reason."""
-    turn_rewards: tuple[float, ...] = ()
-    """The environment's reward for each turn; their sum is its reward for the episode."""
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the token limit cut the completion off."""
-        return self.completion.finish == "length"
-
-
-class Clock(dict[str, float]):
-    """Seconds spent, by the name of the activity."""
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Adds the time spent in the `with` block."""
-        began = time.monotonic()
-        yield
-        self[name] = self.get(name, 0.0) + time.monotonic() - began
 
 
 class Player:
@@ -205,8 +171,8 @@ class Collector:
 
 
 @dataclass
-class Rollouts:
-    """One step's prompts, and what samples and scores their completions."""
+class RolloutStep:
+    """One step's prompts, and what samples and scores their completions; see `rollout.types.Rollouts`."""
 
     prompts: list[Prompt]
     collector: Collector
@@ -264,7 +230,7 @@ class Rollouts:
 class RolloutStream:
     """The steps of an on-policy run, with a position that can be saved."""
 
-    def __init__(self, like: Rollouts):
+    def __init__(self, like: RolloutStep):
         """Starts at the stream's position.
 
         Args:
@@ -275,7 +241,7 @@ class RolloutStream:
     def __iter__(self) -> "RolloutStream":
         return self
 
-    def __next__(self) -> Rollouts:
+    def __next__(self) -> RolloutStep:
         prompts = self._like.stream.take(self._like.size)
         if not prompts:
             raise StopIteration
@@ -304,18 +270,3 @@ def _episode(
     failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
     rewards = {name: math.nan if name in failures else float(score) for name, score in scores.items()}
     return Scored(prompt, completion, text, rewards, failures, turns)
-
-
-def require_scores(groups: List[List[Scored]]) -> None:
-    """Stops a run in which not one sample of a step could be scored.
-
-    Raises:
-        UserError: why the first one failed.
-    """
-    failures = [episode.failures for group in groups for episode in group]
-    if all(failures):
-        reason = next(iter(failures[0].values()))
-        raise UserError(
-            f"reward: none of the {len(failures)} samples of a step could be scored, the first because {reason}. What "
-            "was trained before is saved: fix the reward and run the same command."
-        )

@@ -31,7 +31,7 @@ from tunix.run.streams import evaluation_of, open_stream, reward_functions, samp
 from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, build_client
 from tunix.trainer.progress import Display
-from tunix.trainer.reference import Reference
+from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer
 
 
@@ -129,7 +129,7 @@ def client_of(
     if teacher is not None:
         learner.teacher = build_teacher(recipe, teacher, source, learner)
     if reference is not None:
-        learner.reference = Reference(learner.spec, reference_weights(reference, learner.spec.model, mesh))
+        learner.reference = reference_of(learner.spec, reference_weights(reference, learner.spec.model, mesh))
     return client
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.episodes import rewards_of
-from tunix.data.pipeline import Packed, Prompt
+from tunix.algorithms.episodes import require_scores, rewards_of
+from tunix.data.types import Packed, Prompt
 from tunix.protocols import Client
-from tunix.rollout.collect import Collector, require_scores
+from tunix.rollout.collect import Collector
 from tunix.types import Batch
 
 

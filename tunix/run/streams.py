@@ -10,7 +10,7 @@ from tunix.config import DType, RowKind
 from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, total_steps
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.collect import ADDED, Collector, Rollouts, RolloutStream
+from tunix.rollout.collect import ADDED, Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.inputs import Inputs, row_kind_of
@@ -38,7 +38,7 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
     tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
     return RolloutStream(
-        Rollouts(
+        RolloutStep(
             prompts=[],
             collector=collector,
             stream=Prompts(**read, train_on=row_kind_of(recipe, algorithm)),

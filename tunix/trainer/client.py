@@ -53,12 +53,10 @@ def client(
         optimizer: None for AdamW at a rate of 1e-5, which is constant without `steps`.
         mesh: how the devices are used; None shards weights over all of them.
         length: maximum tokens of a packed row, and of a prompt with its completion.
-        batch_size: typical sequences of an update, from which the size of micro-batches follows; `step` accepts any
-            number.
-        steps: updates of the learning-rate schedule; not needed for a constant rate without a relative warm-up.
+        batch_size: typical sequences of an update, for which micro-batches are sized; `step` accepts any number.
+        steps: updates of the learning-rate schedule; None for a constant rate without a warm-up relative to them.
         seed: of random weights and of everything random during training.
-        reference: whether a copy of the initial weights is kept, for losses with a reference. An adapter's base is
-            available anyway.
+        reference: whether a copy of the initial weights is kept as the reference; an adapter's base always is one.
         critic: `own` for a critic that is a separate model, `shared` for a value head on the policy.
         slots: completions that are sampled at a time; None for the default of this kind of device.
         sampler: completes prompts, e.g. an engine elsewhere; None for one on the same devices.
@@ -68,39 +66,35 @@ def client(
     """
     keep_compilations()
     config = _section(ModelConfig, model if not isinstance(model, str | Path) else {"path": str(model)}, "model")
-    rule = _update_rule(optimizer, steps)
     devices = build_mesh(_section(MeshConfig, {} if mesh is None else mesh, "mesh"))
-    adapter_config = None if adapter is None else _section(AdapterConfig, adapter, "adapter")
-    adapter_config, source = settled(adapter_config, _source(config))
+    wanted = None if adapter is None else _section(AdapterConfig, adapter, "adapter")
+    settled_adapter, source = settled(wanted, _source(config))
     rows = rows_per_microbatch(devices, batch_size, None, length, packing=True)
     settings = ClientSettings(
         model=config,
-        optimizer=rule,
+        optimizer=_optimizer(optimizer, steps),
         updates=steps or 1,
         microbatcher=Microbatcher(rows, devices),
         length=length,
         seed=seed,
-        adapter=adapter_config,
+        adapter=settled_adapter,
         reference=reference,
         critic=critic,
         slots=slots,
-        decode=None if source.tokenizer is None else source.tokenizer.decode,
+        decode=source.tokenizer and source.tokenizer.decode,
     )
     return build_client(settings, source, devices, sampler)
 
 
-def _update_rule(given: Mapping[str, Any] | OptimizerConfig | None, steps: int | None) -> OptimizerConfig:
+def _optimizer(given: Mapping[str, Any] | OptimizerConfig | None, steps: int | None) -> OptimizerConfig:
     """The optimizer's section; a schedule that nobody names is constant where the number of steps is not known.
 
     Raises:
         UserError: the rate follows from the number of steps, and there is none.
     """
-    named = (
-        given
-        if isinstance(given, OptimizerConfig)
-        else {"schedule": "cosine" if steps else "constant", **(given or {})}
-    )
-    rule = _section(OptimizerConfig, named, "optimizer")
+    if not isinstance(given, OptimizerConfig):
+        given = {"schedule": "cosine" if steps else "constant", **(given or {})}
+    rule = _section(OptimizerConfig, given, "optimizer")
     if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
         raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
     return rule

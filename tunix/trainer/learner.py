@@ -20,37 +20,31 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.mesh import fast_products
 from tunix.models.model import Params
+from tunix.trainer.frozen_model import FrozenModel
 from tunix.trainer.logprobs import Scorer
-from tunix.trainer.reference import Reference
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
 from tunix.trainer.teacher import Teacher
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.exact import jit
 
-Frozen = TypeVar("Frozen", Reference, Teacher)
+Frozen = TypeVar("Frozen", bound=FrozenModel)
 
 
 class Learner:
     """Trains one model and computes log-probs, entropies and values with its current weights."""
 
-    def __init__(
-        self,
-        spec: TrainerSpec,
-        params: Params,
-        frozen: Params,
-        reference: Reference | None = None,
-        teacher: Teacher | None = None,
-    ):
+    def __init__(self, spec: TrainerSpec, params: Params, frozen: Params, reference: FrozenModel | None = None):
         """Takes over `params`: they are donated to the first step.
 
         Args:
             params: the trainable weights.
             frozen: the other weights; empty without an adapter.
             reference: for losses that read reference log-probs.
-            teacher: for losses that read a divergence from a teacher.
         """
-        self.spec, self.frozen, self.reference, self.teacher = spec, frozen, reference, teacher
+        self.spec, self.frozen, self.reference = spec, frozen, reference
+        self.teacher: Teacher | None = None
+        """For losses that read a divergence from a teacher; set after construction."""
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
         with jax.set_mesh(spec.mesh):
@@ -206,5 +200,5 @@ def required(name: str, model: Frozen | None) -> Frozen:
         ValueError: it is None.
     """
     if model is None:
-        raise ValueError(f"no {name} is held: build the client with one")
+        raise ValueError(f"there is no {name}: build the client with one")
     return model

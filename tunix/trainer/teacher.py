@@ -6,42 +6,29 @@ may consist of other devices; the matrix of the head is copied there once. The t
 Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width.
 """
 
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from tunix.mesh import RULES, sharding
-from tunix.models.model import Model, Params
-from tunix.trainer.logprobs import Scorer, each_microbatch
-from tunix.trainer.microbatches import Microbatcher
+from tunix.models.model import Params
+from tunix.trainer.frozen_model import FrozenModel
+from tunix.trainer.logprobs import each_microbatch
 from tunix.trainer.step import Microbatches, TeacherStates, hidden_of
-from tunix.types import Batch, Sequence
+from tunix.types import Batch
 from tunix.util.exact import jit
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """A frozen model with its weights, on a separate mesh or the student's."""
+class Teacher(FrozenModel):
+    """A frozen model on a separate mesh or the student's."""
 
-    model: Model
-    params: Params
-    """All weights, in the compute dtype, since they are never updated."""
-    microbatcher: Microbatcher
-    """Splits batches on the teacher's mesh."""
-    length: int
-    """T, the maximum tokens of a sequence."""
     students: Mesh
     """The student's mesh."""
-
-    def logprobs(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens, 0 for the first."""
-        return self._scorer.logprobs(self.params, sequences, temperature=temperature)
 
     def states(self, batch: Batch, microbatches: Microbatches) -> TeacherStates:
         """The teacher's hidden states for a batch, with its head; returns before the devices are done.
@@ -54,10 +41,6 @@ class Teacher:
             states = self._states(self.params, self.microbatcher.place(batch), number=number, rows=rows)
         by_rows = NamedSharding(self.students, PartitionSpec(None, RULES["rows"]))
         return TeacherStates(jax.device_put(states, by_rows), self._table, self.model.config.logit_softcap)
-
-    @cached_property
-    def _scorer(self) -> Scorer:
-        return Scorer(self.model, self.microbatcher, self.length)
 
     @cached_property
     def _table(self) -> Float[Array, "V Te"]:

@@ -63,7 +63,7 @@ class Trainer:
         """
         if of == "critic":
             if self.critic is None:
-                raise ValueError("there is no critic of its own: build the client with one")
+                raise ValueError("there is no separate critic: build the client with critic='own'")
             return self.critic.step(batch, loss)
         self._stale = True
         return self.learner.step(batch, loss)

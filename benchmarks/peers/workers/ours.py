@@ -19,7 +19,7 @@ from tunix.data.packing import pack  # noqa: E402
 from tunix.data.pipeline import Layout, Prompts  # noqa: E402
 from tunix.data.sources import open_rows  # noqa: E402
 from tunix.data.tokenizer import load_tokenizer  # noqa: E402
-from tunix.rollout.collect import Collector, Rollouts, RolloutStream  # noqa: E402
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream  # noqa: E402
 from tunix.rollout.engine.engine import Engine  # noqa: E402
 from tunix.rollout.engine.request import Request  # noqa: E402
 from tunix.rollout.rewards.scorer import Scorer  # noqa: E402
@@ -72,7 +72,7 @@ def grpo() -> None:
     config = DataConfig(train="given", max_length=prompt + new, completion_length=new)
     tokenizer = load_tokenizer(case["weights"])
     with Scorer([reward]) as scorer:
-        like = Rollouts(
+        like = RolloutStep(
             prompts=[],
             collector=Collector(tokenizer, sampling, scorer),
             stream=Prompts(open_rows([{"prompt_ids": ids} for ids in case["prompts"]]), None, config, seed=0),

@@ -24,7 +24,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model, Params
-from tunix.rollout.collect import Collector, Rollouts, RolloutStream
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.perf import Compilations
 from tunix.trainer.teacher import Teacher
@@ -178,11 +178,11 @@ def test_a_student_comes_near_its_teacher(divergence):
     assert float(found[-1]["distill/agreement"]) > float(found[0]["distill/agreement"]) + 0.3
 
 
-def drawing(steps: int) -> Iterator[Rollouts]:
+def drawing(steps: int) -> Iterator[RolloutStep]:
     """The steps of an on-policy run on prompts of two tokens, eight a step."""
     rows = Rows("rows", [{"prompt_ids": [i, i + 1]} for i in range(32)])
     stream = Prompts(rows, None, DataConfig(train="rows", max_length=16), seed=0, epochs=None)
-    like = Rollouts(
+    like = RolloutStep(
         prompts=[],
         collector=Collector(None, SAMPLING, None),
         stream=stream,

@@ -20,7 +20,7 @@ from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss, slope
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.pipeline import Packed
+from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, Sequence
 

@@ -16,7 +16,7 @@ from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.kto.loss import kto_loss
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.pipeline import Packed
+from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.types import Sequence
 

@@ -16,12 +16,11 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.dpo.baseline import Running, in_rows, paired, unpaired
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
-from tunix.algorithms.episodes import Groups, as_sequence, rewards_of
+from tunix.algorithms.episodes import Groups, as_sequence, require_scores, rewards_of
 from tunix.algorithms.loss import REFERENCE, compared_with_sampler
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
 from tunix.algorithms.rollout_metrics import notes, report, row
 from tunix.protocols import Client
-from tunix.rollout.collect import require_scores
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 Ranks = list[tuple[int, int] | None]

@@ -9,7 +9,6 @@ from tunix.algorithms.advantages import (
     gdpo,
     group_advantages,
     has_signal,
-    kl_rewards,
     to_come,
     weighted_sum,
     whitened,
@@ -19,18 +18,16 @@ from tunix.algorithms.episodes import (
     Groups,
     flat,
     grouped,
-    old_policy_logprobs,
     rewards_of,
     spread,
     with_tokens,
 )
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
-from tunix.algorithms.loss import kl_clamp
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.collect import Rollouts
-from tunix.types import LossInputs, LossOutputs, Sequence
+from tunix.rollout.types import Rollouts
+from tunix.types import LossInputs, LossOutputs
 
 
 class GRPO(PolicyGradient):
@@ -104,7 +101,7 @@ class GRPO(PolicyGradient):
             rewards_PG = group_advantages(rewards_PG, "mean")
         listed = flat(sequences)
         returns = [
-            spread(x, reward) + to_come(self._kl_rewards(x), x.loss_mask)
+            spread(x, reward) + to_come(self.kl_rewards(x), x.loss_mask)
             for x, reward in zip(listed, rewards_PG.ravel(), strict=True)
         ]
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
@@ -112,12 +109,4 @@ class GRPO(PolicyGradient):
 
     def _kl_penalties(self, sequences: Credited) -> np.ndarray:
         """`[P G]` the KL penalty of each completion: the sum over its tokens."""
-        return np.array([[float(self._kl_rewards(x).sum()) for x in group] for group in sequences])
-
-    def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
-        """`[T]` the KL penalty of each sampled token, where it is part of the reward, else 0."""
-        if not self.config.kl or self.config.kl_in != "reward":
-            return np.zeros(len(sequence.tokens))
-        reference, estimator = sequence.per_token["reference_logprobs"], self.config.kl_estimator or "k1"
-        policy, clamp = old_policy_logprobs(sequence), kl_clamp(self.config)
-        return kl_rewards(policy, reference, sequence.loss_mask, self.config.kl, estimator, clamp)
+        return np.array([[float(self.kl_rewards(x).sum()) for x in group] for group in sequences])

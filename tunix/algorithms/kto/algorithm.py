@@ -15,7 +15,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.kto.loss import BASELINE, kto_loss
 from tunix.data.packing import LABEL
-from tunix.data.pipeline import Packed
+from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 

@@ -8,15 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, kl_rewards, length_lambda, whitened
+from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, length_lambda, whitened
 from tunix.algorithms.base import Update
 from tunix.algorithms.episodes import Credited, Groups, flat, grouped, old_policy_logprobs, with_tokens
-from tunix.algorithms.loss import kl_clamp
 from tunix.algorithms.on_policy import Experience, PolicyGradient
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
 from tunix.protocols import Client
-from tunix.rollout.collect import ENVIRONMENT, Rollouts, Scored
+from tunix.rollout.types import ENVIRONMENT, Rollouts, Scored
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
@@ -95,7 +94,7 @@ class PPO(PolicyGradient):
         penalties = self.penalties(groups).ravel()
         values, after = values_of(client, episodes, listed)
         rewards = [
-            token_rewards(episode, data.weights, penalty) + self._kl_rewards(sequence)
+            token_rewards(episode, data.weights, penalty) + self.kl_rewards(sequence, self._kl)
             for episode, sequence, penalty in zip(episodes, listed, penalties, strict=True)
         ]
         pairs = [
@@ -138,14 +137,6 @@ class PPO(PolicyGradient):
         lam = config.lam if config.lam_length is None else length_lambda(int(drawn.sum()), config.lam_length)
         advantages, returns = at(lam)
         return advantages, returns if config.lam_critic is None else at(config.lam_critic)[1]
-
-    def _kl_rewards(self, sequence: Sequence) -> np.ndarray:
-        """`[T]` the KL penalty of each sampled token, where it is part of the reward, else 0."""
-        if not self.config.kl or self.config.kl_in != "reward":
-            return np.zeros(len(sequence.tokens))
-        reference = sequence.per_token["reference_logprobs"]
-        estimator, clamp = self.config.kl_estimator or "k1", kl_clamp(self.config)
-        return kl_rewards(old_policy_logprobs(sequence), reference, sequence.loss_mask, self._kl, estimator, clamp)
 
     def _measure(
         self, listed: list[Sequence], returns: list[np.ndarray], values: list[np.ndarray], counted: list[np.ndarray]

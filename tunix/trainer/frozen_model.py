@@ -1,0 +1,36 @@
+"""A model that is never trained, such as a reference or a teacher, and log-probs of sequences under it.
+
+Axes: T time.
+"""
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tunix.models.model import Model, Params
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.microbatches import Microbatcher
+from tunix.types import Sequence
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model with its weights."""
+
+    model: Model
+    params: Params
+    """All weights, in the compute dtype, since they are never updated."""
+    microbatcher: Microbatcher
+    """Splits batches on the model's mesh."""
+    length: int
+    """T, the maximum tokens of a sequence, e.g. 2048."""
+
+    def logprobs(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """The `[T]` log-probs of each sequence's tokens, 0 for the first."""
+        return self._scorer.logprobs(self.params, sequences, temperature=temperature)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.model, self.microbatcher, self.length)
