@@ -19,7 +19,7 @@ from tunix.hf import safetensors_io
 from tunix.hf.classifier_folder import Padding, padding
 from tunix.hf.model_folder import has_score, load_params, save_folder
 from tunix.hf.peft_adapter import load_adapter, save_adapter
-from tunix.hf.source import loaded, must_speak, pretrained, weights
+from tunix.hf.source import loaded, pretrained, require_lm_head, weights
 from tunix.lora.adapt import adapt
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import read_config
@@ -193,14 +193,14 @@ def test_an_adapter_is_read_once(tmp_path, monkeypatch):
     )
 
     source = pretrained(str(base), folder)
-    must_speak(source, "mine")
+    require_lm_head(source, "mine")
     assert not source.has_scalar_head
     assert [file.parent for file in opened].count(folder) == 0
     loaded(source, "float32", one_device())
     # The list of tensors, then an A and a B of q and down in each of three layers.
     assert [file.parent for file in opened].count(folder) == 1 + 2 * 2 * 3
     opened.clear()
-    must_speak(source, "mine")
+    require_lm_head(source, "mine")
     assert opened == []
 
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -32,12 +31,8 @@ from tests.tiny_runs import (
     write_recipe,
     write_rows,
 )
-from tests.trainers import StateClient
 from tunix.cli import main
 from tunix.recipe.recipe import Recipe
-from tunix.trainer.checkpoint import Checkpoints
-from tunix.trainer.config import CheckpointConfig
-from tunix.trainer.step import TrainState
 
 ROOT = Path(__file__).parents[2]
 EVERY_UPDATE = {
@@ -447,25 +442,3 @@ def test_rows_can_be_further_apart(tmp_path: Path, capsys: pytest.CaptureFixture
     train("r.yaml", "logging.every=9", "--fresh")
     assert metrics("run") == []
     assert "done in" in capsys.readouterr().err
-
-
-# --- Checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def test_the_best_checkpoint_outlives_newer_ones_and_a_restart(tmp_path: Path):
-    def state(step: int) -> TrainState:
-        return TrainState({"w": jnp.full((2,), float(step))}, (), jnp.int32(step))
-
-    config = CheckpointConfig(keep=2)
-    measured: dict[int, dict[str, float]] = {1: {"eval/loss": 3.0}, 2: {"eval/loss": 1.0}, 3: {}, 4: {"eval/loss": 2.0}}
-    for steps, kept in (([1, 2, 3], [2, 3]), ([4, 5, 6], [2, 5, 6])):
-        checkpoints = Checkpoints(tmp_path / "checkpoints", config)
-        for step in steps:
-            checkpoints.save(step, StateClient(state(step)), {"n": step}, measured.get(step, {}))
-        checkpoints.wait()
-        assert checkpoints.steps() == kept
-        client = StateClient(state(0))
-        record = checkpoints.restore(2, client)
-        found = client.state
-        assert (found.params["w"].tolist(), int(found.step), record) == ([2.0, 2.0], 2, {"n": 2})
-        checkpoints.close()

@@ -19,7 +19,7 @@ from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows, open_rows
 from tunix.errors import UserError
-from tunix.hf.source import must_speak
+from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
@@ -130,7 +130,7 @@ def prepare(options: InferenceOptions, eval_options: EvalOptions) -> Setting:
     n = eval_options.n or (max(eval_options.ks, default=SAMPLES) if "pass" in tasks else 1)
     inference, config, sampling = _reading(options, recipe, eval_options, tasks, rows.name)
     if tasks != ("pairs",):
-        must_speak(inference.source, options.model)
+        require_lm_head(inference.source, options.model)
     play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
     if play is not None:
         sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *play.stop_strings))

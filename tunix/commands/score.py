@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix.config import DType, MeshConfig
 from tunix.data.sources import open_rows
-from tunix.hf.source import check_vocabulary, loaded, must_speak, pretrained
+from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
 from tunix.inference.scoring import RowScore, scored, sequences_to_score
 from tunix.mesh import build_mesh
 from tunix.trainer.metrics import perplexity
@@ -50,7 +50,7 @@ def score(
     rows = open_rows(data)
     source = pretrained(model, adapter)
     check_vocabulary(source)
-    must_speak(source, model)
+    require_lm_head(source, model)
     mesh = build_mesh(MeshConfig())
     sequences = sequences_to_score(rows, source.tokenizer, source.decoder.vocab_size, max_length)
     with closing(Display("score", len(sequences), 0)) as display:

@@ -243,7 +243,7 @@ def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
     return model, params
 
 
-def must_speak(source: Source, name: str) -> None:
+def require_lm_head(source: Source, name: str) -> None:
     """Refuses a reward model where log-probs are needed.
 
     Args:

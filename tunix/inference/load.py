@@ -17,7 +17,7 @@ from tunix.config import DType
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.hf.source import must_speak
+from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.inference.scoring import RowScore, scored, sequences_to_score
 from tunix.models.model import Model, Params
@@ -106,7 +106,7 @@ class LoadedModel:
         Raises:
             UserError: the model has no language-model head, or a row is invalid.
         """
-        must_speak(self._model.source, self._options.model)
+        require_lm_head(self._model.source, self._options.model)
         listed = [rows] if isinstance(rows, str) else list(rows)
         table = Rows("rows", [{"text": row} if isinstance(row, str) else dict(row) for row in listed])
         size = self._model.source.decoder.vocab_size

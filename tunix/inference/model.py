@@ -26,7 +26,7 @@ from tunix.data.shapes import Format, Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
-from tunix.hf.source import Source, check_vocabulary, exported, loaded, must_speak, pretrained
+from tunix.hf.source import Source, check_vocabulary, exported, loaded, pretrained, require_lm_head
 from tunix.inference.text_stream import until_stop
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
@@ -153,7 +153,7 @@ class InferenceModel:
         Raises:
             UserError: they are invalid, have stop strings without a tokenizer, or the model cannot sample.
         """
-        must_speak(self.source, self.options.model)
+        require_lm_head(self.source, self.options.model)
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError(f"--stop {sampling.stop_strings[0]!r}: {self.options.model} has no tokenizer, so no text")
         sampling = replace(sampling, stop_ids=self.source.stop_ids)

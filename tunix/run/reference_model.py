@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import some
-from tunix.hf.source import Source, must_speak, pretrained, weights
+from tunix.hf.source import Source, pretrained, require_lm_head, weights
 from tunix.hf.vocabulary import check_tokens
 from tunix.models.model import Model, Params
 from tunix.models.quantization.rules import RULES_FILE
@@ -26,7 +26,7 @@ def reference_source(path: str, trained: Source) -> Source:
             not that of `trained`.
     """
     source = pretrained(path)
-    must_speak(source, path)
+    require_lm_head(source, path)
     if source.tokenizer is not None and trained.tokenizer is not None:
         check_tokens(KEY, path, source.tokenizer, trained.tokenizer)
     ours, theirs = (asdict(replace(one.decoder, stops=())) for one in (trained, source))

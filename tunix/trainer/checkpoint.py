@@ -6,7 +6,6 @@ that dies before that leaves the previous step intact.
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -152,13 +151,3 @@ def _loss(folder: Path) -> float | None:
     """The evaluated loss that is stored with a checkpoint; None without an evaluation."""
     file = folder / "metrics/metrics"
     return _read_json(file).get(BEST) if file.is_file() else None
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    """Keeps out the tracebacks that Orbax and its abandoned tasks log for a failed write: it is reported as one
-    error."""
-    return "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
-
-
-for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).addFilter(_quiet)

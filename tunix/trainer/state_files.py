@@ -1,5 +1,6 @@
 """Saves and loads a train state as a folder: written by Orbax in the background, restored exactly onto any mesh."""
 
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,3 +106,13 @@ def unflatten(arrays: Mapping[str, dict[str, jax.Array]], like: TrainState) -> T
         of_critic = {name.removeprefix("critic_"): x for name, x in arrays.items() if name.startswith("critic_")}
         critic = unflatten(of_critic, like.critic)
     return TrainState(arrays["params"], jax.tree.unflatten(structure, moments), arrays["step"]["step"], critic)
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Keeps out the tracebacks that Orbax and its abandoned tasks log for a failed write: it is reported as one
+    error."""
+    return "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_quiet)
