@@ -15,5 +15,6 @@ QUICKLY = " ".join(["--xla_backend_optimization_level=0", "--xla_cpu_parallel_co
 
 
 def slow(cases: Iterable[Any]) -> list[Any]:
-    """The cases, each marked."""
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    """The cases, each marked; a tuple is the values of several arguments."""
+    values = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]

@@ -144,6 +144,7 @@ def _one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 
 
+@pytest.mark.slow  # the longest notebook; the others are slow too
 def test_the_first_run(tmp_path: Path):
     cells = executed("01", ROOT / "notebooks", small(f'"output={tmp_path}/first"', "next_steps = 2"))
     assert "until" in cells["recipe"].outputs[0].text

@@ -20,6 +20,7 @@ import pytest
 from pydantic import TypeAdapter
 
 import tunix
+from tests.marks import slow
 from tunix.cli import COMMANDS
 from tunix.commands.arguments import Parser
 from tunix.recipe.algorithms import algorithm_config
@@ -58,6 +59,8 @@ def _named(text: str) -> str | None:
 
 
 RUN = [page for page in PAGES if any(block.title is None for block in blocks(page, "python"))]
+BRIEF = ("README.md", "docs/guide/extending.md")
+"""Pages whose Python `make test` runs too."""
 RECIPES = [(page, block.title) for page in PAGES for block in blocks(page, "yaml") if block.title]
 
 
@@ -97,7 +100,7 @@ def write(page: str, folder: Path, model: str = HUB_ID) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*base layer.*:UserWarning")
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [*BRIEF, *slow(page for page in RUN if page not in BRIEF)])
 def test_the_python_of_a_page_runs(page: str, folder: Path, request: pytest.FixtureRequest):
     python = blocks(page, "python")
     model = str(request.getfixturevalue("small")) if any(HUB_ID in block.text for block in python) else HUB_ID

@@ -122,6 +122,16 @@ CASES: dict[str, Case] = {
     ),
 }
 
+EACH = (
+    "llama-multiquery-linear-wide-heads",
+    "gemma-multiquery",
+    "gemma2-windows-caps",
+    "gemma3-dual-rope",
+    "qwen2-biases-grouped",
+    "qwen3-wide-heads-tied",
+)
+"""A case of each family, for what logits and gradients of all of them imply for the others."""
+
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start."""

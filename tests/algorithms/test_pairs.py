@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.trainer.test_step import assert_close, gradients
 from tests.trainers import PLAIN, RICH, trainer
 from tunix.algorithms.grpo.algorithm import GRPO
@@ -159,7 +160,7 @@ def test_nothing_compiles_again():
 
 
 def test_a_reference_has_to_be_held():
-    with pytest.raises(ValueError, match="no reference is held"):
+    with pytest.raises(ValueError, match="no reference"):
         trainer(rows=2, length=48).step(pack(pairs(4), 8, 48, sequences_per_example=2), LOSS)
 
 
@@ -206,8 +207,8 @@ def test_a_group_in_a_row_by_hand():
     assert "pairs" not in pack(group[:2], 2, 10, together=2).counts
 
 
-@pytest.mark.parametrize("together", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("config", [PLAIN, pytest.param(RICH, marks=pytest.mark.slow)], ids=["plain", "windows"])
+@pytest.mark.parametrize("together", slow([2, 4]))
+@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "windows"])
 def test_a_prompt_that_answers_share_changes_nothing(config, together: int):
     """GRPO's loss with a KL term, one answer in four of weight 0 and with a NaN for an advantage."""
     loss = GRPO(GRPOConfig(group_size=4, kl=0.1)).objective

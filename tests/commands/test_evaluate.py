@@ -75,6 +75,7 @@ def test_errors_by_hand():
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a run of both kinds of evaluation, and the command after it
 def test_a_run_is_measured_as_it_measured_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """SFT whose answers are judged too: loss and reward of the weights that it exported."""
     write_policy(tmp_path)  # its rewards.py

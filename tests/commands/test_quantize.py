@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.marks import slow
 from tests.models.quantization.test_qat import INTEGERS, LOSS, MIXED, batch
 from tests.test_pages import blocks
 from tests.tiny_models import Rows, one_device, our_logits
@@ -73,7 +74,7 @@ def test_an_export_computes_as_it_trained(tmp_path):
     np.testing.assert_allclose(logits(model, params), own, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *slow(["bfloat16"])])
 def test_rounded_inputs_are_read_back(dtype, tmp_path):
     ours = trainer(rules=INTEGERS, dtype=dtype)
     ours.step(batch(), LOSS)

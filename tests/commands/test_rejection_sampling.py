@@ -207,6 +207,7 @@ def test_what_was_drawn_is_chosen_from_again(base: Path, capsys: pytest.CaptureF
 # --- Going on ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # three processes
 def test_a_killed_call_goes_on_to_the_same_bytes(base: Path, monkeypatch: pytest.MonkeyPatch):
     """One slot and one sample: chunks of 8 rows. The second chunk waits in its reward, and is killed there."""
     drawn = np.random.default_rng(0).integers(6, 200, (20, 4)).tolist()

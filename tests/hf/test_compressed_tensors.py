@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.commands.test_quantize import logits, their_logits
+from tests.marks import slow
 from tests.models.quantization.test_qat import INTEGERS, LOSS, batch
 from tests.tiny_models import CASES, load, one_device, our_logits, reference_folder, rows_of, tokens
 from tests.tiny_runs import lines, losses, model_folder, train, write_recipe, write_rows
@@ -28,7 +29,8 @@ from tunix.models.quantization.rules import Rules
 from tunix.models.quantization.schemes import SECTION, check_section
 
 UP, QUERY = (f"model.layers.1.{name}" for name in ("mlp.up_proj", "self_attn.q_proj"))
-ONE_EACH = {case.model_type: name for name, case in CASES.items()}
+NAMES = list({case.model_type: name for name, case in CASES.items()}.values())
+"""A case of every family."""
 WORDS = "o_proj=none,self_attn.*=int8,down_proj=fp8,.*=int4:16"
 DOWN_FP8 = {"module": "down_proj", "weights": "fp8"}
 INT4 = {"module": ".*", "weights": "int4", "tile": 16}
@@ -101,7 +103,7 @@ def test_every_type_is_read_by_transformers(tmp_path):
     np.testing.assert_allclose(logits(model, params), own, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ONE_EACH.values())
+@pytest.mark.parametrize("name", [*NAMES[::3], *slow(NAMES[1::3] + NAMES[2::3])])
 def test_every_family_is_read_by_transformers(name, tmp_path):
     reference_folder(CASES[name], tmp_path / "base")
     model, params = load(tmp_path / "base")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.marks import slow
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -135,7 +136,7 @@ def moved(state):
     return type(state)(params, state.moments, state.step)
 
 
-@pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.slow), RICH], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", slow([PLAIN, RICH]), ids=["untied", "tied"])
 def test_all_at_once_trains_samples_and_merges(config):
     """The engine reads the same log-probs as the trainer, the merged weights too, and the base is left alone."""
     client = trainer(config, adapter=EVERYTHING)

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.marks import slow
 from tests.tiny_models import (
     CASES,
+    EACH,
     by_hf_name,
     load,
     loss_and_gradients,
@@ -98,7 +100,7 @@ def test_export_is_bit_exact_and_transformers_loads_it(name, folders, tmp_path):
     np.testing.assert_array_equal(reference_logits(again, tokens()), reference_logits(reference, tokens()))
 
 
-@parity
+@pytest.mark.parametrize("name", [*EACH, *slow(name for name in CASES if name not in EACH)])
 def test_bfloat16_stays_near_float32(name, folders):
     folder, reference = folders(name)
     model, params = load(folder, "bfloat16")

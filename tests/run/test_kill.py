@@ -221,7 +221,7 @@ def test_killed_at_random_moments_it_ends_like_the_uninterrupted_run(whole: Path
     assert_same_end(run.run, whole / "run")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *slow([signal.SIGINT])], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", slow([signal.SIGTERM, signal.SIGINT]), ids=lambda number: number.name)
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(whole: Path, started: Callable[[], Run], number: signal.Signals):
     run = started()
     run.until(lambda: run.steps >= 7)

@@ -117,7 +117,7 @@ def test_an_offset_needs_margins(tmp_path, capfd):
     assert held_out()[0]["eval/loss"] == pytest.approx(np.log(1 + np.exp(0.5)), abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["kto", *slow(["apo_zero"])])
+@pytest.mark.parametrize("loss", slow(["kto", "apo_zero"]))
 def test_kto_learns_from_labels(loss, tmp_path):
     train(write_preferences(tmp_path, rows=labelled, algorithm={"name": "kto", "loss": loss}, steps=16))
     first, last = held_out()
@@ -200,7 +200,7 @@ def test_online_wants_rewards(tmp_path, capfd):
 PRECOMPUTE = {"algorithm": {"name": "dpo", "reference": "precompute"}, "steps": 3}
 
 
-@pytest.mark.parametrize("adapter", [None, *slow([{"rank": 4, "alpha": 8.0}])])
+@pytest.mark.parametrize("adapter", slow([None, {"rank": 4, "alpha": 8.0}]))
 def test_a_reference_asked_beforehand_is_the_same(adapter, tmp_path, monkeypatch):
     """As one that is asked at every step, up to rounding; and none is held."""
     train(write_preferences(tmp_path, adapter=adapter, steps=3))
@@ -267,7 +267,7 @@ def test_digests_tell_weights_apart():
     assert digest_of_weights({"w": jnp.asarray(array)}) == found[0]
 
 
-@pytest.mark.parametrize("reference", ["snapshot", *slow(["precompute"])])
+@pytest.mark.parametrize("reference", slow(["snapshot", "precompute"]))
 def test_a_run_that_goes_on_has_the_reference_it_began_with(reference, tmp_path):
     """Two steps and two more are four: bit for bit."""
     recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "reference": reference}, steps=4, eval__every=4)

@@ -122,7 +122,7 @@ def test_what_is_too_long_fails_and_is_no_zero(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"name": "grpo"}, *slow([{"name": "ppo"}, {"name": "dpo", "online": True}])], ids=str
+    "algorithm", slow([{"name": "grpo"}, {"name": "ppo"}, {"name": "dpo", "online": True}]), ids=str
 )
 def test_a_policy_learns_from_a_reward_model(algorithm, tmp_path):
     """The reward model is a run of ours that likes capitals; beside it a function, each under its name."""

@@ -67,7 +67,7 @@ def test_a_reward_model_is_gone_on_from(tmp_path, capfd):
     assert metrics("again")[0]["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("stands_alone", [False, *slow([True])])
+@pytest.mark.parametrize("stands_alone", slow([False, True]))
 def test_under_lora_the_head_trains_and_is_exported(stands_alone, tmp_path):
     """On a published base a PEFT folder with the head in it; else merged. Both go on, and score, where they were."""
     adapter = {"rank": 4, "alpha": 8.0}

@@ -65,6 +65,7 @@ def test_nothing_compiles_after_the_first_step(plain: Path):
     assert [row["compile/count"] for row in steps(plain)] == [0, 0, 0]
 
 
+@pytest.mark.slow  # tests/trainer/test_step.py has meshes and micro-batches without a run around them
 def test_mesh_passes_and_recomputing_do_not_change_the_losses(plain: Path, tmp_path: Path):
     write_policy(tmp_path, **PLAIN)
     train("r.yaml", "mesh={data: 2, fsdp: 2, tensor: 2}", "micro_batch_size=4", "algorithm.old_logprobs=recompute")

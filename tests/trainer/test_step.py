@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -104,7 +105,7 @@ def reduced_by_hand(batch: Batch, over) -> float:
     ("config", "reduction"),
     [
         pytest.param(RICH, "tokens", id="tokens-rich"),
-        pytest.param(PLAIN, "sequences", id="sequences-plain"),
+        pytest.param(PLAIN, "sequences", id="sequences-plain", marks=pytest.mark.slow),
         pytest.param(PLAIN, "tokens", id="tokens-plain", marks=pytest.mark.slow),
         pytest.param(RICH, "sequences", id="sequences-rich", marks=pytest.mark.slow),
     ],
@@ -153,7 +154,7 @@ def test_untrained_tokens_at_the_end_are_inert_and_prompts_are_not():
 
 
 @pytest.mark.parametrize(
-    ("config", "mesh"), [(PLAIN, {"fsdp": 4, "tensor": 2}), (RICH, {"data": 2, "fsdp": 2, "tensor": 2})]
+    ("config", "mesh"), [(PLAIN, {"fsdp": 4, "tensor": 2}), *slow([(RICH, {"data": 2, "fsdp": 2, "tensor": 2})])]
 )
 def test_eight_devices_give_the_losses_of_one(config, mesh):
     one, eight = trainer(config), trainer(config, devices=8, mesh=MeshConfig(**mesh))
@@ -279,7 +280,7 @@ def test_bf16_computes_near_f32_and_keeps_f32_masters():
     assert {str(x.dtype) for x in jax.tree.leaves(all_half.state.moments)} == {"int32", "float32"}
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "muon", *slow(["adafactor", "lion", "sgd"])])
 def test_every_optimizer_learns_by_heart(name):
     rate = {"adamw": 1e-2, "adafactor": 1e-2, "lion": 2e-3, "muon": 1e-2, "sgd": 3.0}[name]
     client = trainer(optimizer=OptimizerConfig(name=name, learning_rate=rate, schedule="constant", weight_decay=0.01))

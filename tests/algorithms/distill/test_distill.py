@@ -73,7 +73,7 @@ def dense_kl(client: Trainer, params: Params, batch: Batch) -> jax.Array:
     return (kl * weights).sum() / weights.sum()
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize("config", [*slow([PLAIN]), RICH], ids=["plain", "rich"])
 def test_a_step_has_the_loss_and_the_gradients_of_all_logits(config):
     batch = pack(sequences(4), 4, 24, packing=True)
     client = taught(trainer(config))
@@ -154,6 +154,7 @@ def test_log_probs_of_the_teacher_are_its_own_and_without_one_there_are_none():
         alone.step(pack(rows, 4, 24, packing=True), GIVEN)
 
 
+@pytest.mark.slow  # adapters and half precision have tests of their own
 def test_under_an_adapter_only_it_learns_and_half_precision_is_near():
     batch = pack(sequences(6), 6, 24, packing=True)
     full, half = taught(trainer()), taught(trainer(dtype="bfloat16"), dtype="bfloat16")
@@ -197,7 +198,7 @@ def drawing(steps: int) -> Iterator[RolloutStep]:
         yield from itertools.islice(made, steps)
 
 
-@pytest.mark.parametrize("divergence", ["sampled", *slow(["reverse_kl"])])
+@pytest.mark.parametrize("divergence", slow(["sampled", "reverse_kl"]))
 def test_a_student_that_draws_comes_near_its_teacher(divergence):
     """The reverse KL on what it draws falls by a third at least, and the sampler stays the model that is trained."""
     client = taught(trainer(length=16))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import qwix
 
-from tests.tiny_models import CASES, load, one_device, our_logits, reference_folder, rows_of, tokens
+from tests.marks import slow
+from tests.tiny_models import CASES, EACH, load, one_device, our_logits, reference_folder, rows_of, tokens
 from tests.trainers import PLAIN
 from tunix.errors import UserError
 from tunix.hf import model_folder
@@ -34,14 +35,6 @@ from tunix.models.quantization.formats import (
 from tunix.rollout.engine.programs import IN_TURN
 
 BASES = ("nf4", "int8", "int4", "fp8")
-ONE_OF_EACH = (
-    "llama-multiquery-linear-wide-heads",
-    "gemma-multiquery",
-    "gemma2-windows-caps",
-    "gemma3-dual-rope",
-    "qwen2-biases-grouped",
-    "qwen3-wide-heads-tied",
-)
 
 # Two inputs, four outputs, one tile: the scale of an output follows from its larger input, 1, 2, 1 and 3.
 MATRIX = [[0.5, 2.0, -0.3, 3.0], [1.0, -1.0, 1.0, 0.0]]
@@ -102,7 +95,7 @@ def test_bytes_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("name", "base"), [*((name, "nf4") for name in ONE_OF_EACH), *((ONE_OF_EACH[0], b) for b in BASES[1:])]
+    ("name", "base"), [*((EACH[0], base) for base in BASES), *slow((name, "nf4") for name in EACH[1:])]
 )
 def test_a_folder_is_rounded_while_it_is_loaded(name, base, tmp_path):
     reference_folder(CASES[name], tmp_path)

@@ -87,7 +87,7 @@ MIXED = [
 """Every setting beside every other; more requests than slots, of very different lengths."""
 
 
-@pytest.mark.parametrize(("slots", "steps"), [(1, 5), (2, 3), (8, 32)])
+@pytest.mark.parametrize(("slots", "steps"), [*slow([(1, 5), (2, 3)]), (8, 32)])
 def test_company_slots_and_steps_change_nothing(engine, params, slots, steps):
     alone = [engine.run([request])[0] for request in MIXED]
     other = small_engine(MODEL, params, slots=slots, steps=steps)

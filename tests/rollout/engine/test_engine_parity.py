@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder
+from tests.marks import slow
+from tests.tiny_models import CASES, EACH, load, one_device, quick_jit, reference_folder
 from tests.trainers import PLAIN, RICH
 from tunix.config import MeshConfig
 from tunix.lora.adapt import adapt
@@ -68,7 +69,7 @@ def assert_logprobs_of_full_forward(model, params, engine, temperature=1.0, atol
         np.testing.assert_allclose(found, expected, atol=atol)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*EACH, *slow(name for name in CASES if name not in EACH)])
 def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     reference = reference_folder(CASES[name], tmp_path)
     model, params = load(tmp_path)
@@ -135,7 +136,7 @@ def test_the_sampler_keeps_its_weights_when_the_trainer_takes_over_the_buffers()
 
 
 @pytest.mark.parametrize(
-    ("devices", "shape"), [(2, MeshConfig(tensor=2)), (8, MeshConfig(data=2, fsdp=2, tensor=2))], ids=repr
+    ("devices", "shape"), [*slow([(2, MeshConfig(tensor=2))]), (8, MeshConfig(data=2, fsdp=2, tensor=2))], ids=repr
 )
 def test_a_mesh_gives_the_same_logprobs(devices, shape):
     mesh = build_mesh(shape, jax.devices()[:devices])
