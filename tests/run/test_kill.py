@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +127,30 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def no_process_left() -> Iterator[list[Run]]:
+    """A list for runs; those that still go on at the end are killed."""
+    runs: list[Run] = []
+    try:
+        yield runs
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.wait()
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[[], Run]]:
     """Starts the same run in this test's folder, again and again; leaves no process behind."""
     write_run(tmp_path)
-    runs: list[Run] = []
+    with no_process_left() as runs:
 
-    def start() -> Run:
-        runs.append(Run(tmp_path))
-        return runs[-1]
+        def start() -> Run:
+            runs.append(Run(tmp_path))
+            return runs[-1]
 
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.wait()
+        yield start
 
 
 def lasting(run: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.run.test_kill import Run, assert_same_end
+from tests.run.test_kill import Run, assert_same_end, no_process_left
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import RECIPE, metrics
 
@@ -101,19 +101,15 @@ def write(folder: Path, changes: dict[str, Any]) -> None:
 @pytest.fixture
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Run]]:
     """Starts the run of a folder; leaves no process behind."""
-    runs: list[Run] = []
+    with no_process_left() as runs:
 
-    def start(folder: Path) -> Run:
-        for mark in ("rollout", "update", *(path.name for path in folder.glob("reward.[0-9]*"))):
-            (folder / mark).unlink(missing_ok=True)
-        runs.append(Run(folder))
-        return runs[-1]
+        def start(folder: Path) -> Run:
+            for mark in ("rollout", "update", *(path.name for path in folder.glob("reward.[0-9]*"))):
+                (folder / mark).unlink(missing_ok=True)
+            runs.append(Run(folder))
+            return runs[-1]
 
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.wait()
+        yield start
 
 
 def uninterrupted(folder: Path, changes: dict[str, Any], started: Callable[[Path], Run]) -> Path:

@@ -175,6 +175,12 @@ class Shape(TypedDict):
     max_positions: int
 
 
+SMALL = Shape(
+    vocab_size=512, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn=192, max_positions=2048
+)
+"""A shape for `FamilyText.small`."""
+
+
 def sizes(fields: Fields, **defaults: int | None) -> Shape:
     """The shape that a config.json states.
 

@@ -7,7 +7,7 @@ https://huggingface.co/meta-llama (Meta-Llama-3-8B, Llama-3.1-8B, Llama-3.1-70B,
 from typing import Any
 
 from tunix.models.config import DecoderConfig, Rope
-from tunix.models.families.base import SHARED, TWO_NORMS, FamilyText, sizes, written
+from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, sizes, written
 from tunix.models.families.hf_config import Fields
 
 
@@ -77,19 +77,7 @@ LLAMA = FamilyText(
         "llama3.2-3b": _preset(3072, 8192, 28, 24, 128, tied=True, stretch=32.0),
     },
     small=DecoderConfig(
-        family="llama",
-        vocab_size=512,
-        d_model=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn=192,
-        activation="silu",
-        norm_eps=1e-5,
-        tied=True,
-        max_positions=2048,
-        rope=Rope(theta=10_000.0),
+        family="llama", activation="silu", norm_eps=1e-5, tied=True, rope=Rope(theta=10_000.0), **SMALL
     ),
     whole_heads=True,
 )

@@ -8,7 +8,17 @@ under https://huggingface.co/Qwen (Qwen2.5-*-Instruct and Qwen3-*).
 from typing import Any, Literal
 
 from tunix.models.config import DecoderConfig, Rope
-from tunix.models.families.base import QK_NORMS, SHARED, TWO_NORMS, FamilyText, in_layers, layer_types, sizes, written
+from tunix.models.families.base import (
+    QK_NORMS,
+    SHARED,
+    SMALL,
+    TWO_NORMS,
+    FamilyText,
+    in_layers,
+    layer_types,
+    sizes,
+    written,
+)
 from tunix.models.families.hf_config import Fields
 
 THETA = 1_000_000.0
@@ -113,20 +123,13 @@ def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool) -> De
 def _small(family: Literal["qwen2", "qwen3"]) -> DecoderConfig:
     return DecoderConfig(
         family=family,
-        vocab_size=512,
-        d_model=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn=192,
         activation="silu",
         norm_eps=1e-6,
         tied=True,
-        max_positions=2048,
         rope=Rope(theta=10_000.0),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
+        **SMALL,
     )
 
 
