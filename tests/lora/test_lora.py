@@ -36,9 +36,8 @@ ADAPTERS = {
     "qwen3-wide-heads-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, rslora=True, ranks={"v_proj": 4}),
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
-parity = pytest.mark.parametrize("name", ADAPTERS)
 FOR_ALL = ("llama-multiquery-linear-wide-heads", "gemma2-windows-caps", "qwen2-biases-grouped")
-some = pytest.mark.parametrize("name", [*FOR_ALL, *slow(name for name in ADAPTERS if name not in FOR_ALL)])
+parity = pytest.mark.parametrize("name", [*FOR_ALL, *slow(name for name in ADAPTERS if name not in FOR_ALL)])
 """Patterns, magnitudes, and tables that train."""
 SPREAD = 0.2
 """Of random adapters. At 0.3 both sides round to 1e-4 of what torch computes in float64 (Qwen2: ours 1.0e-4, PEFT's
@@ -90,7 +89,7 @@ def test_our_adapter_loads_in_peft(name, tmp_path):
         np.testing.assert_array_equal(array, fresh[key])
 
 
-@some
+@parity
 def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
     reference_folder(CASES[name], tmp_path / "base")
     settings = ADAPTERS[name]
@@ -205,7 +204,7 @@ def test_gradients_flow_only_where_targeted(tmp_path):
         assert np.all(np.abs(gradient).reshape(gradient.shape[0], -1).max(axis=1) > 0), name
 
 
-@some
+@parity
 def test_what_was_merged_comes_off_again(name, tmp_path):
     """Where the base is in it: DoRA scales its columns, and a table that trained took the base's place."""
     adapter = ADAPTERS[name]

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH, sequences, trainer
@@ -93,20 +94,20 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "rounded"),
+    ("config", "rounded", "names"),
     [
-        pytest.param(PLAIN, None, id="plain"),
-        pytest.param(RICH, None, id="rich", marks=pytest.mark.slow),
-        pytest.param(PLAIN, Quantization("nf4", 16), id="plain-nf4", marks=pytest.mark.slow),
+        (PLAIN, None, ("narrow", "turned")),
+        *slow([(PLAIN, None, SETTINGS), (RICH, None, SETTINGS), (PLAIN, Quantization("nf4", 16), SETTINGS)]),
     ],
+    ids=["two", "plain", "rich", "plain-nf4"],
 )
-def test_each_request_is_answered_as_by_its_adapter_alone(config, rounded):
+def test_each_request_is_answered_as_by_its_adapter_alone(config, rounded, names):
     """Adapters of all kinds in one batch, more requests than slots, and prompts of several chunks."""
-    model, base, beside = setting(config, rounded)
+    model, base, beside = setting(config, rounded, tuple(names))
     requests = mixture(beside)
     found = mixed_engine(model, base, beside, slots=6).run(requests)
     assert_same(found, alone(model, base, beside, requests, slots=6))
-    # The first prompt's answers differ between all five, or nothing would have been shown.
+    # The first prompt's answers differ between all of them, or nothing would have been shown.
     first = [one.logprobs for one in found[: len(beside) + 1]]
     assert all(np.abs(a - b).max() > 0.01 for i, a in enumerate(first) for b in first[:i])
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.commands.test_quantize import MIXED
+from tests.marks import slow
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.data.packing import pack
 from tunix.trainer.build import local_client
@@ -43,7 +44,7 @@ def test_no_cast_is_left_out(function):
     np.testing.assert_array_equal(found, found.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize("config", [*slow([PLAIN]), RICH], ids=["plain", "rich"])
 def test_before_the_first_update_the_policy_is_its_reference_to_the_bit(config):
     client, given = started(config), sequences(4)
     assert float(client.step(pack(given, 4, 24), Loss(drift, reference=True))["drift"]) == 0.0

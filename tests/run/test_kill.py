@@ -252,7 +252,7 @@ def test_the_clients_state_is_saved_and_loaded_bit_for_bit_on_another_mesh(tmp_p
     first = trainer(mesh=MeshConfig(fsdp=4, tensor=2), devices=8)
     for _ in range(3):
         first.step(batch, SFT_LOSS)
-    first.save(tmp_path / "state")
+    first.save(tmp_path / "state").result()
     second = trainer(mesh=MeshConfig(fsdp=1, tensor=2), devices=2, seed=1)
     second.forward_backward(batch, SFT_LOSS)
     places = [x.sharding for x in jax.tree.leaves(second.state)]

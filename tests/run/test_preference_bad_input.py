@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slow
 from tests.tiny_runs import metrics, train, write_recipe, write_rows
 from tunix.cli import main
 
@@ -32,7 +33,7 @@ def without(row: dict[str, Any], column: str) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != column}
 
 
-@pytest.mark.parametrize("name", ["dpo", "reward"])
+@pytest.mark.parametrize("name", ["dpo", *slow(["reward"])])
 def test_rows_that_teach_nothing_are_counted(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of nine rows six are left out, each for a reason that `inspect` names."""
     rows = [

@@ -124,6 +124,7 @@ def test_bfloat16_passes_with_its_own_tolerance(tmp_path: Path):
         assert row["mismatch/max"] < 0.25
 
 
+@pytest.mark.slow  # tests/rollout/engine/test_engine_parity.py has one without a run around it
 def test_adapters_are_sampled_unmerged_and_start_at_the_reference(tmp_path: Path):
     """A new adapter adds nothing, so the policy is its base; one update later it is not."""
     model_folder(tmp_path / "base")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import LENGTH, PROMPT, Side
 from tunix.algorithms.dpo.algorithm import DPO
@@ -235,7 +236,7 @@ def several(seed: int = 3) -> list[Side]:
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"length_normalized": True, "beta": 2.0}])
+@pytest.mark.parametrize("settings", [{}, *slow([{"length_normalized": True, "beta": 2.0}])])
 @pytest.mark.parametrize("form", ["aot", "aot_unpaired"])
 def test_sorting_sees_the_whole_batch_whatever_its_cut(form, settings):
     """Packed or not, in any order, row by row: one loss, one gradient; a pair of weight 0 takes no rank."""

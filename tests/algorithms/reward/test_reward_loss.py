@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.algorithms.test_pairs import pairs
+from tests.marks import slow
 from tests.trainer.test_step import assert_close, gradients
 from tests.trainers import PLAIN, RICH, trainer
 from tunix.algorithms.reward.algorithm import RewardModel
@@ -122,7 +123,7 @@ def client(config, rows):
     return made
 
 
-@pytest.mark.parametrize("config", [pytest.param(PLAIN, marks=pytest.mark.slow), RICH], ids=["plain", "windows"])
+@pytest.mark.parametrize("config", slow([PLAIN, RICH]), ids=["plain", "windows"])
 def test_packing_and_passes_change_nothing(config):
     trained = algorithm(centring=0.1)
     sides = [trained.prepare_sequence(side) for side in pairs(6)]
