@@ -131,6 +131,7 @@ def test_a_run_brings_its_environment(tmp_path: Path):
     assert values(share) == {"accuracy": pytest.approx(np.mean(np.array(rewards) >= 0.4))}
 
 
+@pytest.mark.slow  # a policy measured on pairs stays
 def test_a_reward_model_is_measured_on_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     train(str(write_reward(tmp_path, steps=4)))
     last = next(row for row in reversed(metrics("reward")) if "eval/rewards/accuracy" in row)

@@ -60,6 +60,7 @@ def their_logits(folder: Path) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.mark.slow  # a run whose export is evaluated stays
 def test_an_export_computes_as_it_trained(tmp_path):
     ours = trainer(rules=MIXED)
     for _ in range(3):

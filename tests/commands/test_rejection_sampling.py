@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import tunix.commands.generate
+from tests.marks import slow
 from tests.tiny_runs import files, lines, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.commands.rejection_sampling import Question, choose, ranked
@@ -125,7 +126,7 @@ def trained(data: Path, model: Path) -> list[tuple[list[int], list[int]]]:
     return [(one.tokens[~one.loss_mask].tolist(), one.tokens[one.loss_mask].tolist()) for one in sequences]
 
 
-@pytest.mark.parametrize("named", ["base", "bare"])
+@pytest.mark.parametrize("named", ["bare", *slow(["base"])])
 def test_what_is_trained_is_what_was_sampled(named: str, base: Path, bare: Path, request: pytest.FixtureRequest):
     """The best two of four, by the scores of all four; their tokens, and no others, are targets of a run."""
     model = {"base": base, "bare": bare}[named]

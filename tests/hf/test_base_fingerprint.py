@@ -105,6 +105,7 @@ def test_a_damaged_fingerprint_is_reported(adapter: Path):
         told(adapter, Path("base"))
 
 
+@pytest.mark.slow  # the fingerprint itself, and what is said of another base, stay
 def test_a_run_marks_its_adapter_and_notices_when_its_base_is_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -89,6 +89,7 @@ def test_a_packed_folder_is_the_other_one_in_few_bits(tmp_path, capsys):
         np.testing.assert_allclose(folders[1][1][name], value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow  # every family with one type stays
 def test_every_type_is_read_by_transformers(tmp_path):
     """Integers in words, by group and by output, and small floats, in one folder."""
     ours = trainer(rules=rules({"module": "o_proj"}, {"module": "self_attn.*", "weights": "int8"}, DOWN_FP8, INT4))
