@@ -10,7 +10,6 @@ Axes: B rows, T time, D inputs, F outputs, N query heads, K kv heads, H head dim
 """
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
@@ -30,10 +28,11 @@ from rich.table import Table
 from benchmarks.programs import cycles, elements, products
 from benchmarks.train import interleaved
 from tunix.config import BaseType, DType
-from tunix.models.attention import attend
-from tunix.models.attention_inputs import Segments
+from tunix.models.attention.attend import attend
+from tunix.models.attention.inputs import Segments
 from tunix.models.layers import Projection
 from tunix.models.quantization.formats import ROUNDED, Quantization
+from tunix.plan import topology
 
 TILE = 128
 SIZES = {"small": (256, 1024), "1b": (2048, 8192)}
@@ -41,8 +40,6 @@ SIZES = {"small": (256, 1024), "1b": (2048, 8192)}
 ROWS = {"training": 2048, "decoding": 16}
 PAIRS: tuple[tuple[BaseType, BaseType], ...] = (("int8", "int8"), ("int8", "int4"), ("int4", "int4"), ("fp8", "fp8"))
 HEADS, KV_HEADS, DIM, LENGTH = 4, 2, 64, 256
-TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-"""Environment in which libtpu looks for no device."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +149,8 @@ def run(program: jax.stages.Compiled, given: Any) -> None:
 
 def device_of(target: str) -> Any:
     """A device of a TPU topology such as `v5e:2x2`, or an H100, to compile for."""
-    jax.config.update("jax_platforms", "cpu")
-    os.environ.update(TPU)
-    if target == "h100":
-        description = (Path(__file__).parent / "h100.textproto").read_text()
-        one = {"platform": "cuda", "target_config": description, "topology": "1x1x1"}
-        return topologies.get_topology_desc("h100", **one).devices[0]
-    return topologies.get_topology_desc(target, platform="tpu").devices[0]
+    topology.prepare()
+    return topology.devices_of(target)[0]
 
 
 def told(program: str, smallest: int) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tunix.plan.hlo import Computation, Instruction, parsed
+
 PRODUCTS = ("dot", "convolution", "scaled-dot")
 LIBRARIES = ("__cublas", "__cudnn", "__onednn", "__triton")
 PASSING = (
@@ -17,26 +19,6 @@ PASSING = (
     *("opt-barrier", "async-start", "async-done", "slice", "slice-start", "slice-done"),
 )
 """Operations that pass an array on without changing its type."""
-
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a program."""
-
-    name: str
-    kind: str
-    """Type and shape of the result, e.g. `bf16[16,8192]`."""
-    opcode: str
-    operands: tuple[str, ...]
-    calls: tuple[str, ...]
-    """Computations that it runs."""
-    text: str
-
-
-Computation = dict[str, Instruction]
 
 
 @dataclass(frozen=True)
@@ -55,8 +37,9 @@ class Product:
 
 def products(program: str) -> list[Product]:
     """Every product that the program's entry runs, in its order."""
-    computations, entry = _parsed(program)
-    return [product for one in computations[entry].values() for product in _of(one, computations, computations[entry])]
+    found = parsed(program)
+    entry = found.computations[found.entry]
+    return [product for one in entry.values() for product in _of(one, found.computations, entry)]
 
 
 def cycles(program: str) -> int | None:
@@ -76,34 +59,13 @@ def dtype(kind: str) -> str:
     return kind.lstrip("(").split("[")[0]
 
 
-def _parsed(program: str) -> tuple[dict[str, Computation], str]:
-    computations: dict[str, Computation] = {}
-    entry, current = "", ""
-    for line in program.splitlines():
-        if (found := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
-            current = found[2]
-            computations[current] = {}
-            entry = current if found[1] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            one = _instruction(found)
-            computations[current][one.name] = one
-    return computations, entry
-
-
-def _instruction(found: re.Match) -> Instruction:
-    """An instruction from a matched line: operands up to the closing parenthesis, then attributes."""
-    depth, rest = 1, found[5]
-    end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
-    names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",")]
-    calls = tuple(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", rest[end:]))
-    return Instruction(found[2], found[3].split("{")[0], found[4], tuple(names), calls, rest[end:])
-
-
 def _of(one: Instruction, computations: dict[str, Computation], entry: Computation) -> Iterator[Product]:
     """The products of an instruction of the entry."""
     sources = [_source(name, entry) for name in one.operands if name in entry]
     reads = tuple(dtype(source.kind) for source in sources if source.opcode == "parameter")
-    made = tuple(source.kind for source in sources if source.opcode not in ("parameter", "constant", "iota"))
+    made = tuple(
+        source.kind.split("{")[0] for source in sources if source.opcode not in ("parameter", "constant", "iota")
+    )
     for product, home in _inside(one, entry, computations):
         types = (*(dtype(home[name].kind) for name in product.operands[:2]), dtype(product.kind))
         yield Product(_name(product), types, reads, made)

@@ -172,7 +172,12 @@ class ModelConfig(Config):
     param_dtype: DType | None = None
     """Precision of the stored weights; null: float32 where they train, else `dtype`."""
     remat: Literal["none", "block"] = "none"
-    """`block` recomputes each layer in the backward pass: a third more work for far fewer activations."""
+    """`block` recomputes each layer, all but its attention, in the backward pass: a third more work for far fewer
+    activations."""
+    attention: Literal["auto", "einsum", "chunked", "splash"] = "auto"
+    """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
+    memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs.
+    `auto`: the kernel where there is one, else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
 
     @model_validator(mode="after")
     def _source(self, info: Any) -> "ModelConfig":

@@ -48,8 +48,13 @@ def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> 
 def _mesh_axes(axis: str | None, size: int, mesh: Mesh | AbstractMesh) -> str | tuple[str, ...] | None:
     """The mesh axes that one dimension is split over; None where it stays whole."""
     axes = RULES[axis] if axis else None
-    width = math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes or ()))
+    width = _width(axes, mesh)
     return axes if width > 1 and size % width == 0 else None
+
+
+def _width(axes: str | tuple[str, ...] | None, mesh: Mesh | AbstractMesh) -> int:
+    """The number of shards over these mesh axes."""
+    return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
@@ -68,6 +73,19 @@ def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
 def row_shards(mesh: Mesh) -> int:
     """Into how many shards the rows of a batch are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: what the program that is being traced is compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.default_backend() if device is None else device.platform
+    return "gpu" if kind in ("cuda", "rocm") else kind
+
+
+def shards(axis: str) -> int:
+    """Into how many shards a dimension with this logical axis is split, if it can be, by the mesh in use."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else _width(RULES[axis], mesh)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

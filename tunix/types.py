@@ -33,8 +33,10 @@ a single place needs has a small-letter name.
     T   time: the tokens of a row or of a sequence, or the columns of a cache
     Te  teacher's width
     V   vocabulary
-    W   ids of a chunk: a part of the vocabulary
+    W   ids of a chunk: a piece of the vocabulary, or of each part of it
+    p   parts of the vocabulary
     r   rank: the inner axis of an adapter
+    s   shards of the rows
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ def vowels(completion: str) -> float:
     return sum(letter.isascii() and letter.isalpha() for letter in completion) / max(len(completion), 1)
 
 
+@pytest.mark.slow  # three lines from a recipe, and a loss of its own, stay
 def test_an_advantage_and_a_reward_of_ones_own(tmp_path: Path):
     (update, _) = in_process(Recipe.load(recipe(tmp_path)), Middle, vowels)
     rewards = np.array([row["rewards"]["vowels"] for row in update.samples]).reshape(3, 4)

@@ -154,6 +154,7 @@ def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
     assert computed == [(9, 1), (9, 0), (9, 2)]
 
 
+@pytest.mark.slow  # tests/rollout/engine/test_engine.py counts what is compiled after warm-up
 def test_another_mixture_and_moved_adapters_compile_nothing():
     model, base, beside = setting(PLAIN, names=("wide", "turned"))
     engine = mixed_engine(model, base, beside)

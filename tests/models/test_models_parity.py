@@ -4,6 +4,8 @@ The table is in `tiny_models.py`. Tolerances are those of a whole float32 model:
 gradients of the mean loss, for each tensor.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +27,8 @@ from tests.tiny_models import (
     tokens,
 )
 from tunix.hf.model_folder import save_folder
-from tunix.models.attention import attend
-from tunix.models.attention_inputs import CacheView, Segments
+from tunix.models.attention.attend import attend
+from tunix.models.attention.inputs import CacheView, Segments
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 
@@ -70,6 +72,19 @@ def test_logits_and_gradients_equal_transformers(name, folders):
     assert set(ours) == set(theirs)
     relative = {key: np.linalg.norm(ours[key] - theirs[key]) / np.linalg.norm(theirs[key]) for key in ours}
     assert max(relative.values()) < 1e-3, max(relative, key=relative.__getitem__)
+
+
+@pytest.mark.parametrize("name", [*EACH, *slow(name for name in CASES if name not in EACH)])
+def test_attention_by_chunks_has_the_gradients_of_the_einsums(name, folders):
+    """The einsums' are compared with transformers above."""
+    model, params = load(folders(name)[0])
+    rows = rows_of(*([row] for row in tokens()))
+    chunks, plain = (
+        loss_and_gradients(replace(model, attention=attention), params, rows)[1] for attention in ("chunked", "auto")
+    )
+    for key in params:
+        scale = np.abs(plain[key]).max()
+        np.testing.assert_allclose(chunks[key], plain[key], rtol=1e-4, atol=1e-5 * scale, err_msg=key)
 
 
 @parity

@@ -128,7 +128,7 @@ def test_the_logits_of_a_large_vocabulary_are_never_held(entropy, chunks):
     )
     all_logits = rows * length * vocab * 4
     tokens = rows * block_length(rows, length)
-    chunk = tokens * chunk_width(tokens, vocab) * 4
+    chunk = tokens * chunk_width(rows, length, vocab) * 4
     assert chunk <= all_logits / 2
     # A chunk's logits and their gradient, and the gradient of the table; all logits alone would be eight chunks.
     assert compiled.memory_analysis().temp_size_in_bytes < chunks * chunk + 1.1 * 2 * vocab * width * 4

@@ -276,7 +276,8 @@ def adapted(
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    return Model(decoder, dtype=config.dtype, remat=config.remat == "block", **changes)
+    settings = {"dtype": config.dtype, "remat": config.remat == "block", "attention": config.attention}
+    return Model(decoder, **settings, **changes)
 
 
 def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:

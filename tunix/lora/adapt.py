@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from tunix.config import DType
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig, Low
-from tunix.models.attention_inputs import Segments
+from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Block
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt

@@ -16,16 +16,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import constrain
-from tunix.models.attention import attend
-from tunix.models.attention_inputs import ByKind, Cache, CacheView, Segments
+from tunix.models.attention.attend import attend
+from tunix.models.attention.inputs import ByKind, Cache, CacheView, Segments
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Norm, Projection, TokenKeys, rotate
 
 PARTS = ("mixer", "ffn")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
-KEPT = ("x", "q", "k", "v", "mixed", "gate", "up")
-"""What a layer saves for its backward pass: the results of products. Norms, rope, softmax and activations are
-recomputed; that is faster than storing them, and no scores `[B N T T]` are stored."""
+PRODUCTS = ("x", "q", "k", "v", "gate", "up")
+"""What a layer saves for its backward pass besides attention's results: those of products. Norms, rope and activations
+are recomputed; that is faster than storing them."""
 
 RopeTables = tuple[jax.Array, jax.Array]
 """cos and sin `[B T H/2]`."""
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
             assert cache is not None, "a view of a cache comes with the cache"
             k, v = cache = view.write(cache, k, v)
         mixed = attend(q, k, v, view, scale=self.config.scale, softcap=self.config.attention_softcap)
-        return self.o(checkpoint_name(mixed, "mixed"), dropout_keys), cache
+        return self.o(mixed, dropout_keys), cache
 
 
 class GatedFFN(nnx.Module):

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from tunix.config import DType
 from tunix.mesh import constrain
-from tunix.models.attention_inputs import ByKind, Segments
-from tunix.models.blocks import KEPT, Auxiliary, Block, RopeTables
+from tunix.models.attention.attend import KEPT
+from tunix.models.attention.inputs import ByKind, Segments
+from tunix.models.blocks import PRODUCTS, Auxiliary, Block, RopeTables
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Norm, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
 from tunix.models.quantization.fake_quant import Simulated
@@ -59,6 +60,7 @@ class Decoder(nnx.Module):
         quantization: Quantization | None = None,
         simulated: Mapping[str, Simulated] | None = None,
         remat: bool = False,
+        attention: str = "auto",
         has_scalar_head: bool = False,
         has_lm_head: bool = True,
     ):
@@ -68,11 +70,12 @@ class Decoder(nnx.Module):
             adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
             quantization: how the layers' matrices are rounded, if they are; norms and tables never are.
             simulated: what some projections round in simulation (QAT), by their names.
-            remat: keep only each layer's input, and recompute the layer in the backward pass.
+            remat: keep only each layer's input and its attention's result, and recompute the rest in the backward pass.
+            attention: name of the implementation of attention within rows, or "auto" (`attend.implementation`).
             has_scalar_head: whether there is a value head.
             has_lm_head: whether there is a table for logits, where that is not the embedding.
         """
-        self.config, self.remat = config, remat
+        self.config, self.remat, self.attention = config, remat, attention
         self.embed = Table(config, rngs)
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
@@ -130,7 +133,7 @@ class Decoder(nnx.Module):
             x, _, auxiliary = block(x, rope, view, dropout_keys=layer_keys)
             return x, auxiliary
 
-        names = () if self.remat else KEPT
+        names = KEPT if self.remat else (*PRODUCTS, *KEPT)
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
         kinds = jnp.asarray(list(map(c.distinct_kinds.index, c.kinds)))
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
@@ -144,7 +147,7 @@ class Decoder(nnx.Module):
         """A function from the index of a layer's kind to its rope tables and view: one block serves all kinds."""
         kinds = self.config.distinct_kinds
         tables = [rope_tables(segments.positions, kind.rope, self.config.head_dim) for kind in kinds]
-        views = tuple(segments._replace(window=kind.window) for kind in kinds)
+        views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)

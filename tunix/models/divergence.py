@@ -8,8 +8,8 @@ chunk's logits; only the student gets a gradient.
 Every divergence here is a sum over ids of `f(log p, log q)`, p the student's and q the teacher's probability. With
 `g = df/dp`, its derivative with respect to the student's logit k is `p_k (g_k - s)` where `s = sum_v p_v g_v`.
 
-Axes: B rows, T time, C tokens at a time, V vocabulary, W ids of a chunk, D model width (the student's), Te teacher's
-width.
+Axes: B rows, T time, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
+shards of the rows, D model width (the student's), Te teacher's width.
 """
 
 from functools import partial
@@ -27,15 +27,21 @@ from tunix.models.vocab_chunks import (
     Bend,
     Mass,
     Visit,
+    add_at,
     block_length,
     chunk_logits,
-    chunk_width,
+    ids_of,
     in_chunks,
+    outer_product,
     pick,
+    row_shards,
+    table_gradient,
+    table_product,
     taken_in,
     visit_of,
 )
 from tunix.types import Compared, Divergence
+from tunix.util.loops import loop
 
 LEAST = 1e-37
 """Lowest probability of all other ids together, so that its logarithm is finite; it adds nothing to the sum."""
@@ -98,19 +104,21 @@ def compared(
         float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, with respect to the student alone.
     """
     vocab = min(len(student.table), len(teacher.table))
-    rows, length = needed.shape
-    chunk = chunk_width(rows * block_length(rows, length), vocab)
     bends = [Bend(side.softcap, how.temperature, vocab) for side in (student, teacher)]
-    own, other = (in_chunks(side.table[:vocab], chunk) for side in (student, teacher))
     pair = _Pair(bends[0], bends[1], how)
+    own, other = (side.table[:vocab] for side in (student, teacher))
     results = _compared(pair, student.hidden, own, teacher.hidden, other, targets, needed)
     return Compared(*cast(tuple[jax.Array, ...], results))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compared(pair, hidden, chunks, teacher, teacher_chunks, targets, needed):
-    visit = visit_of(needed)
-    return _in_place(_values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit), visit, needed)
+def _compared(pair, hidden, table, teacher, teacher_table, targets, needed):
+    visit, chunks = visit_of(needed), _in_chunks((table, teacher_table), needed)
+    return _in_place(_values(pair, (hidden, teacher), chunks, targets, visit), visit, needed)
+
+
+def _in_chunks(tables: tuple[jax.Array, jax.Array], needed: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(in_chunks(table, needed.shape) for table in tables)
 
 
 def _in_place(results: _Results, visit: Visit, needed: jax.Array) -> tuple[jax.Array, ...]:
@@ -133,26 +141,26 @@ def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _R
     empty = jnp.zeros((rows, places), jnp.float32)
     nothing = Mass(empty, empty)
     start = _Results(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
-    return jax.lax.fori_loop(0, visit.number, body, start)
+    return loop(visit.number, body, start, usual=visit.order.shape[1] // block)
 
 
 def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     """The results of both sweeps of the vocabulary for one block of tokens."""
-    number, width, _ = chunks[0].shape
-    zero = jnp.zeros(wanted.shape, jnp.float32)
+    vocab, zero = pair.student.vocab, jnp.zeros(wanted.shape, jnp.float32)
 
     def first(index, running):
         sums, taken, highest = running
         z, y = _both(pair, states, chunks, index)
-        sums = tuple(_joined(sum_, logits, index) for sum_, logits in zip(sums, (z, y), strict=True))
-        taken = taken + jnp.sum(jnp.where(taken_in(wanted, width, index), y, 0.0), -1)
+        ids = ids_of(chunks[0], vocab, index).ravel()
+        sums = tuple(_joined(sum_, _flat(logits), ids) for sum_, logits in zip(sums, (z, y), strict=True))
+        taken = taken + jnp.sum(jnp.where(taken_in(wanted, chunks[0], vocab, index), y, 0.0), (-2, -1))
         if pair.how.top_k:
-            highest = jax.lax.top_k(jnp.concatenate([highest, y], -1), highest.shape[-1])[0]
+            highest = jax.lax.top_k(jnp.concatenate([highest, _flat(y)], -1), highest.shape[-1])[0]
         return sums, taken, highest
 
     nothing = (zero + NEVER, zero, jnp.zeros(wanted.shape, jnp.int32))
     highest = jnp.full((*wanted.shape, pair.how.top_k + 1), NEVER)
-    sums, taken, highest = jax.lax.fori_loop(0, number, first, ((nothing, nothing), zero, highest))
+    sums, taken, highest = jax.lax.fori_loop(0, len(chunks[0]), first, ((nothing, nothing), zero, highest))
     (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
     masses = Mass(top, jnp.log(total)), Mass(teacher_top, jnp.log(teacher_total))
     taken = masses[1].log_p(taken)
@@ -164,12 +172,13 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
         log_p, log_q = (mass.per_id().log_p(logits) for mass, logits in zip(masses, (z, y), strict=True))
         parts = _summands(pair.how, log_p, log_q)
         if pair.how.top_k:
-            inside = y >= least[..., None]
+            inside = y >= least[..., None, None]
             others = (jnp.where(inside, 0.0, jnp.exp(x)) for x in (log_p, log_q))
             parts = (*(jnp.where(inside, x, 0.0) for x in parts), *others)
-        return tuple(old + jnp.sum(x, -1) for old, x in zip(running, parts, strict=True))
+        return tuple(old + jnp.sum(x, (-2, -1)) for old, x in zip(running, parts, strict=True))
 
-    divergence, mean, *rests = jax.lax.fori_loop(0, number, second, (zero,) * (4 if pair.how.top_k else 2))
+    sums = (zero,) * (4 if pair.how.top_k else 2)
+    divergence, mean, *rests = jax.lax.fori_loop(0, len(chunks[0]), second, sums)
     log_rest = rest_pull = zero
     if pair.how.top_k:
         log_rest, teacher_log_rest = (jnp.log(jnp.maximum(rest, LEAST)) for rest in rests)
@@ -180,19 +189,24 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
 
 
 def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
-    """Student's and teacher's logits `[B C W]` of a chunk."""
+    """Student's and teacher's logits `[B C p W]` of a chunk."""
     z, _ = chunk_logits(pair.student, states[0], chunks[0], index)
     y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
     return z, y
 
 
-def _joined(running, logits: jax.Array, index) -> tuple[jax.Array, ...]:
+def _flat(logits: Float[Array, "B C p W"]) -> Float[Array, "B C chunk"]:
+    """A chunk's logits with its parts along one axis."""
+    return logits.reshape(*logits.shape[:2], -1)
+
+
+def _joined(running, logits: Float[Array, "B C chunk"], ids: Int[Array, "chunk"]) -> tuple[jax.Array, ...]:
     """The largest logit so far, the sum of exponentials relative to it, and its id."""
     top, total, best = running
     here = jnp.max(logits, -1)
     new = jnp.maximum(top, here)
     total = total * jnp.exp(top - new) + jnp.sum(jnp.exp(logits - new[..., None]), -1)
-    id_here = index * logits.shape[-1] + jnp.argmax(logits, -1).astype(jnp.int32)
+    id_here = ids[jnp.argmax(logits, -1)]
     return new, total, jnp.where(here > top, id_here, best)
 
 
@@ -209,15 +223,15 @@ def _summands(how: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.
     return how.beta * q * (log_q - log_m) + pull, pull
 
 
-def _forward(pair, hidden, chunks, teacher, teacher_chunks, targets, needed):
-    trained = chunks.perturbed
-    hidden, chunks, teacher, teacher_chunks, targets, needed = (
-        x.value for x in (hidden, chunks, teacher, teacher_chunks, targets, needed)
+def _forward(pair, hidden, table, teacher, teacher_table, targets, needed):
+    trained = table.perturbed
+    hidden, table, teacher, teacher_table, targets, needed = (
+        x.value for x in (hidden, table, teacher, teacher_table, targets, needed)
     )
-    visit = visit_of(needed)
-    results = _values(pair, (hidden, teacher), (chunks, teacher_chunks), targets, visit)
+    visit, chunks = visit_of(needed), _in_chunks((table, teacher_table), needed)
+    results = _values(pair, (hidden, teacher), chunks, targets, visit)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
-    saved = ((hidden, teacher), (chunks, teacher_chunks), needed, visit, results, () if trained else None)
+    saved = ((hidden, teacher), chunks, needed, visit, results, () if trained else None)
     return _in_place(results, visit, needed), saved
 
 
@@ -226,7 +240,7 @@ def _backward(pair, saved, cotangents):
     states, chunks, needed, visit, results, trained = saved
     hidden, length = states[0], needed.shape[1]
     block = block_length(*needed.shape)
-    number, width, size = chunks[0].shape
+    number, parts, width, size = chunks[0].shape
     zero = isinstance(cotangents[0], SymbolicZero)
     cotangent = jnp.zeros(needed.shape) if zero else jnp.where(needed, cotangents[0], 0.0)
 
@@ -241,38 +255,37 @@ def _backward(pair, saved, cotangents):
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
-            d_logits = d[..., None] * _by_logits(pair, here, chunks, index, own)
+            d_logits = d[..., None, None] * _by_logits(pair, here, chunks, index, own)
             # The barrier makes XLA compute the logits' gradient once, not fuse (and recompute) it in each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks[0].dtype))
-            d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[0][index], preferred_element_type=jnp.float32)
-            if trained is None:
-                return d_h, d_chunks
-            new = jnp.einsum("BCD,BCW->DW", here[0], d_logits, preferred_element_type=jnp.float32)
-            return d_h, d_chunks.at[index].add(new)
+            d_h += table_product(d_logits, chunks[0], index)
+            return d_h, d_chunks if trained is None else add_at(d_chunks, index, outer_product(here[0], d_logits))
 
-        start = (jnp.zeros(here[0].shape, jnp.float32), d_chunks)
+        start = (jnp.zeros((*order.shape, parts, size), jnp.float32), d_chunks)
         d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
-        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h.astype(hidden.dtype), i * block, 1), d_chunks
+        d_h = jnp.sum(d_h, -2).astype(hidden.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * block, 1), d_chunks
 
-    nowhere = jnp.zeros((0 if trained is None else number, size, width), jnp.float32)
-    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
-    d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
+    nowhere = jnp.zeros((0 if trained is None else number, row_shards(len(hidden)), size, parts, width), jnp.float32)
+    nowhere = constrain(nowhere, None, "rows", None, "vocab", None)
+    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), nowhere)
+    d_hidden, d_chunks = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
-    d_table = None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks[0].dtype)
+    d_table = None if trained is None else table_gradient(d_chunks, pair.student.vocab).astype(chunks[0].dtype)
     nothing = np.zeros(needed.shape, jax.dtypes.float0)
     return d_hidden, d_table, None, None, nothing, nothing
 
 
 def _by_logits(pair: _Pair, states, chunks, index, results: _Results) -> jax.Array:
-    """`[B C W]` derivatives of the divergence with respect to the student's product of state and table."""
+    """`[B C p W]` derivatives of the divergence with respect to the student's product of state and table."""
     z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
     y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
     log_p, log_q = results.student.per_id().log_p(z), results.teacher.per_id().log_p(y)
     pull = _summands(pair.how, log_p, log_q)[1]
     if pair.how.top_k:
-        share = jnp.exp(log_p - results.rest[..., None])
-        pull = jnp.where(y >= results.least[..., None], pull, share * results.pull[..., None])
-    return (pull - jnp.exp(log_p) * results.mean[..., None]) * slope
+        share = jnp.exp(log_p - results.rest[..., None, None])
+        pull = jnp.where(y >= results.least[..., None, None], pull, share * results.pull[..., None, None])
+    return (pull - jnp.exp(log_p) * results.mean[..., None, None]) * slope
 
 
 _compared.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.config import DType
 from tunix.mesh import Axes, constrain
-from tunix.models.attention_inputs import Cache, CacheView, placed
+from tunix.models.attention.inputs import Cache, CacheView, placed
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
 from tunix.models.layers import rms_norm, rope_tables

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType
 from tunix.mesh import Axes, sharding
-from tunix.models.attention_inputs import Segments
+from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Decoder
@@ -60,6 +60,8 @@ class Model:
     """Dtype of the computation."""
     remat: bool = False
     """Recompute each layer in the backward pass."""
+    attention: str = "auto"
+    """Name of the implementation of attention within rows; see `attend.implementation`."""
     adapt: Adapt | None = None
     """Adapts each block (`lora.adapt`); None for no adapter."""
     quantization: Quantization | None = None
@@ -298,6 +300,7 @@ class Model:
             quantization=self.quantization,
             simulated=dict(self.simulated),
             remat=self.remat,
+            attention=self.attention,
             has_scalar_head=self.has_scalar_head,
             has_lm_head=self.has_lm_head,
         )

@@ -1,11 +1,15 @@
 """Log-probs of the target tokens, their entropy and both gradients, without ever holding logits `[B T V]`.
 
-Blocks of tokens and chunks of the vocabulary are those of `vocab_chunks.py`: logits `[B C W]` -> a running maximum and
-the sum of exponentials under it -> log-prob. The backward pass recomputes each chunk's logits, and updates each chunk
-of the table's gradient once per block. With a frozen table (LoRA) it recomputes nothing: the forward pass accumulates
-the gradient of each log-prob with respect to its state, `[B T D]`, along with the sum.
+Blocks of tokens and chunks of the vocabulary are those of `vocab_chunks.py`: logits `[B C p W]` -> a running maximum
+and the sum of exponentials under it -> log-prob. The backward pass recomputes each chunk's logits, and updates each
+chunk of the table's gradient once per block. With a frozen table (LoRA) it recomputes nothing: the forward pass
+accumulates the gradient of each log-prob with respect to its state, `[B T D]`, along with the sum.
 
-Axes: B rows, T time, C tokens at a time, V vocabulary, W ids of a chunk, D model width.
+Whatever is summed over ids or rows that devices share is kept apart, by parts p and shards s, until its loop is done:
+no step of a loop waits for another device.
+
+Axes: B rows, T time, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
+shards of the rows, D model width.
 """
 
 from functools import partial
@@ -22,14 +26,20 @@ from tunix.models.vocab_chunks import (
     NEVER,
     Bend,
     Mass,
+    add_at,
     block_length,
     chunk_logits,
-    chunk_width,
     in_chunks,
+    outer_product,
     pick,
+    place_of,
+    row_shards,
+    table_gradient,
+    table_product,
     taken_in,
     visit_of,
 )
+from tunix.util.loops import loop
 
 
 class _Head(NamedTuple):
@@ -61,15 +71,13 @@ def token_logprobs(
         entropy: whether the entropy is computed; zeros otherwise.
         temperature: the sampler's, above 0.
     """
-    rows, length, _ = hidden.shape
-    vocab = table.shape[0]
-    chunks = in_chunks(table, chunk_width(rows * block_length(rows, length), vocab))
-    head = _Head(Bend(softcap, temperature, vocab), entropy)
-    return _token_logprobs(head, hidden, chunks, targets, needed)
+    head = _Head(Bend(softcap, temperature, len(table)), entropy)
+    return _token_logprobs(head, hidden, table, targets, needed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_logprobs(head, hidden, chunks, targets, needed):
+def _token_logprobs(head, hidden, table, targets, needed):
+    chunks = in_chunks(table, needed.shape)
     logprobs, spread, _, _ = _values(head, hidden, chunks, targets, visit_of(needed), needed, pulled=False)
     return logprobs, spread
 
@@ -82,7 +90,7 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
     appears. Everything is relative to the largest logit so far: an offset that all logits share costs no precision.
     """
     block = block_length(*needed.shape)
-    number, width, size = chunks.shape
+    number, parts, _, size = chunks.shape
     size = size if pulled else 0
 
     def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
@@ -98,26 +106,30 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
                 # The sum was relative to the old maximum; it becomes relative to the new one.
                 weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
             total = total * shrink + jnp.sum(p, -1)
-            here = taken_in(wanted, width, index)
+            here = taken_in(wanted, chunks, head.bend.vocab, index)
             taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
             if pulled:
                 # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
                 weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
-                new = jnp.einsum("BCW,WD->BCD", weights, chunks[index], preferred_element_type=jnp.float32)
-                mixed = mixed * shrink[..., None] + new
+                mixed = mixed * shrink[..., None] + table_product(weights, chunks, index)
                 steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
             return new_top, total, weighted, taken, mixed, steep
 
-        zero = jnp.zeros(wanted.shape, jnp.float32)
-        start = (zero + NEVER, zero, zero, zero, jnp.zeros((*wanted.shape, size), jnp.float32), zero)
-        top, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
-        log_total = jnp.log(total)
-        pull = mixed
+        zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "rows", None, "vocab")
+        start = (zero + NEVER, zero, zero, zero, jnp.zeros((*zero.shape, size), jnp.float32), zero)
+        tops, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
+        # The parts' sums were relative to their own maxima.
+        top = jnp.max(tops, -1)
+        above = tops - top[..., None]
+        shrink = jnp.exp(above)
+        weighted = jnp.sum(shrink * (weighted + total * above), -1)
+        total, taken, steep = jnp.sum(total * shrink, -1), jnp.sum(taken, -1), jnp.sum(steep, -1)
+        log_total, pull = jnp.log(total), jnp.sum(mixed * shrink[..., None], -2)
         if pulled:
-            target = chunks[wanted // width, wanted % width].astype(jnp.float32)
-            pull = steep[..., None] * target - mixed / total[..., None]
+            target = chunks[place_of(wanted, chunks, head.bend.vocab)].astype(jnp.float32)
+            pull = steep[..., None] * target - pull / total[..., None]
         logprob = Mass(top, log_total).log_p(taken)
-        return logprob, log_total - weighted / total if head.entropy else zero, top, log_total, pull
+        return logprob, log_total - weighted / total if head.entropy else jnp.zeros_like(top), top, log_total, pull
 
     def body(i, results):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
@@ -129,16 +141,17 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     start = (empty, empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
-    logprobs, spread, top, log_total, pull = jax.lax.fori_loop(0, visit.number, body, start)
+    logprobs, spread, top, log_total, pull = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
     return logprobs, spread, Mass(top, log_total), pull
 
 
-def _forward(head, hidden, chunks, targets, needed):
-    trained = chunks.perturbed
+def _forward(head, hidden, table, targets, needed):
+    trained = table.perturbed
     # The entropy's gradient is another sum over the vocabulary: with it the backward pass recomputes the logits.
     pulled = not trained and not head.entropy
-    hidden, chunks, targets, needed = (x.value for x in (hidden, chunks, targets, needed))
+    hidden, table, targets, needed = (x.value for x in (hidden, table, targets, needed))
+    chunks = in_chunks(table, needed.shape)
     visit = visit_of(needed)
     logprobs, spread, mass, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
     if pulled:
@@ -169,7 +182,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
     hidden, chunks, targets, needed, visit, mass, spread, trained = saved
     length = needed.shape[1]
     block = block_length(*needed.shape)
-    number, width, size = chunks.shape
+    number, parts, width, size = chunks.shape
 
     def body(i, gradients):
         d_hidden, d_chunks = gradients
@@ -178,37 +191,34 @@ def _gradients(head, saved, d_logprobs, d_spread):
         own = Mass(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in mass)).per_id()
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
-        pull, pull_spread = (jnp.where(real, pick(d, order), 0.0)[..., None] for d in (d_logprobs, d_spread))
-        own_spread = pick(spread, order)[..., None]
+        pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
+        pull, pull_spread, own_spread = (x[..., None, None] for x in (*pulls, pick(spread, order)))
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
             logits, slope = chunk_logits(head.bend, h, chunks, index)
             log_p = own.log_p(logits)
             p = jnp.exp(log_p)
-            d_logits = pull * (taken_in(wanted, width, index) - p)
+            d_logits = pull * (taken_in(wanted, chunks, head.bend.vocab, index) - p)
             if head.entropy:
                 d_logits -= pull_spread * p * (log_p + own_spread)
             d_logits *= slope
             # The barrier makes XLA compute the logits' gradient once, not fuse (and recompute) it in each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks.dtype))
-            d_h += jnp.einsum("BCW,WD->BCD", d_logits, chunks[index], preferred_element_type=jnp.float32)
-            if trained is None:
-                return d_h, d_chunks
-            # As [D W]: the operand that a CPU has to transpose is then the narrow one.
-            new = jnp.einsum("BCD,BCW->DW", h, d_logits, preferred_element_type=jnp.float32)
-            return d_h, d_chunks.at[index].add(new)
+            d_h += table_product(d_logits, chunks, index)
+            return d_h, d_chunks if trained is None else add_at(d_chunks, index, outer_product(h, d_logits))
 
-        start = (jnp.zeros(h.shape, jnp.float32), d_chunks)
+        start = (jnp.zeros((*wanted.shape, parts, size), jnp.float32), d_chunks)
         d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
-        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h.astype(hidden.dtype), i * block, 1)
-        return d_hidden, d_chunks
+        d_h = jnp.sum(d_h, -2).astype(hidden.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * block, 1), d_chunks
 
-    nowhere = jnp.zeros((0 if trained is None else number, size, width), jnp.float32)
-    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), constrain(nowhere, None, None, "vocab"))
-    d_hidden, d_chunks = jax.lax.fori_loop(0, visit.number, body, start)
+    nowhere = jnp.zeros((0 if trained is None else number, row_shards(len(hidden)), size, parts, width), jnp.float32)
+    nowhere = constrain(nowhere, None, "rows", None, "vocab", None)
+    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), nowhere)
+    d_hidden, d_chunks = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
-    return d_hidden, None if trained is None else d_chunks.transpose(0, 2, 1).astype(chunks.dtype)
+    return d_hidden, None if trained is None else table_gradient(d_chunks, head.bend.vocab).astype(chunks.dtype)
 
 
 _token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

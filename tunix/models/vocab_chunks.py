@@ -2,26 +2,34 @@
 
 The needed tokens are moved to the front of each row. Blocks `[B C]` of them are multiplied by the table one after the
 other; how many is computed at run time, so that a prompt that is not trained costs nothing here. Within a block the
-vocabulary is processed in chunks of W: logits `[B C W]`. `token_logprobs.py` turns them into log-probs, `divergence.py`
+vocabulary is processed in chunks: logits `[B C p W]`. `token_logprobs.py` turns them into log-probs, `divergence.py`
 compares those of two models.
 
-Axes: B rows, T time, C tokens at a time, V vocabulary, W ids of a chunk, D model width.
+Where the table is split over devices, each has p-th of the vocabulary, and a chunk is W ids of each part: no device
+ever holds the others' ids, and sums over a part need no communication.
+
+Axes: B rows, T time, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
+shards of the rows, D model width.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.mesh import constrain
+from tunix.mesh import constrain, platform, shards
 
 BLOCK_TOKENS = 2048
-"""Tokens of a block, over all rows: enough that multiplying by the table takes far longer than reading it."""
+"""Tokens of a block on each device: enough that multiplying by the table takes far longer than reading it."""
 BLOCKS = 2
 """Blocks of a row at least, so that a prompt that fills half of it costs nothing here."""
 CHUNK_LOGITS = 1 << 22
-"""Logits that exist at a time: 16 MiB in float32. Wider chunks are slower on a CPU, where each row is a memory page."""
+"""Logits that a CPU holds at a time: 16 MiB in float32. Wider chunks are slower there, where each row is a memory
+page."""
+CHUNK_LOGITS_ELSEWHERE = 1 << 26
+"""The same on each GPU or TPU: 256 MiB. Each chunk updates its part of the table's gradient once per block."""
 NEVER = -1e30
 """Logit of the ids that pad the last chunk."""
 
@@ -53,8 +61,8 @@ class Mass(NamedTuple):
         return logits - self.top - self.log_total
 
     def per_id(self) -> "Mass":
-        """Both parts with a last axis that broadcasts over the ids of a chunk."""
-        return Mass(self.top[..., None], self.log_total[..., None])
+        """Both parts with axes that broadcast over the parts and ids of a chunk."""
+        return Mass(self.top[..., None, None], self.log_total[..., None, None])
 
 
 class Visit(NamedTuple):
@@ -70,20 +78,39 @@ class Visit(NamedTuple):
 
 def block_length(rows: int, length: int) -> int:
     """C: tokens of each row in a block."""
-    return min(max(BLOCK_TOKENS // rows, 1), -(-length // BLOCKS))
+    return min(max(BLOCK_TOKENS // -(-rows // row_shards(rows)), 1), -(-length // BLOCKS))
 
 
-def chunk_width(tokens: int, vocab: int) -> int:
-    """W for a block of `tokens`: the vocabulary in as few equal chunks as CHUNK_LOGITS allows, in steps of 128."""
-    chunks = -(-tokens * vocab // CHUNK_LOGITS)
-    return vocab if chunks == 1 else -(-vocab // (128 * chunks)) * 128
+def row_shards(rows: int) -> int:
+    """Into how many shards these rows are split; 1 where the mesh does not divide them."""
+    return shards("rows") if rows % shards("rows") == 0 else 1
 
 
-def in_chunks(table: Float[Array, "V D"], chunk: int) -> Float[Array, "chunks W D"]:
-    """The table in chunks of W ids, the last one padded with zeros."""
-    vocab, width = table.shape
-    padded = jnp.pad(constrain(table, None, None), ((0, -vocab % chunk), (0, 0)))
-    return constrain(padded.reshape(-1, chunk, width), None, "vocab", None)
+def chunk_width(rows: int, length: int, vocab: int) -> int:
+    """W for blocks of rows of this length: the vocabulary in as few equal chunks as fit, in steps of 128 ids."""
+    tokens = rows // row_shards(rows) * block_length(rows, length)
+    part = -(-vocab // shards("vocab"))
+    chunks = -(-tokens * part // (CHUNK_LOGITS if platform() == "cpu" else CHUNK_LOGITS_ELSEWHERE))
+    return part if chunks == 1 else -(-part // (128 * chunks)) * 128
+
+
+def in_chunks(table: Float[Array, "V D"], targets: tuple[int, ...]) -> Float[Array, "chunks p W D"]:
+    """The table in chunks of each part of the vocabulary, padded with zeros, for targets of shape `[B T]`."""
+    parts = shards("vocab")
+    vocab, dim = table.shape
+    rows, length = targets
+    width = chunk_width(rows, length, vocab)
+    split = jnp.pad(constrain(table, "vocab", None), ((0, -vocab % parts), (0, 0))).reshape(parts, -1, dim)
+    padded = jnp.pad(constrain(split, "vocab", None, None), ((0, 0), (0, -split.shape[1] % width), (0, 0)))
+    return constrain(padded.reshape(parts, -1, width, dim).swapaxes(0, 1), None, "vocab", None, None)
+
+
+def table_gradient(sums: Float[Array, "chunks s D p W"], vocab: int) -> Float[Array, "V D"]:
+    """The table's gradient from the sums of each shard of the rows: the one place where shards are added."""
+    chunks = constrain(jnp.sum(sums, axis=1).transpose(2, 0, 3, 1), "vocab", None, None, "embed")
+    parts, _, _, dim = chunks.shape
+    whole = chunks.reshape(parts, -1, dim)[:, : -(-vocab // parts)].reshape(-1, dim)
+    return constrain(whole[:vocab], "vocab", "embed")
 
 
 def visit_of(needed: Bool[Array, "B T"]) -> Visit:
@@ -103,23 +130,71 @@ def pick(values: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def chunk_logits(
-    bend: Bend, hidden: Float[Array, "B C D"], chunks: Float[Array, "chunks W D"], index: Int[Array, ""]
-) -> tuple[Float[Array, "B C W"], Float[Array, "B C W"] | float]:
+    bend: Bend, hidden: Float[Array, "B C D"], chunks: Float[Array, "chunks p W D"], index: Int[Array, ""]
+) -> tuple[Float[Array, "B C p W"], Float[Array, "B C p W"] | float]:
     """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`."""
-    logits = jnp.einsum("BCD,WD->BCW", hidden, chunks[index], preferred_element_type=jnp.float32)
-    logits = constrain(logits, "rows", None, "vocab")
+    logits = jnp.einsum("BCD,pWD->BCpW", hidden, chunks[index], preferred_element_type=jnp.float32)
+    logits = constrain(logits, "rows", None, "vocab", None)
     slope: jax.Array | float = 1.0
     if bend.softcap is not None:
         bent = jnp.tanh(logits / bend.softcap)
         logits, slope = bend.softcap * bent, 1 - bent**2
     if bend.temperature != 1:
         logits, slope = logits / bend.temperature, slope / bend.temperature
-    number, width, _ = chunks.shape
-    if number * width != bend.vocab:
-        logits = jnp.where(index * width + jnp.arange(width) < bend.vocab, logits, NEVER)
+    number, parts, width, _ = chunks.shape
+    if number * parts * width != bend.vocab:
+        logits = jnp.where(ids_of(chunks, bend.vocab, index) >= 0, logits, NEVER)
     return logits, slope
 
 
-def taken_in(targets: Int[Array, "B C"], width: int, index: Int[Array, ""]) -> Bool[Array, "B C W"]:
+def ids_of(chunks: Float[Array, "chunks p W D"], vocab: int, index: Int[Array, ""]) -> Int[Array, "p W"]:
+    """The ids of a chunk; -1 where it is padded."""
+    _, parts, width, _ = chunks.shape
+    part = -(-vocab // parts)
+    inside = index * width + jnp.arange(width)
+    ids = jnp.arange(parts)[:, None] * part + inside
+    return jnp.where((inside < part) & (ids < vocab), ids, -1)
+
+
+def place_of(
+    targets: Int[Array, "B C"], chunks: Float[Array, "chunks p W D"], vocab: int
+) -> tuple[Int[Array, "B C"], Int[Array, "B C"], Int[Array, "B C"]]:
+    """The chunk, the part and the place there of each target: indices into `chunks`."""
+    _, parts, width, _ = chunks.shape
+    part, inside = jnp.divmod(targets, -(-vocab // parts))
+    return inside // width, part, inside % width
+
+
+def taken_in(
+    targets: Int[Array, "B C"], chunks: Float[Array, "chunks p W D"], vocab: int, index: Int[Array, ""]
+) -> Bool[Array, "B C p W"]:
     """True at each token's target id, where chunk `index` holds it."""
-    return targets[..., None] == index * width + jnp.arange(width)
+    return targets[..., None, None] == ids_of(chunks, vocab, index)
+
+
+def table_product(
+    weights: Float[Array, "B C p W"], chunks: Float[Array, "chunks p W D"], index: Int[Array, ""]
+) -> Float[Array, "B C p D"]:
+    """The sum of a chunk's rows of the table by weights, for each part, in float32."""
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if chunks.shape[1] == 1:  # for a batched product XLA would copy the weights
+        return product("BCW,WD->BCD", weights[:, :, 0], chunks[index, 0])[:, :, None]
+    return constrain(product("BCpW,pWD->BCpD", weights, chunks[index]), "rows", None, "vocab", None)
+
+
+def add_at(
+    sums: Float[Array, "chunks s D p W"], index: Int[Array, ""], new: Float[Array, "s D p W"]
+) -> Float[Array, "chunks s D p W"]:
+    """The sums with one more for a chunk. Not `.at[index].add`: that is a scatter, which reads and writes them all."""
+    return jax.lax.dynamic_update_index_in_dim(sums, sums[index] + new, index, 0)
+
+
+def outer_product(hidden: Float[Array, "B C D"], weights: Float[Array, "B C p W"]) -> Float[Array, "s D p W"]:
+    """The sum of `hidden` times `weights` over the tokens of each shard of the rows, in float32."""
+    product, number = partial(jnp.einsum, preferred_element_type=jnp.float32), row_shards(len(hidden))
+    if number == 1:
+        return product("BCD,BCpW->DpW", hidden, weights)[None]
+    hidden = constrain(hidden.reshape(number, -1, *hidden.shape[1:]), "rows", None, None, None)
+    weights = constrain(weights.reshape(number, -1, *weights.shape[1:]), "rows", None, None, "vocab", None)
+    # As [D W]: the operand that a CPU has to transpose is then the narrow one.
+    return constrain(product("sBCD,sBCpW->sDpW", hidden, weights), "rows", None, "vocab", None)

@@ -1,14 +1,20 @@
 """Lines that describe a run when it starts: its model, data and devices."""
 
+from dataclasses import replace
+
 import jax
 from jax.sharding import Mesh
 
+from tunix.errors import UserError
+from tunix.models.attention.attend import described
+from tunix.models.attention.inputs import AttentionSpec
 from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
 from tunix.run.inputs import Inputs
 from tunix.trainer.learner import Learner
 from tunix.trainer.progress import readable
+from tunix.trainer.spec import TrainerSpec
 
 
 def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, total: int) -> str:
@@ -34,9 +40,41 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
 
 
 def products_line(learner: Learner, rules: Rules | None, mesh: Mesh) -> str:
-    """One line about the types in which the layers' matrix products are computed on these devices."""
+    """One line about how the layers' matrix products and attention are computed on these devices.
+
+    Raises:
+        UserError: the implementation of attention that the recipe names cannot be used here.
+    """
     model, platform = learner.spec.model, mesh.devices.flat[0].platform
     if rules is not None:
-        return hardware.line(rules.kinds, model.dtype, platform, simulated=True)
-    rounding = model.quantization
-    return hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
+        products = hardware.line(rules.kinds, model.dtype, platform, simulated=True)
+    else:
+        rounding = model.quantization
+        products = hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
+    return f"{products}; attention: {attention_of(learner.spec, platform)}"
+
+
+def attention_of(spec: TrainerSpec, platform: str) -> str:
+    """Which implementation computes attention within rows of a learner, and why not a faster one.
+
+    Raises:
+        UserError: the one that the recipe names cannot.
+    """
+    config, length = spec.model.config, spec.length
+    one = AttentionSpec(
+        queries=length,
+        keys=length,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=spec.model.dtype,
+        cached=False,
+        branched=spec.microbatcher.unit > 1,
+        window=None,
+        softcap=config.attention_softcap,
+        platform=platform,
+    )
+    try:
+        return described([replace(one, window=kind.window) for kind in config.distinct_kinds], spec.model.attention)
+    except ValueError as error:
+        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error

@@ -7,7 +7,7 @@ Unless its docstring says otherwise, a method returns as soon as the work is dis
 Axes: T time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import cached_property
@@ -180,17 +180,34 @@ class Learner:
         return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     def _new_state(self, params: Params) -> TrainState:
-        """The state at step 0. A moment is sharded like the parameter of its shape (GSPMD would replicate it)."""
-        tx: optax.GradientTransformation = self.spec.optimizer
-
-        def placement(path: tuple[Any, ...], moment: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            owner = params.get(names[-1]) if names else None
-            return owner.sharding if owner is not None and owner.shape == moment.shape else self._everywhere
-
-        moments = jax.tree_util.tree_map_with_path(placement, jax.eval_shape(tx.init, params))
+        """The state at step 0."""
+        tx = self.spec.optimizer
+        moments = jax.tree.map(lambda x: x.sharding, abstract_moments(tx, params, self._everywhere))
         step = jax.device_put(np.int32(0), self._everywhere)
         return TrainState(params, jit(tx.init, out_shardings=moments)(params), step)
+
+
+def abstract_moments(
+    optimizer: optax.GradientTransformation,
+    params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    everywhere: NamedSharding,
+) -> Any:
+    """Shapes and shardings of an optimizer's state: a moment lies as the parameter of its shape does.
+
+    GSPMD alone would replicate it.
+
+    Args:
+        params: the trainable weights, or their shapes and shardings.
+        everywhere: the sharding of all that is no such moment.
+    """
+
+    def placed(path: tuple[Any, ...], moment: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        owner = params.get(names[-1]) if names else None
+        place = owner.sharding if owner is not None and owner.shape == moment.shape else everywhere
+        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=place)
+
+    return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, dict(params)))
 
 
 def required(name: str, model: Frozen | None) -> Frozen:

@@ -19,6 +19,7 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
+from tunix.util.loops import loop
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def each_microbatch(one: Callable[[Batch], jax.Array], microbatches: Microbatche
 
     each = jax.eval_shape(one, microbatches.at(0))
     empty = jax.numpy.zeros((microbatches.number, *each.shape), each.dtype)
-    return jax.lax.fori_loop(0, microbatches.filled, body, empty)
+    return loop(microbatches.filled, body, empty, usual=microbatches.number)
 
 
 def unpack(rows: np.ndarray, batch: Batch, number: int) -> list[np.ndarray]:

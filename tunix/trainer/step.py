@@ -20,11 +20,13 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from tunix.algorithms.loss import trained_only
+from tunix.mesh import constrain
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Term
+from tunix.util.loops import loop
 
 DROPOUT = 0xD0
 """Folded into a step's key for dropout, so that the noise of the embeddings shares nothing with it."""
@@ -146,8 +148,14 @@ class Compute:
             sums = self.sums(params, frozen, microbatches, index, loss, key)
             return cast(jax.Array, sums["train/loss"]), sums
 
-        gradient = jax.grad(one_microbatch, has_aux=True)
-        gradients, sums = accumulate(lambda index: gradient(state.params, index), microbatches)
+        gradient, axes = jax.grad(one_microbatch, has_aux=True), self.model.axes
+
+        def placed(index: Index) -> tuple[Params, Sums]:
+            # As the weights: a sum over micro-batches is then never held whole by any device.
+            gradients, sums = gradient(state.params, index)
+            return {name: constrain(x, *axes[name]) for name, x in gradients.items()}, sums
+
+        gradients, sums = accumulate(placed, microbatches)
         return gradients, to_scalars(sums)
 
     def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -330,7 +338,7 @@ def accumulate(one: Callable, microbatches: Microbatches) -> Any:
         return jax.tree.map(joined, sums, one(i), is_leaf=_is_peak)
 
     start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
-    sums = jax.lax.fori_loop(0, microbatches.filled, body, start)
+    sums = loop(microbatches.filled, body, start, usual=microbatches.number)
     return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, shapes)
 
 

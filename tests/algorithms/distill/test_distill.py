@@ -83,6 +83,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_all_logits(config):
     assert_close(found[1], jax.device_get(wanted))
 
 
+@pytest.mark.slow  # the same of other losses stays, in tests/trainer/test_step.py
 def test_packing_passes_and_the_teachers_own_passes_do_not_change_anything():
     loss = Distill(DistillConfig(divergence="jsd", top_k=9, sft_weight=0.2, temperature=1.3)).objective
     rows = sequences(9)
@@ -94,6 +95,7 @@ def test_packing_passes_and_the_teachers_own_passes_do_not_change_anything():
         assert_close(found, whole[1])
 
 
+@pytest.mark.slow  # loss and gradients beside all logits stay
 def test_a_teacher_that_is_the_student_has_nothing_to_teach():
     student = trainer(RICH)
     student.learner.teacher = Teacher(

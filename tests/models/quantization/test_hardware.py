@@ -101,15 +101,13 @@ def test_a_product_is_told(asked, told):
 
 
 def test_the_line_of_a_run():
-    assert line([], "float32", "cpu") == "products of the layers: float32; attention: einsums, no fused kernel"
+    assert line([], "float32", "cpu") == "products of the layers: float32"
     assert line([("nf4", None), ("fp8", "fp8")], "bfloat16", "tpu") == (
         "products of the layers: nf4 weights, each matrix dequantized to bfloat16 on the way into its product, or with "
-        "few rows before it; fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product; "
-        "attention: einsums, no fused kernel"
+        "few rows before it; fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product"
     )
     assert line([("int4", None)], "float32", "cpu", simulated=True) == (
-        "products of the layers: int4 weights, rounded and dequantized to float32 before each product; "
-        "attention: einsums, no fused kernel"
+        "products of the layers: int4 weights, rounded and dequantized to float32 before each product"
     )
 
 

@@ -139,6 +139,7 @@ def test_what_is_sampled_is_what_is_trained(name):
     assert_same_as_full_forward(ours, *drawn(ours))
 
 
+@pytest.mark.slow
 def test_rounded_inputs_may_fall_either_way():
     """Of two values that differ in their last bit, as the sampler's and the trainer's do, the one may be rounded up."""
     ours = trainer(RICH, rules=INTEGERS, length=24)

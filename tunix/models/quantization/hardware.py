@@ -15,7 +15,6 @@ Way = Literal["native", "inside", "before", "either", "float32", "bfloat16", "te
 converted matrix is written to memory first. `either`: inside with many rows, before with few, as in decoding. A type:
 both operands are multiplied as that."""
 
-ATTENTION = "einsums, no fused kernel"
 PLACES: Mapping[Way | None, str] = {
     "inside": "on the way into its product",
     "before": "in memory before its product",
@@ -26,7 +25,7 @@ PLACES: Mapping[Way | None, str] = {
 def line(
     kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, platform: str, *, simulated: bool = False
 ) -> str:
-    """The line that a run logs about how its products are computed.
+    """What a run logs about how its products are computed.
 
     Args:
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
@@ -34,7 +33,7 @@ def line(
     """
     describe = partial(product, compute=compute, platform=platform, simulated=simulated)
     described = "; ".join(describe(*kind) for kind in kinds or [(None, None)])
-    return f"products of the layers: {described}; attention: {ATTENTION}"
+    return f"products of the layers: {described}"
 
 
 def product(

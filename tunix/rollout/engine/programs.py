@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from tunix.config import DType
 from tunix.mesh import constrain
-from tunix.models.attention_inputs import Cache, placed
+from tunix.models.attention.inputs import Cache, placed
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs

@@ -10,9 +10,10 @@ import pytest
 
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH
-from tunix.models import attention
-from tunix.models.attention import Implementation, attend, einsum
-from tunix.models.attention_inputs import AttentionSpec, ByKind, Segments
+from tunix.models.attention import attend as table
+from tunix.models.attention import einsum
+from tunix.models.attention.attend import Implementation, attend, implementation, spec_of
+from tunix.models.attention.inputs import AttentionSpec, ByKind, Segments
 from tunix.models.config import DecoderConfig, LayerKind
 from tunix.models.kv_cache import empty, extend, unstack
 from tunix.models.model import Model
@@ -25,14 +26,16 @@ def test_training_prefill_and_decoding_make_one_call(monkeypatch):
     """A kernel for decoding alone stands above the einsums, and is asked first."""
     asked: dict[str, set[AttentionSpec]] = {"kernel": set(), "einsum": set()}
 
-    def kernel(name: str, q, k, v, view, **settings):
-        asked[name].add(attention.spec_of(q, k, view, settings["softcap"]))
-        return einsum(q, k, v, view, **settings)
+    def recorded(name: str, compute, q, k, v, view, **settings):
+        asked[name].add(spec_of(q, k, view, settings["softcap"]))
+        return compute(q, k, v, view, **settings)
 
-    one_new = Implementation("kernel", lambda spec: spec.cached and spec.queries == 1, partial(kernel, "kernel"))
-    monkeypatch.setattr(
-        attention, "IMPLEMENTATIONS", (one_new, Implementation("einsum", lambda _: True, partial(kernel, "einsum")))
-    )
+    def entry(name: str, lacks) -> Implementation:
+        forward, cached = (partial(recorded, name, one) for one in (einsum.forward, einsum.cached))
+        return Implementation(name, lacks, forward, einsum.backward, cached=cached)
+
+    one_new = entry("kernel", lambda spec: None if spec.cached and spec.queries == 1 else "it decodes one token")
+    monkeypatch.setattr(table, "IMPLEMENTATIONS", (one_new, entry("einsum", lambda _: None)))
     model = Model(RICH)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
     jax.eval_shape(model.hidden, params, *ROWS)
@@ -57,15 +60,16 @@ def test_training_prefill_and_decoding_make_one_call(monkeypatch):
     assert whole == (4, 1, 16, "float32", 20.0, False, "cpu")
 
 
-def test_a_call_that_nothing_supports_is_named(monkeypatch):
-    monkeypatch.setattr(
-        attention, "IMPLEMENTATIONS", (Implementation("flash", lambda spec: not spec.branched, einsum),)
-    )
+def test_the_implementation_that_is_wanted_or_why_not(monkeypatch):
     q = jnp.zeros((1, 8, 2, 4))
-    segments = Segments(ROWS[2], ROWS[1])
-    assert attend(q, q, q, segments, scale=1.0).shape == q.shape
-    with pytest.raises(ValueError, match=r"no implementation of attention \(flash\) supports .*branched=True"):
-        attend(q, q, q, segments._replace(parents=ROWS[2]), scale=1.0)
+    spec = spec_of(q, q, Segments(ROWS[2], ROWS[1]), None)
+    assert implementation(spec).name == "einsum"
+    assert implementation(replace(spec, keys=4096)).name == "chunked"
+    assert implementation(spec, "chunked").name == "chunked"
+    flash = Implementation("flash", lambda spec: "it needs a TPU", einsum.forward, einsum.backward)
+    monkeypatch.setitem(table.BY_NAME, "flash", flash)
+    with pytest.raises(ValueError, match="attention: flash cannot be used here: it needs a TPU"):
+        attend(q, q, q, Segments(ROWS[2], ROWS[1], attention="flash"), scale=1.0)
 
 
 def test_a_view_by_kind_is_the_view_of_that_kind():

@@ -1,0 +1,148 @@
+"""`python -m benchmarks.compiled`: training steps of published sizes, compiled for accelerators that are not here.
+
+Each is compiled in a process of its own from shapes alone, by XLA's TPU compiler (`pip install 'tunix[plan-tpu]'`) or
+NVIDIA's (`'tunix[plan-gpu]'`): peak memory, FLOPs, memory traffic and collectives of each device, with loops counted
+as often as they run. Nothing is run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tunix.algorithms.sft.algorithm import SFT
+from tunix.algorithms.sft.config import SFTConfig
+from tunix.config import MeshConfig
+from tunix.mesh import build_mesh
+from tunix.models.families.table import preset
+from tunix.models.model import Model
+from tunix.plan import programs, topology
+from tunix.plan.account import COLLECTIVES, account, largest
+from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.trainer.spec import TrainerSpec
+
+GIGA = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step."""
+
+    preset: str
+    topology: str
+    rows: int
+    length: int
+    mesh: MeshConfig
+    number: int = 1
+    """Micro-batches."""
+    devices: int | None = None
+    """How many of the topology's devices; None for all."""
+    remat: bool = True
+
+    def lowered(self) -> Any:
+        """The step, lowered for the topology."""
+        topology.prepare()
+        mesh = build_mesh(self.mesh, topology.devices_of(self.topology)[: self.devices])
+        model = Model(preset(self.preset), dtype="bfloat16", remat=self.remat)
+        config = OptimizerConfig()
+        spec = TrainerSpec(
+            model=model,
+            mesh=mesh,
+            optimizer=build_optimizer(config, 100, model.axes),
+            schedule=build_schedule(config, 100),
+            microbatcher=Microbatcher(self.rows, mesh),
+            length=self.length,
+            seed=0,
+        )
+        params = programs.parameters(model, mesh, dict.fromkeys(model.shapes, "float32"))
+        batch = programs.BatchShape(self.number, self.rows, self.length, self.number * self.rows)
+        return programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective)
+
+
+ONE, EIGHT, MANY = MeshConfig(), MeshConfig(fsdp=8), MeshConfig(fsdp=64)
+CASES: dict[str, Case] = {
+    "qwen-16k-h100": Case("qwen3-0.6b", "h100:1", 1, 16_384, ONE),
+    "qwen-16k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 16_384, ONE, devices=1),
+    "qwen-64k-h100": Case("qwen3-0.6b", "h100:1", 1, 65_536, ONE),
+    "qwen-64k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 65_536, ONE, devices=1),
+    "gemma-16k-h100": Case("gemma3-1b", "h100:1", 1, 16_384, ONE),
+    "gemma-16k-v5p": Case("gemma3-1b", "v5p:2x2x1", 1, 16_384, ONE, devices=1),
+    "llama-8b-h100": Case("llama3.1-8b", "h100:8", 8, 4096, EIGHT),
+    "llama-8b-v6e": Case("llama3.1-8b", "v6e:2x4", 8, 4096, EIGHT),
+    "llama-70b-h100": Case("llama3.1-70b", "h100:64", 64, 4096, MANY),
+    "llama-70b-v5p": Case("llama3.1-70b", "v5p:4x4x4", 64, 4096, MANY),
+    "llama-70b-tp-h100": Case("llama3.1-70b", "h100:64", 8, 4096, MeshConfig(fsdp=8, tensor=8)),
+}
+
+
+def measured(name: str, dump: Path | None) -> dict[str, Any]:
+    """Compiles one case and reads its program."""
+    start = time.perf_counter()
+    lowered = CASES[name].lowered()
+    traced = time.perf_counter() - start
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / f"{name}.txt").write_text(text)
+    found, memory = account(text), compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return {
+        "traced": traced,
+        "compiled": time.perf_counter() - start - traced,
+        "peak": getattr(memory, "peak_memory_in_bytes", 0) or held,
+        "held": held,
+        "flops": found.flops,
+        "bytes": found.bytes,
+        "sent": {kind: (found.number(kind), found.sent(kind)) for kind in COLLECTIVES if found.number(kind)},
+        "looped": max((one.loops for one in found.collectives), default=0),
+        "kernels": found.kernels,
+        "unbounded": sorted(set(found.unbounded)),
+        "largest": largest(text),
+    }
+
+
+def row(name: str, found: dict[str, Any]) -> list[str]:
+    """A case's row of the table."""
+    sent = "; ".join(f"{kind} {amount / 1e9:.1f} in {number:.0f}" for kind, (number, amount) in found["sent"].items())
+    kernels = ", ".join(f"{kernel} {number:.0f}" for kernel, number in found["kernels"].items() if number > 1)
+    seconds = f"{found['traced']:.0f} + {found['compiled']:.0f}"
+    numbers = (found["peak"] / GIGA, found["flops"] / 1e12, found["bytes"] / 1e9)
+    return [name, seconds, *(f"{number:,.1f}" for number in numbers), sent, kernels]
+
+
+def main() -> None:
+    """Compiles each case in a process of its own and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which of them")
+    parser.add_argument("--dump", type=Path, help="a folder for the optimized programs")
+    parser.add_argument("--one", choices=CASES, help="used by the benchmark itself")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measured(arguments.one, arguments.dump)))
+        return
+    table = Table("step", "trace + compile, s", "peak GiB", "TFLOP", "GB moved", "GB sent, each device", "kernels")
+    for name in arguments.cases:
+        command = [sys.executable, "-m", "benchmarks.compiled", "--one", name]
+        command += ["--dump", str(arguments.dump)] if arguments.dump else []
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            table.add_row(name, f"refused: {made.stderr.strip().splitlines()[-1][:200]}")
+            continue
+        found = json.loads(made.stdout.splitlines()[-1])
+        table.add_row(*row(name, found))
+        sys.stderr.write(f"{name}: {json.dumps(found)}\n")
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()

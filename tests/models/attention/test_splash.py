@@ -1,0 +1,66 @@
+"""The TPU kernel beside the einsums, its text run on a CPU (Pallas's interpret mode): values and gradients."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.marks import slow
+from tunix.models.attention import einsum, splash
+from tunix.models.attention.attend import spec_of
+from tunix.models.attention.inputs import Segments
+
+B, T, N, K, H = 1, 256, 4, 2, 128
+
+
+def rows(parents: bool) -> Segments:
+    """A row of four documents and padding; with parents, a prompt with two completions, and one that stands alone."""
+    ids, positions, above = (np.zeros((B, T), np.int32) for _ in range(3))
+    start = 0
+    for number, length in enumerate([70, 50, 30, 90], 1):
+        here = np.s_[:, start : start + length]
+        shared = parents and number in (2, 3)
+        ids[here], above[here] = number, 1 if shared else number
+        positions[here] = np.arange(length) + (70 if shared else 0)
+        start += length
+    return Segments(*map(jnp.asarray, (ids, positions)), jnp.asarray(above) if parents else None)
+
+
+def results(module, view: Segments, dtype: str, softcap: float | None, **settings) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
+    q, k, v, pull = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
+    settings = {"scale": 0.1, "softcap": softcap, **settings}
+    result = module.forward(q, k, v, view, **settings)
+    return *result, *module.backward(q, k, v, view, result, pull, **settings)
+
+
+CASES = [(True, None, None, "float32")]
+MORE = [
+    (False, None, None, "float32"),
+    (False, 40, None, "float32"),
+    (False, None, 2.0, "float32"),
+    (True, None, 2.0, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("parents", "window", "softcap", "dtype"), [*CASES, *slow(MORE)])
+def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap, dtype):
+    view = rows(parents)._replace(window=window)
+    found = results(splash, view, dtype, softcap, interpret=True)
+    expected = jax.jit(partial(results, einsum, view, dtype, softcap))()
+    real = np.asarray(view.ids > 0)
+    tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
+
+
+def test_what_the_kernel_lacks():
+    q, k = jnp.zeros((B, T, N, H)), jnp.zeros((B, T, K, H))
+    spec = spec_of(q, k, rows(parents=True), None)
+    assert splash.lacks(spec) == "it needs a TPU"
+    assert splash.unfit(spec) is None
+    assert "columns" in str(splash.unfit(spec_of(q, k, rows(parents=True)._replace(window=8), None)))
+    assert "no multiple of 128" in str(splash.unfit(spec_of(q[:, 1:], k[:, 1:], rows(parents=False), None)))

@@ -1,0 +1,112 @@
+"""What a compiled program costs, against arithmetic."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tunix.config import MeshConfig
+from tunix.mesh import build_mesh
+from tunix.plan.account import Account, account, largest
+from tunix.plan.hlo import arrays, parsed, size
+from tunix.util.loops import loop
+
+M, K, N, LAYERS = 8, 32, 16, 5
+X = jax.ShapeDtypeStruct((M, K), jnp.float32)
+STACKED = jax.ShapeDtypeStruct((LAYERS, K, K), jnp.float32)
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def text(function, *arguments) -> str:
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+def read(function, *arguments) -> Account:
+    return account(text(function, *arguments))
+
+
+def through_layers(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+
+def test_types_as_xla_prints_them():
+    assert arrays("(f32[2,3]{1,0:T(8,128)}, s32[])") == [("f32", (2, 3)), ("s32", ())]
+    sizes = {
+        "f32[2,3]{1,0}": 24,
+        "bf16[4]": 8,
+        "pred[5]": 5,
+        "s4[8]": 4,
+        "u8[3]": 3,
+        "f8e4m3fn[2,2]": 4,
+        "token[]": 0,
+        "f32[8]{0:S(1)}": 0,
+    }
+    assert {kind: size(kind) for kind in sizes} == sizes
+
+
+def test_a_product_costs_two_for_each_multiplication():
+    found = read(jnp.matmul, X, jax.ShapeDtypeStruct((K, N), jnp.float32))
+    assert found.flops == 2 * M * K * N
+    assert found.bytes == pytest.approx(4 * (M * K + K * N + M * N))
+
+
+def test_a_scan_costs_its_layers_and_reads_each_once():
+    found = read(through_layers, X, STACKED)
+    assert found.flops == LAYERS * 2 * M * K * K
+    once = 4 * (LAYERS * K * K + LAYERS * 2 * M * K)
+    # Each layer is sliced (read and written) and then read; x is read and written by the product and by tanh.
+    assert once < found.bytes < 4 * once
+    assert found.unbounded == []
+
+
+def test_a_loop_of_unknown_length_costs_what_its_scope_states():
+    def rounds(x: jax.Array, number: jax.Array, usual: int | None) -> jax.Array:
+        def body(_, x: jax.Array) -> jax.Array:
+            return x @ jnp.ones((K, K))
+
+        return jax.lax.fori_loop(0, number, body, x) if usual is None else loop(number, body, x, usual=usual)
+
+    assert read(partial(rounds, usual=7), X, NUMBER).flops == 7 * 2 * M * K * K
+    # Of another shape: a compile cache does not look at scopes, and would return the program above.
+    silent = read(partial(rounds, usual=None), jax.ShapeDtypeStruct((2 * M, K), jnp.float32), NUMBER)
+    assert silent.flops == 2 * 2 * M * K * K
+    (scope,) = silent.unbounded
+    assert scope.endswith("while")
+
+
+def test_of_two_branches_the_dearer_one_counts():
+    def either(x: jax.Array, number: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.cond(number > 0, lambda: x @ w @ w, lambda: x @ w)
+
+    found = read(either, X, NUMBER, jax.ShapeDtypeStruct((K, K), jnp.float32))
+    assert found.flops == 2 * 2 * M * K * K
+
+
+def test_collectives_by_kind_number_and_bytes():
+    mesh = build_mesh(MeshConfig(fsdp=8))
+
+    def summed(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(jax.lax.psum(x, "fsdp")), x)
+
+    spec = PartitionSpec("fsdp")
+    shared = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((8 * M, K), jnp.float32, sharding=NamedSharding(mesh, spec))
+    found = read(shared, x)
+    (one,) = found.collectives
+    assert (one.kind, one.times, one.loops) == ("all-reduce", 3, 1)
+    assert one.bytes == 2 * 7 / 8 * 4 * M * K
+    assert found.sent("all-reduce") == found.sent() == 3 * one.bytes
+    assert found.number("all-gather") == 0
+
+
+def test_the_largest_arrays_are_named():
+    (first, *_) = largest(text(lambda x, w: jnp.tanh(x @ w), X, jax.ShapeDtypeStruct((K, 999), jnp.float32)))
+    assert first[:2] == (4 * M * 999, f"f32[{M},999]")
+    assert first[2].startswith("jit(<lambda>)/")
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        parsed("HloModule nothing\n")

@@ -1,0 +1,72 @@
+"""What eight devices send each other in a training step: read from the program compiled for them."""
+
+from dataclasses import replace
+
+import numpy as np
+import optax
+import pytest
+
+from tests.marks import slow
+from tests.trainers import PLAIN, RICH
+from tunix.algorithms.sft.algorithm import SFT
+from tunix.algorithms.sft.config import SFTConfig
+from tunix.config import MeshConfig
+from tunix.mesh import build_mesh
+from tunix.models import vocab_chunks
+from tunix.models.config import DecoderConfig
+from tunix.models.model import Model
+from tunix.plan import programs
+from tunix.plan.account import Account, account
+from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.spec import TrainerSpec
+
+ROWS, LENGTH = 8, 32
+
+
+def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto") -> Account:
+    devices = build_mesh(mesh)
+    model = Model(config, attention=attention)
+    spec = TrainerSpec(
+        model=model,
+        mesh=devices,
+        optimizer=optax.sgd(0.1),
+        schedule=optax.constant_schedule(0.1),
+        microbatcher=Microbatcher(ROWS, devices),
+        length=LENGTH,
+        seed=0,
+    )
+    params = programs.parameters(model, devices, dict.fromkeys(model.shapes, "float32"))
+    batch = programs.BatchShape(1, ROWS, LENGTH, ROWS)
+    return account(programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective).compile().as_text())
+
+
+@pytest.fixture(autouse=True)
+def several_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Eight blocks of four tokens, and a chunk for every 128 ids."""
+    monkeypatch.setattr(vocab_chunks, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(vocab_chunks, "CHUNK_LOGITS", 4 * 128)
+
+
+MESHES = [MeshConfig(fsdp=8), *slow([MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)])]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.fsdp}-{mesh.tensor}")
+def test_the_head_sends_nothing_within_its_loop_over_the_vocabulary(mesh: MeshConfig):
+    wide = replace(PLAIN, vocab_size=512)
+    found = step_on(mesh, wide)
+    head = [one for one in found.collectives if "usually_" in one.scope]
+    assert [one for one in head if one.loops > 1] == []
+    if mesh.tensor == 1:
+        assert head == []
+    # Weights and gradients, gathered and reduced once each; a ring sends an all-reduce twice.
+    model = Model(wide)
+    weights = sum(4 * np.prod(shape) for shape in model.shapes.values())
+    assert found.sent() < 2 * 3 * weights
+
+
+@pytest.mark.slow
+def test_attention_by_chunks_sends_what_the_einsums_send():
+    """Each device computes its own rows and heads; the mesh divides the kv heads."""
+    config = replace(RICH, num_kv_heads=2)
+    whole, cut = (step_on(MeshConfig(fsdp=4, tensor=2), config, name) for name in ("einsum", "chunked"))
+    assert cut.sent() <= 1.01 * whole.sent()

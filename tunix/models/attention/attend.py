@@ -1,0 +1,218 @@
+"""Attention: the one call that training, prefill and decoding make, and the table of its implementations.
+
+To add a kernel, write one file, `models/attention/NAME.py`, with three functions, and one line of `IMPLEMENTATIONS`:
+
+    def lacks(spec: AttentionSpec) -> str | None     # why it cannot compute a call; None where it can
+    def forward(q, k, v, view, *, scale, softcap)    # `Mixed`: what `einsum.forward` returns
+    def backward(q, k, v, view, result, d_mixed, *, scale, softcap)    # `Gradients`
+
+or, for prefill and decoding, with `cached` in place of the last two.
+
+The derivative is taken here, around the choice among kinds of layers, and keeps q, k, v and the result: a kernel's
+forward pass never runs twice, whatever else is recomputed. Rows of training and the cache of decoding may then be
+computed by different code, whose log-probs have to agree (the metrics `mismatch/*`).
+
+Axes: B rows, T time, N query heads, K kv heads, H head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from tunix.mesh import partition, platform, shards
+from tunix.models.attention import chunked, einsum, splash
+from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
+
+KEPT = ("mixed", "lse")
+"""Names of what the backward pass reads of the forward pass, besides q, k and v."""
+SHORT = 1024
+"""Tokens of a row up to which the einsums are taken where no kernel is: fewer operations than their scores cost."""
+
+
+class Implementation(NamedTuple):
+    """One way to compute attention within packed rows, with a cache, or both."""
+
+    name: str
+    lacks: Callable[[AttentionSpec], str | None]
+    """Why it cannot compute a call, e.g. "it needs a TPU"; None where it can."""
+    forward: Callable[..., Mixed]
+    """Called as `forward(q, k, v, view, scale=..., softcap=...)` with `Segments`."""
+    backward: Callable[..., Gradients]
+    """Called as `backward(q, k, v, view, result, d_mixed, scale=..., softcap=...)`: the result of `forward`, and the
+    gradient by its first part."""
+    local: bool = False
+    """Whether each device calls it for its own rows and heads; else it is written for all, and XLA splits it."""
+    cached: Callable[..., jax.Array] | None = None
+    """Called as `cached(q, k, v, view, scale=..., softcap=...)` with a `CacheView`, for prefill and decoding; None
+    where `lacks` refuses those."""
+
+
+class _Call(NamedTuple):
+    """What is known of a call while its program is traced, for each kind of layer."""
+
+    implementations: tuple[Implementation, ...]
+    windows: tuple[int | None, ...]
+    scale: float
+    softcap: float | None
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B _ _ _"],
+    v: Float[Array, "B _ _ _"],
+    view: Segments | ByKind | CacheView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """`softmax(scale q.k) v` over the keys that each query sees.
+
+    Args:
+        q: rotated queries.
+        k: rotated keys: `[B T K H]` of the same tokens, or the cache's `[B K H T]` with the new tokens in it.
+        v: values: `[B T K H]`, or the cache's `[B K T H]`.
+        view: which tokens see each other, the window, and which implementation computes it.
+        scale: multiplies q.k.
+        softcap: `softcap * tanh(scores / softcap)` before the mask.
+
+    Raises:
+        ValueError: the implementation that the view names cannot compute the call.
+    """
+    if isinstance(view, CacheView):
+        cached = implementation(spec_of(q, k, view, softcap)).cached
+        assert cached is not None, "an implementation that takes a cache has the function for it"
+        return cached(q, k, v, view, scale=scale, softcap=softcap)
+    views, kind = (view.views, view.kind) if isinstance(view, ByKind) else ((view,), None)
+    chosen = tuple(implementation(spec_of(q, k, one, softcap), one.attention) for one in views)
+    call = _Call(chosen, tuple(one.window for one in views), scale, softcap)
+    return _attend(call, q, k, v, (views[0].ids, views[0].positions, views[0].parents), kind)
+
+
+def implementation(spec: AttentionSpec, wanted: str = "auto") -> Implementation:
+    """The implementation of a call: the one that is wanted or, by `auto`, the first of the table that can compute it.
+
+    `auto` takes the einsums for rows of at most SHORT tokens where only they and chunks remain.
+
+    Raises:
+        ValueError: the one that is wanted cannot, and why.
+    """
+    if wanted != "auto":
+        one = BY_NAME[wanted]
+        if reason := one.lacks(spec):
+            raise ValueError(f"attention: {wanted} cannot be used here: {reason}")
+        return one
+    able = [one for one in IMPLEMENTATIONS if one.lacks(spec) is None]
+    return able[0] if able[0].name != "chunked" or spec.keys > SHORT else BY_NAME["einsum"]
+
+
+def described(specs: Sequence[AttentionSpec], wanted: str = "auto") -> str:
+    """Which implementation computes each of these calls, and why not a faster one: `einsum (splash: it needs a TPU)`.
+
+    Raises:
+        ValueError: the one that is wanted cannot compute one of them, and why.
+    """
+    found: dict[str, list[AttentionSpec]] = {}
+    for spec in specs:
+        found.setdefault(_described(spec, wanted), []).append(spec)
+    if len(found) == 1:
+        return next(iter(found))
+    windows = {text: ", ".join(f"{spec.window or 'whole'}" for spec in those) for text, those in found.items()}
+    return "; ".join(f"windows {windows[text]}: {text}" for text in found)
+
+
+def _described(spec: AttentionSpec, wanted: str) -> str:
+    chosen = implementation(spec, wanted)
+    faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
+    reasons = [f"{one.name}: {reason}" for one in faster if (reason := one.lacks(spec))]
+    return chosen.name + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+def spec_of(q: jax.Array, k: jax.Array, view: Segments | CacheView, softcap: float | None) -> AttentionSpec:
+    """The spec of a call of `attend`."""
+    cached = isinstance(view, CacheView)
+    kv_heads, keys = (k.shape[1], k.shape[3]) if cached else (k.shape[2], k.shape[1])
+    return AttentionSpec(
+        queries=q.shape[1],
+        keys=keys,
+        heads=q.shape[2],
+        kv_heads=kv_heads,
+        head_dim=q.shape[3],
+        dtype=str(q.dtype),
+        cached=cached,
+        branched=not cached and view.parents is not None,
+        window=view.window,
+        softcap=softcap,
+        platform=platform(),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: _Call, q, k, v, tokens, kind) -> jax.Array:
+    return _by_kind(call, "forward", kind, q, k, v, tokens)[0]
+
+
+def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, tokens, *more):
+    """What the implementation of this kind of layer returns."""
+
+    def branch(one: Implementation, window: int | None) -> Callable:
+        def compute(q, k, v, tokens, *more):
+            view = Segments(*tokens, window=window)
+            return getattr(one, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
+
+        return _on_each_device(compute, name) if one.local else compute
+
+    branches = list(map(branch, call.implementations, call.windows))
+    if kind is None:
+        return branches[0](q, k, v, tokens, *more)
+    return jax.lax.switch(kind, branches, q, k, v, tokens, *more)
+
+
+def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> Callable:
+    """The same computation by each device of the mesh in use, for the rows and heads that it has.
+
+    Heads stay whole where the mesh does not divide the kv heads.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return compute
+
+    def spread(q, k, v, tokens, *more):
+        heads = "heads" if k.shape[2] % shards("heads") == 0 else None
+
+        def place(x: jax.Array) -> jax.sharding.PartitionSpec:
+            axes = ("rows", None) if x.ndim == 2 else ("rows", None, heads, None)
+            return partition(axes[: x.ndim], x.shape, mesh)
+
+        inputs = (q, k, v, tokens, *more)
+        results = (place(q), place(q[..., 0])) if name == "forward" else tuple(map(place, (q, k, v)))
+        specs = jax.tree.map(place, inputs)
+        return jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)(*inputs)
+
+    return spread
+
+
+def _forward(call: _Call, q, k, v, tokens, kind):
+    result = _by_kind(call, "forward", kind, q, k, v, tokens)
+    mixed, lse = map(checkpoint_name, result, KEPT)
+    return mixed, (q, k, v, tokens, kind, (mixed, lse))
+
+
+def _backward(call: _Call, saved, d_mixed):
+    q, k, v, tokens, kind, result = saved
+    gradients = _by_kind(call, "backward", kind, q, k, v, tokens, result, d_mixed)
+    return *gradients, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation("splash", splash.lacks, splash.forward, splash.backward, local=True),
+    Implementation("chunked", chunked.lacks, chunked.forward, chunked.backward, local=True),
+    Implementation("einsum", lambda spec: None, einsum.forward, einsum.backward, cached=einsum.cached),
+)
+"""The implementations of attention, the fastest first; the last ones compute every call."""
+BY_NAME = {one.name: one for one in IMPLEMENTATIONS}

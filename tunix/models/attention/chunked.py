@@ -1,0 +1,230 @@
+"""Attention by blocks of queries and keys with a running softmax: memory grows with a row's length, not its square.
+
+A block of queries meets only the blocks of keys that some query of it sees: other documents of a packed row, keys
+after the queries and keys before the window cost nothing. For every platform, without a kernel of its own (the scheme
+is Dao's, https://arxiv.org/abs/2307.08691).
+
+Axes: B rows, T time, N query heads, K kv heads, Q queries of a block (of all heads that share a kv head, where it
+follows K), C tokens at a time (keys), H head dim.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.models.attention.inputs import HIDDEN, AttentionSpec, Gradients, Mixed, Segments, scaled
+from tunix.util.loops import loop
+
+BLOCK = 512
+"""Queries and keys of a block."""
+LAST = 2**30
+"""Stands for the segment of padding, so that the segments of a block are a narrow range."""
+
+
+class _Blocks(NamedTuple):
+    """The rows of a call, cut into blocks."""
+
+    q: Float[Array, "blocks B K Q H"]
+    k: Float[Array, "blocks B K C H"]
+    v: Float[Array, "blocks B K C H"]
+    ids: Int[Array, "blocks B C"]
+    parents: Int[Array, "blocks B C"]
+    positions: Int[Array, "blocks B C"]
+
+
+def lacks(spec: AttentionSpec) -> str | None:
+    """Why a call cannot be computed here; None where it can."""
+    return "it reads no cache" if spec.cached else None
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    view: Segments,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Mixed:
+    """As `attend.Implementation.forward`."""
+    size = block_size(q.shape[1])
+    blocks = _cut(scaled(q, scale), k, v, view, size)
+    order, counts = met(blocks, view, size)
+
+    def of_queries(i: Int[Array, ""]) -> tuple[Float[Array, "B K Q H"], Float[Array, "B K Q"]]:
+        def meet(n: Int[Array, ""], running: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            top, total, mixed = running
+            j = order[i, n]
+            scores, _ = _scores(blocks, view, i, j, size, softcap)
+            new_top = jnp.maximum(top, jnp.max(scores, -1))
+            # What a query does not see at all counts as 1 until it meets itself, and is multiplied by 0 then.
+            shrink, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+            new = jnp.einsum(
+                "BKQC,BKCH->BKQH", weights.astype(v.dtype), blocks.v[j], preferred_element_type=jnp.float32
+            )
+            return new_top, total * shrink + jnp.sum(weights, -1), mixed * shrink[..., None] + new
+
+        shape = blocks.q.shape[1:]
+        nothing = jnp.zeros(shape[:-1], jnp.float32)
+        start = (nothing + HIDDEN, nothing, jnp.zeros(shape, jnp.float32))
+        top, total, mixed = loop(counts[i], meet, start, usual=usual(len(blocks.q), size, view.window))
+        return (mixed / total[..., None]).astype(q.dtype), top + jnp.log(total)
+
+    mixed, mass = jax.lax.map(of_queries, jnp.arange(len(blocks.q)))
+    return _joined(mixed, q.shape), _joined(mass[..., None], (*q.shape[:3], 1))[..., 0]
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    view: Segments,
+    result: Mixed,
+    d_mixed: Float[Array, "B T N H"],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Gradients:
+    """As `attend.Implementation.backward`: each block's weights are made again from the log-sum-exp of its queries."""
+    mixed, mass = result
+    size, kv_heads = block_size(q.shape[1]), k.shape[2]
+    blocks = _cut(scaled(q, scale), k, v, view, size)
+    order, counts = met(blocks, view, size)
+    # d softmax: p (dp - sum p dp), whose sum over the keys is that of mixed times its gradient over the head.
+    inner = jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
+    d_mixed_blocks = _queries(d_mixed, kv_heads, size)
+    mass_blocks, inner_blocks = (_queries(x[..., None], kv_heads, size)[..., 0] for x in (mass, inner))
+
+    def of_queries(sums: tuple[jax.Array, jax.Array], i: Int[Array, ""]):
+        def meet(n: Int[Array, ""], sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            d_q, d_k, d_v = sums
+            j = order[i, n]
+            scores, slope = _scores(blocks, view, i, j, size, softcap)
+            weights = jnp.exp(scores - mass_blocks[i][..., None])
+            d_weights = jnp.einsum(
+                "BKQH,BKCH->BKQC", d_mixed_blocks[i], blocks.v[j], preferred_element_type=jnp.float32
+            )
+            d_scores = (weights * (d_weights - inner_blocks[i][..., None]) * slope).astype(q.dtype)
+            d_q += jnp.einsum("BKQC,BKCH->BKQH", d_scores, blocks.k[j], preferred_element_type=jnp.float32)
+            new_k = jnp.einsum("BKQC,BKQH->BKCH", d_scores, blocks.q[i], preferred_element_type=jnp.float32)
+            new_v = jnp.einsum(
+                "BKQC,BKQH->BKCH", weights.astype(v.dtype), d_mixed_blocks[i], preferred_element_type=jnp.float32
+            )
+            return d_q, _add_at(d_k, j, new_k), _add_at(d_v, j, new_v)
+
+        start = (jnp.zeros(blocks.q.shape[1:], jnp.float32), *sums)
+        d_q, d_k, d_v = loop(counts[i], meet, start, usual=usual(len(blocks.q), size, view.window))
+        return (d_k, d_v), (d_q * scale).astype(q.dtype)
+
+    nothing = jnp.zeros(blocks.k.shape, jnp.float32)
+    (d_k, d_v), d_q = jax.lax.scan(of_queries, (nothing, nothing), jnp.arange(len(blocks.q)))
+    return _joined(d_q, q.shape), _joined(d_k.astype(k.dtype), k.shape), _joined(d_v.astype(v.dtype), v.shape)
+
+
+def _add_at(sums: Float[Array, "blocks B K C H"], j: Int[Array, ""], new: Float[Array, "B K C H"]) -> jax.Array:
+    """The sums with one more for block j. Not `.at[j].add`: that is a scatter, which reads and writes all of them."""
+    return jax.lax.dynamic_update_index_in_dim(sums, sums[j] + new, j, 0)
+
+
+def block_size(length: int) -> int:
+    """Queries and keys of a block, for rows of this length."""
+    return min(BLOCK, length)
+
+
+def usual(blocks: int, size: int, window: int | None) -> int:
+    """How many blocks of keys a block of queries meets in a row of one document, in the mean, rounded up."""
+    most = blocks if window is None else min(blocks, -(-(window - 1) // size) + 1)
+    return -(-sum(min(i + 1, most) for i in range(blocks)) // blocks)
+
+
+def met(blocks: _Blocks, view: Segments, size: int) -> tuple[Int[Array, "blocks blocks"], Int[Array, "blocks"]]:
+    """For each block of queries: the blocks of keys in the order in which it meets them, and how many it meets."""
+    needed = jnp.any(_needed(blocks, view, size), axis=-1)
+    return jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32), jnp.sum(needed, axis=1, dtype=jnp.int32)
+
+
+def _needed(blocks: _Blocks, view: Segments, size: int) -> Bool[Array, "blocks blocks B"]:
+    """Whether some query of a block may see some key of another, judged by the ranges of their segments."""
+
+    def ranges(ids: Int[Array, "blocks B C"]) -> tuple[Int[Array, "blocks B"], Int[Array, "blocks B"]]:
+        real = jnp.where(ids > 0, ids, LAST)
+        return jnp.min(real, -1), jnp.max(real, -1)
+
+    low, high = ranges(blocks.ids)
+    needed = (low[:, None] <= high[None]) & (low[None] <= high[:, None])
+    index = jnp.arange(len(blocks.ids))
+    if view.parents is not None:
+        first, last = ranges(blocks.parents)
+        needed |= (first[:, None] <= high[None]) & (low[None] <= last[:, None])
+    ahead = (index[:, None] - index[None])[..., None]
+    needed &= ahead >= 0
+    if view.window is None:
+        return needed
+    if view.parents is None:
+        # From the first query of a block to the last key of another.
+        return needed & ((ahead - 1) * size + 1 < view.window)
+    nearest = jnp.min(blocks.positions, -1)[:, None] - jnp.max(blocks.positions, -1)[None]
+    return needed & (nearest < view.window)
+
+
+def _scores(
+    blocks: _Blocks, view: Segments, i: Int[Array, ""], j: Int[Array, ""], size: int, softcap: float | None
+) -> tuple[Float[Array, "B K Q C"], Float[Array, "B K Q C"] | float]:
+    """Float32 scores of the queries of block i with the keys of block j, and their derivative by the plain product."""
+    scores = jnp.einsum("BKQH,BKCH->BKQC", blocks.q[i], blocks.k[j], preferred_element_type=jnp.float32)
+    slope: jax.Array | float = 1.0
+    if softcap is not None:
+        bent = jnp.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent**2
+    bias = jnp.where(_seen(blocks, view, i, j, size), 0.0, HIDDEN)
+    rows, kv_heads, queries, keys = scores.shape
+    scores = scores.reshape(rows, kv_heads, -1, size, keys) + bias[:, None, None]
+    return scores.reshape(rows, kv_heads, queries, keys), slope
+
+
+def _seen(
+    blocks: _Blocks, view: Segments, i: Int[Array, ""], j: Int[Array, ""], size: int
+) -> Bool[Array, "B queries C"]:
+    """Whether the queries of block i see the keys of block j: `Segments.seen` for a pair of blocks."""
+    ids, parents, positions = (x[i][:, :, None] for x in (blocks.ids, blocks.parents, blocks.positions))
+    place = jnp.arange(size)
+    columns = (i - j) * size + place[:, None] - place[None]
+    seen = ids == blocks.ids[j][:, None]
+    if view.parents is not None:
+        seen |= parents == blocks.ids[j][:, None]
+    seen &= columns >= 0
+    if view.window is None:
+        return seen
+    distance = columns if view.parents is None else positions - blocks.positions[j][:, None]
+    return seen & (distance < view.window)
+
+
+def _cut(q: jax.Array, k: jax.Array, v: jax.Array, view: Segments, size: int) -> _Blocks:
+    """The rows in blocks; what fills the last one is a segment of its own."""
+    kv_heads = k.shape[2]
+    parents = view.ids if view.parents is None else view.parents
+
+    def tokens(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-1)
+        return padded.reshape(len(x), -1, size).swapaxes(0, 1)
+
+    rows = (_queries(x, kv_heads, size) for x in (q, k, v))
+    return _Blocks(*rows, *map(tokens, (view.ids, parents, view.positions)))
+
+
+def _queries(x: Float[Array, "B T N H"], kv_heads: int, size: int) -> Float[Array, "blocks B K Q H"]:
+    """Vectors of heads in blocks of tokens; the heads that share a kv head are one axis with the block's tokens."""
+    rows, _, _, dim = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
+    heads = padded.reshape(rows, -1, size, kv_heads, x.shape[2] // kv_heads, dim)
+    return heads.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, kv_heads, x.shape[2] // kv_heads * size, dim)
+
+
+def _joined(blocks: Float[Array, "blocks B K Q H"], shape: tuple[int, ...]) -> Float[Array, "B T N H"]:
+    """The inverse of `_queries`: vectors `[B T N H]` of this shape."""
+    rows, length, heads, dim = shape
+    number, _, kv_heads, _, _ = blocks.shape
+    split = blocks.reshape(number, rows, kv_heads, heads // kv_heads, -1, dim).transpose(1, 0, 4, 2, 3, 5)
+    return split.reshape(rows, -1, heads, dim)[:, :length]

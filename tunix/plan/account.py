@@ -1,0 +1,266 @@
+"""What a compiled program costs on each device: FLOPs, bytes of memory traffic, and what devices send each other.
+
+XLA's own cost analysis counts the body of a loop once. Here a loop counts as often as it runs: by the trip count that
+XLA found, or, where that is known only at run time, by what its scope states (`util/loops.py`).
+"""
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+
+from tunix.plan.hlo import Computation, Instruction, Program, parsed, size
+from tunix.util.loops import SCOPE
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+FREE = {
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"),
+    *("replica-id", "opt-barrier", "copy-done", "async-done", "async-update", "domain", "add-dependency"),
+    *(f"{kind}-done" for kind in COLLECTIVES),
+}
+"""Operations that move no memory, or whose start has been counted."""
+SLICING = {"dynamic-slice", "gather", "slice"}
+"""Operations that read only a part of their first operand."""
+PASSING = {"bitcast", "copy", "reshape", "transpose", "convert"}
+"""Operations that only pass on, element by element, what a slice of it will read."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One instruction by which devices exchange arrays."""
+
+    kind: str
+    """As XLA calls it, e.g. `all-reduce`."""
+    bytes: int
+    """What a device sends in one execution, by the fewest that a ring needs."""
+    scope: str
+    """Where it comes from in the source, e.g. `jit(step)/while/body/dot_general`."""
+    times: float = 1.0
+    """How often it runs."""
+    loops: int = 0
+    """How many loops it stands in; 0 for the entry."""
+
+
+@dataclass
+class Account:
+    """What one run of a program costs each device."""
+
+    flops: float = 0.0
+    """Multiplications and additions of matrix products."""
+    bytes: float = 0.0
+    """Read from memory and written to it; what stays within a fusion is left out."""
+    collectives: list[Collective] = field(default_factory=list)
+    kernels: dict[str, float] = field(default_factory=dict)
+    """How often each custom kernel runs, by its name; their FLOPs are not counted, their operands are."""
+    unbounded: list[str] = field(default_factory=list)
+    """Scopes of the loops whose trip count nobody states; they are counted once."""
+
+    def sent(self, *kinds: str) -> float:
+        """Bytes that a device sends in collectives of these kinds, or in all."""
+        return sum((one.bytes * one.times for one in self.collectives if not kinds or one.kind in kinds), 0.0)
+
+    def number(self, *kinds: str) -> float:
+        """How many collectives of these kinds run, or of all."""
+        return sum((one.times for one in self.collectives if not kinds or one.kind in kinds), 0.0)
+
+    def add(self, other: "Account", times: float = 1.0, loops: int = 0) -> None:
+        """Adds another account that is run so many times, within so many more loops."""
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        self.collectives += [
+            replace(one, times=one.times * times, loops=one.loops + loops) for one in other.collectives
+        ]
+        for name, number in other.kernels.items():
+            self.kernels[name] = self.kernels.get(name, 0.0) + times * number
+        self.unbounded += other.unbounded
+
+
+def account(text: str) -> Account:
+    """The account of a program as `jax.stages.Compiled.as_text()` prints it.
+
+    Raises:
+        ValueError: it is not the text of a program.
+    """
+    program = parsed(text)
+    return _executed(program, program.entry)
+
+
+def _executed(program: Program, name: str) -> Account:
+    """The account of one execution of a computation."""
+    home, result = program.computations[name], Account()
+    for one in home.values():
+        if one.opcode == "while":
+            trips = trip_count(program, one)
+            if trips is None:
+                result.unbounded.append(scope(one))
+            body = one.attribute("body")
+            assert body is not None, f"a loop has a body: {one}"
+            result.add(_executed(program, body), float(1 if trips is None else trips), loops=1)
+        elif one.opcode == "conditional":
+            # The branch that costs most: which one runs is known only at run time.
+            branches = [_executed(program, branch) for branch in _branches(one)]
+            result.add(max(branches, key=lambda branch: (branch.flops, branch.bytes)))
+        elif one.opcode in ("call", "async-start"):
+            for called in one.calls:
+                result.add(_executed(program, called))
+        else:
+            result.add(_single(program, one, home))
+    return result
+
+
+def _single(program: Program, one: Instruction, home: Computation) -> Account:
+    """The account of one instruction that runs no others but those fused into it."""
+    result = Account(flops=flops(program, one, home), bytes=traffic(program, one, home))
+    for kind in COLLECTIVES:
+        if one.opcode in (kind, f"{kind}-start"):
+            result.collectives.append(Collective(kind, sent(kind, one, home), scope(one)))
+    if one.opcode == "custom-call":
+        result.kernels[one.attribute("custom_call_target") or _quoted(one, "custom_call_target")] = 1.0
+    return result
+
+
+def trip_count(program: Program, loop: Instruction) -> int | None:
+    """How often a loop runs, or usually runs; None where nobody states it."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+        return int(known[1])
+    if stated := re.search(rf"{SCOPE}(\d+)\)*/while$", scope(loop)):
+        return int(stated[1])
+    # A TPU's compiler does not note it: jax's loops count from 0 to a number that the condition compares with.
+    condition = loop.attribute("condition")
+    assert condition is not None, f"a loop has a condition: {loop}"
+    home, root = program.computations[condition], program.root(condition)
+    limit = home.get(root.operands[-1]) if root.opcode == "compare" and "direction=LT" in root.text else None
+    return int(limit.literal) if limit is not None and limit.opcode == "constant" else None
+
+
+def scope(one: Instruction) -> str:
+    """Where an instruction comes from in the source, e.g. `jit(step)/while/body/dot_general`."""
+    return _quoted(one, "op_name")
+
+
+def _quoted(one: Instruction, name: str) -> str:
+    found = re.search(rf'\b{name}="([^"]*)"', one.text)
+    return found[1] if found else ""
+
+
+def _branches(one: Instruction) -> list[str]:
+    listed = one.attribute("branch_computations")
+    if listed is not None:
+        return re.findall(r"[\w.\-]+", listed)
+    return [name for kind in ("true", "false") if (name := one.attribute(f"{kind}_computation"))]
+
+
+def flops(program: Program, one: Instruction, home: Computation) -> float:
+    """FLOPs of the product that an instruction is, or of those fused into it."""
+    if one.opcode == "dot":
+        shape = home[one.operands[0]].shape
+        return 2.0 * math.prod(one.shape) * math.prod(shape[axis] for axis in one.numbers("lhs_contracting_dims"))
+    if one.opcode == "convolution":
+        return _convolved(one, home)
+    if one.opcode == "custom-call" and "dot_dimension_numbers" in one.text:
+        axes = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.text)
+        contracted = [int(axis) for axis in re.findall(r"\d+", axes[1] if axes else "")]
+        return 2.0 * math.prod(one.shape) * math.prod(home[one.operands[0]].shape[axis] for axis in contracted)
+    inner = [program.computations[name] for name in one.calls if one.opcode == "fusion"]
+    return sum((flops(program, fused, fusion) for fusion in inner for fused in fusion.values()), 0.0)
+
+
+def _convolved(one: Instruction, home: Computation) -> float:
+    """FLOPs of a convolution, which a TPU's compiler makes of products: 2 for each output and element of its kernel."""
+    labels = re.search(r"dim_labels=\w+_(\w+)->", one.text)
+    kernel = home[one.operands[1]].shape
+    outputs = kernel[labels[1].index("o")] if labels else 1
+    return 2.0 * math.prod(one.shape) * math.prod(kernel) / outputs
+
+
+def traffic(program: Program, one: Instruction, home: Computation) -> float:
+    """Bytes that an instruction reads and writes: of what it slices or updates, the slice alone."""
+    if one.opcode in FREE:
+        return 0.0
+    operands = [home[name] for name in one.operands if name in home]
+    if one.opcode == "copy-start":  # its result names both places
+        return float(one.size)
+    if one.opcode in SLICING:
+        return 2.0 * one.size
+    if one.opcode == "dynamic-update-slice":
+        return 2.0 * operands[1].size
+    if one.opcode != "fusion":
+        return float(one.size + sum(operand.size for operand in operands))
+    (called, *_) = one.calls
+    inside = program.computations[called]
+    read = sum(_read(inside, number, operand) for number, operand in enumerate(operands))
+    return float(read + _written(inside, program.root(called)))
+
+
+def _read(inside: Computation, number: int, operand: Instruction) -> int:
+    """Bytes of its operand with this number that a fusion reads."""
+    parameter = next(one for one in inside.values() if one.opcode == "parameter" and one.literal == str(number))
+    users = _users(inside, parameter.name)
+    if users and all(one.opcode in SLICING and one.operands[0] in passed for one, passed in users):
+        return min(operand.size, sum(one.size for one, _ in users))
+    # What is updated in place is not read.
+    if users and all(one.opcode == "dynamic-update-slice" and one.operands[0] in passed for one, passed in users):
+        return 0
+    return operand.size
+
+
+def _users(inside: Computation, name: str) -> list[tuple[Instruction, set[str]]]:
+    """The instructions that read a value, past those that only pass it on, each with the names it is passed under."""
+    found: list[tuple[Instruction, set[str]]] = []
+    for one in inside.values():
+        if name in one.operands:
+            found += _users(inside, one.name) if one.opcode in PASSING else [(one, {name})]
+    return found
+
+
+def _written(inside: Computation, root: Instruction) -> int:
+    """Bytes that a fusion writes: of an array that it updates in place, the update."""
+    if root.opcode == "tuple":
+        return sum(_written(inside, inside[name]) for name in root.operands)
+    made = root
+    while made.opcode in PASSING and made.operands[0] in inside:
+        made = inside[made.operands[0]]
+    return inside[made.operands[1]].size if made.opcode == "dynamic-update-slice" else root.size
+
+
+def sent(kind: str, one: Instruction, home: Computation) -> int:
+    """Bytes that each device sends in a collective, as a ring over its group does."""
+    operands = sum(home[name].size for name in one.operands if name in home)
+    number = group_size(one)
+    if kind == "collective-permute":
+        return operands
+    if kind == "all-gather":
+        return operands * (number - 1)
+    share = (number - 1) / number
+    return round(operands * share * (2 if kind == "all-reduce" else 1))
+
+
+def group_size(one: Instruction) -> int:
+    """How many devices take part in each group of a collective; 2 where the text does not say."""
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", one.text):
+        return int(found[2])
+    # As jax 0.12 prints it: the sizes of the mesh's axes, and those that are summed over.
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", one.text):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", one.text)
+    return len(listed[1].split(",")) if listed else 2
+
+
+def largest(text: str, number: int = 5) -> list[tuple[int, str, str]]:
+    """The largest arrays that a program writes: bytes, type and shape, and scope; each kind once.
+
+    Raises:
+        ValueError: it is not the text of a program.
+    """
+    program = parsed(text)
+    found: dict[str, tuple[int, str, str]] = {}
+    fused = {name for home in program.computations.values() for one in home.values() for name in _fusions(one)}
+    for name, home in program.computations.items():
+        for one in home.values():
+            if name not in fused and one.opcode not in FREE and not one.kind.startswith("("):
+                found.setdefault(one.kind.split("{")[0], (size(one.kind), one.kind.split("{")[0], scope(one)))
+    return sorted(found.values(), reverse=True)[:number]
+
+
+def _fusions(one: Instruction) -> tuple[str, ...]:
+    return one.calls if one.opcode not in ("call", "async-start") else ()

@@ -1,0 +1,130 @@
+"""A program as XLA prints it, read into computations of instructions. Loads without jax.
+
+The text is what `jax.stages.Compiled.as_text()` returns: the program of one device, after all optimizations.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+"""Bits of the types whose name does not end in them."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program."""
+
+    name: str
+    kind: str
+    """Type and shape of the result, layouts included, e.g. `bf16[16,8192]{1,0}`; a tuple in parentheses."""
+    opcode: str
+    operands: tuple[str, ...]
+    """Names of the instructions of the same computation whose results it reads."""
+    text: str
+    """What follows the operands: attributes such as `calls=...`."""
+    root: bool = False
+    """Whether its result is that of the computation."""
+    literal: str = ""
+    """What stands in the parentheses: the number of a parameter, the value of a constant."""
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """The computations that a fusion, a call or a reduction runs."""
+        return tuple(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", self.text))
+
+    @property
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Type and shape of each array of the result, e.g. `[("bf16", (16, 8192))]`."""
+        return arrays(self.kind)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result, or of its first array."""
+        return self.arrays[0][1]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result in the device's memory: of all arrays of a tuple, but for those in its caches."""
+        return size(self.kind)
+
+    def attribute(self, name: str) -> str | None:
+        """The name or braces that follow `name=`, e.g. `{1}` for `lhs_contracting_dims`; None without it."""
+        found = re.search(rf"\b{name}=(%?[\w.\-]+|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})", self.text)
+        return found[1].lstrip("%") if found else None
+
+    def numbers(self, name: str) -> list[int]:
+        """The numbers of an attribute such as `lhs_contracting_dims={1}`; none without it."""
+        return [int(number) for number in re.findall(r"\d+", self.attribute(name) or "")]
+
+
+Computation = dict[str, Instruction]
+"""Instructions by name, in the program's order."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """All computations of a program."""
+
+    computations: dict[str, Computation]
+    entry: str
+    """Name of the computation that runs first."""
+
+    def root(self, computation: str) -> Instruction:
+        """The instruction whose result is that of a computation."""
+        return next(one for one in self.computations[computation].values() if one.root)
+
+
+def parsed(text: str) -> Program:
+    """The program of a text.
+
+    Raises:
+        ValueError: it has no entry, so that it is not a program's text.
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", ""
+    for line in text.splitlines():
+        if (found := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+            current = found[2]
+            computations[current] = {}
+            entry = current if found[1] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            one = _instruction(found)
+            computations[current][one.name] = one
+    if not entry:
+        raise ValueError("this is not the text of a compiled program: it has no ENTRY")
+    return Program(computations, entry)
+
+
+def _instruction(found: re.Match) -> Instruction:
+    """An instruction from a matched line: operands up to the closing parenthesis, then attributes."""
+    depth, rest = 1, found[5]
+    end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
+    names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",") if name.strip()]
+    return Instruction(found[2], found[3], found[4], tuple(names), rest[end:], bool(found[1]), rest[:end])
+
+
+def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and shape of each array in a type as XLA prints it, e.g. `(f32[2,3]{1,0}, s32[])`."""
+    return [(one[1], tuple(int(n) for n in one[2].split(",") if n)) for one in _ARRAY.finditer(kind)]
+
+
+def size(kind: str) -> int:
+    """Bytes of a type as XLA prints it; 4-bit numbers are two to a byte.
+
+    Arrays in another memory than the device's main one, such as a TPU's vector memory (`S(1)`), count nothing.
+    """
+    near = (one for one in _ARRAY.finditer(kind) if not re.search(r"S\([1-9]", one[3] or ""))
+    return sum(math.prod(int(n) for n in one[2].split(",") if n) * bits(one[1]) for one in near) // 8
+
+
+def bits(dtype: str) -> int:
+    """Bits of one number of a type: 32 for `f32`, 8 for `f8e4m3fn`."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 0
