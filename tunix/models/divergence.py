@@ -21,7 +21,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.mesh import constrain
 from tunix.models.vocab_chunks import (
     NEVER,
     Bend,
@@ -32,9 +31,9 @@ from tunix.models.vocab_chunks import (
     chunk_logits,
     ids_of,
     in_chunks,
+    no_gradient,
     outer_product,
     pick,
-    row_shards,
     table_gradient,
     table_product,
     taken_in,
@@ -240,7 +239,7 @@ def _backward(pair, saved, cotangents):
     states, chunks, needed, visit, results, trained = saved
     hidden, length = states[0], needed.shape[1]
     block = block_length(*needed.shape)
-    number, parts, width, size = chunks[0].shape
+    number, parts, _, size = chunks[0].shape
     zero = isinstance(cotangents[0], SymbolicZero)
     cotangent = jnp.zeros(needed.shape) if zero else jnp.where(needed, cotangents[0], 0.0)
 
@@ -266,9 +265,10 @@ def _backward(pair, saved, cotangents):
         d_h = jnp.sum(d_h, -2).astype(hidden.dtype)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * block, 1), d_chunks
 
-    nowhere = jnp.zeros((0 if trained is None else number, row_shards(len(hidden)), size, parts, width), jnp.float32)
-    nowhere = constrain(nowhere, None, "rows", None, "vocab", None)
-    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), nowhere)
+    start = (
+        jnp.zeros((*visit.order.shape, size), hidden.dtype),
+        no_gradient(chunks[0], len(hidden), trained is not None),
+    )
     d_hidden, d_chunks = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
     d_table = None if trained is None else table_gradient(d_chunks, pair.student.vocab).astype(chunks[0].dtype)

@@ -30,10 +30,10 @@ from tunix.models.vocab_chunks import (
     block_length,
     chunk_logits,
     in_chunks,
+    no_gradient,
     outer_product,
     pick,
     place_of,
-    row_shards,
     table_gradient,
     table_product,
     taken_in,
@@ -90,60 +90,61 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
     appears. Everything is relative to the largest logit so far: an offset that all logits share costs no precision.
     """
     block = block_length(*needed.shape)
-    number, parts, _, size = chunks.shape
-    size = size if pulled else 0
-
-    def over_vocabulary(h: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
-        """Log-prob, entropy, both parts of the mass `[B C]` and pull `[B C D]` of a block."""
-
-        def body(index, running):
-            top, total, weighted, taken, mixed, steep = running
-            logits, slope = chunk_logits(head.bend, h, chunks, index)
-            new_top = jnp.maximum(top, jnp.max(logits, -1))
-            shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
-            p = jnp.exp(below)
-            if head.entropy:
-                # The sum was relative to the old maximum; it becomes relative to the new one.
-                weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
-            total = total * shrink + jnp.sum(p, -1)
-            here = taken_in(wanted, chunks, head.bend.vocab, index)
-            taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
-            if pulled:
-                # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
-                weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
-                mixed = mixed * shrink[..., None] + table_product(weights, chunks, index)
-                steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
-            return new_top, total, weighted, taken, mixed, steep
-
-        zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "rows", None, "vocab")
-        start = (zero + NEVER, zero, zero, zero, jnp.zeros((*zero.shape, size), jnp.float32), zero)
-        tops, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
-        # The parts' sums were relative to their own maxima.
-        top = jnp.max(tops, -1)
-        above = tops - top[..., None]
-        shrink = jnp.exp(above)
-        weighted = jnp.sum(shrink * (weighted + total * above), -1)
-        total, taken, steep = jnp.sum(total * shrink, -1), jnp.sum(taken, -1), jnp.sum(steep, -1)
-        log_total, pull = jnp.log(total), jnp.sum(mixed * shrink[..., None], -2)
-        if pulled:
-            target = chunks[place_of(wanted, chunks, head.bend.vocab)].astype(jnp.float32)
-            pull = steep[..., None] * target - pull / total[..., None]
-        logprob = Mass(top, log_total).log_p(taken)
-        return logprob, log_total - weighted / total if head.entropy else jnp.zeros_like(top), top, log_total, pull
 
     def body(i, results):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
-        values = over_vocabulary(pick(hidden, order), pick(targets, order))
+        values = _block(head, pick(hidden, order), chunks, pick(targets, order), pulled=pulled)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(old, new, i * block, 1)
             for old, new in zip(results, values, strict=True)
         )
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
-    start = (empty, empty, empty, empty, jnp.zeros((*visit.order.shape, size), jnp.float32))
+    pulls = jnp.zeros((*visit.order.shape, chunks.shape[-1] if pulled else 0), jnp.float32)
+    start = (empty, empty, empty, empty, pulls)
     logprobs, spread, top, log_total, pull = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
     return logprobs, spread, Mass(top, log_total), pull
+
+
+def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tuple[jax.Array, ...]:
+    """Log-prob, entropy, both parts of the mass `[B C]` and pull `[B C D]` of a block of tokens."""
+    number, parts, _, size = chunks.shape
+
+    def body(index, running):
+        top, total, weighted, taken, mixed, steep = running
+        logits, slope = chunk_logits(head.bend, h, chunks, index)
+        new_top = jnp.maximum(top, jnp.max(logits, -1))
+        shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
+        p = jnp.exp(below)
+        if head.entropy:
+            # The sum was relative to the old maximum; it becomes relative to the new one.
+            weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
+        total = total * shrink + jnp.sum(p, -1)
+        here = taken_in(wanted, chunks, head.bend.vocab, index)
+        taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
+        if pulled:
+            # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
+            weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
+            mixed = mixed * shrink[..., None] + table_product(weights, chunks, index)
+            steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
+        return new_top, total, weighted, taken, mixed, steep
+
+    zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "rows", None, "vocab")
+    start = (zero + NEVER, zero, zero, zero, jnp.zeros((*zero.shape, size if pulled else 0), jnp.float32), zero)
+    tops, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
+    # The parts' sums were relative to their own maxima.
+    top = jnp.max(tops, -1)
+    above = tops - top[..., None]
+    shrink = jnp.exp(above)
+    weighted = jnp.sum(shrink * (weighted + total * above), -1)
+    total, taken, steep = jnp.sum(total * shrink, -1), jnp.sum(taken, -1), jnp.sum(steep, -1)
+    log_total, pull = jnp.log(total), jnp.sum(mixed * shrink[..., None], -2)
+    if pulled:
+        target = chunks[place_of(wanted, chunks, head.bend.vocab)].astype(jnp.float32)
+        pull = steep[..., None] * target - pull / total[..., None]
+    logprob = Mass(top, log_total).log_p(taken)
+    return logprob, log_total - weighted / total if head.entropy else jnp.zeros_like(top), top, log_total, pull
 
 
 def _forward(head, hidden, table, targets, needed):
@@ -182,7 +183,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
     hidden, chunks, targets, needed, visit, mass, spread, trained = saved
     length = needed.shape[1]
     block = block_length(*needed.shape)
-    number, parts, width, size = chunks.shape
+    number, parts, _, size = chunks.shape
 
     def body(i, gradients):
         d_hidden, d_chunks = gradients
@@ -213,9 +214,8 @@ def _gradients(head, saved, d_logprobs, d_spread):
         d_h = jnp.sum(d_h, -2).astype(hidden.dtype)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * block, 1), d_chunks
 
-    nowhere = jnp.zeros((0 if trained is None else number, row_shards(len(hidden)), size, parts, width), jnp.float32)
-    nowhere = constrain(nowhere, None, "rows", None, "vocab", None)
-    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), nowhere)
+    nothing = no_gradient(chunks, len(hidden), trained is not None)
+    start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), nothing)
     d_hidden, d_chunks = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
     return d_hidden, None if trained is None else table_gradient(d_chunks, head.bend.vocab).astype(chunks.dtype)

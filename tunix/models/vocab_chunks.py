@@ -78,17 +78,17 @@ class Visit(NamedTuple):
 
 def block_length(rows: int, length: int) -> int:
     """C: tokens of each row in a block."""
-    return min(max(BLOCK_TOKENS // -(-rows // row_shards(rows)), 1), -(-length // BLOCKS))
+    return min(max(BLOCK_TOKENS // -(-rows // shards_of_rows(rows)), 1), -(-length // BLOCKS))
 
 
-def row_shards(rows: int) -> int:
+def shards_of_rows(rows: int) -> int:
     """Into how many shards these rows are split; 1 where the mesh does not divide them."""
     return shards("rows") if rows % shards("rows") == 0 else 1
 
 
 def chunk_width(rows: int, length: int, vocab: int) -> int:
     """W for blocks of rows of this length: the vocabulary in as few equal chunks as fit, in steps of 128 ids."""
-    tokens = rows // row_shards(rows) * block_length(rows, length)
+    tokens = rows // shards_of_rows(rows) * block_length(rows, length)
     part = -(-vocab // shards("vocab"))
     chunks = -(-tokens * part // (CHUNK_LOGITS if platform() == "cpu" else CHUNK_LOGITS_ELSEWHERE))
     return part if chunks == 1 else -(-part // (128 * chunks)) * 128
@@ -103,6 +103,13 @@ def in_chunks(table: Float[Array, "V D"], targets: tuple[int, ...]) -> Float[Arr
     split = jnp.pad(constrain(table, "vocab", None), ((0, -vocab % parts), (0, 0))).reshape(parts, -1, dim)
     padded = jnp.pad(constrain(split, "vocab", None, None), ((0, 0), (0, -split.shape[1] % width), (0, 0)))
     return constrain(padded.reshape(parts, -1, width, dim).swapaxes(0, 1), None, "vocab", None, None)
+
+
+def no_gradient(chunks: Float[Array, "chunks p W D"], rows: int, trained: bool) -> Float[Array, "_ s D p W"]:
+    """The sums that `add_at` adds to and `table_gradient` reads, before the first block; without chunks if frozen."""
+    number, parts, width, size = chunks.shape
+    sums = jnp.zeros((number if trained else 0, shards_of_rows(rows), size, parts, width), jnp.float32)
+    return constrain(sums, None, "rows", None, "vocab", None)
 
 
 def table_gradient(sums: Float[Array, "chunks s D p W"], vocab: int) -> Float[Array, "V D"]:
@@ -190,11 +197,13 @@ def add_at(
 
 
 def outer_product(hidden: Float[Array, "B C D"], weights: Float[Array, "B C p W"]) -> Float[Array, "s D p W"]:
-    """The sum of `hidden` times `weights` over the tokens of each shard of the rows, in float32."""
-    product, number = partial(jnp.einsum, preferred_element_type=jnp.float32), row_shards(len(hidden))
+    """The sum of `hidden` times `weights` over the tokens of each shard of the rows, in float32.
+
+    As [D W]: the operand that a CPU has to transpose is then the narrow one.
+    """
+    product, number = partial(jnp.einsum, preferred_element_type=jnp.float32), shards_of_rows(len(hidden))
     if number == 1:
         return product("BCD,BCpW->DpW", hidden, weights)[None]
     hidden = constrain(hidden.reshape(number, -1, *hidden.shape[1:]), "rows", None, None, None)
     weights = constrain(weights.reshape(number, -1, *weights.shape[1:]), "rows", None, None, "vocab", None)
-    # As [D W]: the operand that a CPU has to transpose is then the narrow one.
     return constrain(product("sBCD,sBCpW->sDpW", hidden, weights), "rows", None, "vocab", None)
