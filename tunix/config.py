@@ -196,7 +196,11 @@ class ModelConfig(Config):
 
 
 class MeshConfig(Config):
-    """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp, weights over fsdp and tensor."""
+    """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp, weights over fsdp and tensor.
+
+    `mesh: auto`, the default, chooses the sizes, and says why when the run starts. Sizes that are given have to divide
+    the model's heads, kv heads, ffn, vocabulary (by tensor) and d_model (by fsdp), and the rows.
+    """
 
     data: int = 1
     """Copies of the weights; each sees its own rows."""

@@ -1,13 +1,17 @@
 """The mesh of devices, and how each logical axis is split over it.
 
 Weights and activations name their axes in words (`embed`, `heads`, ...). One table says which mesh axis each word is
-split over; a dimension that the mesh does not divide stays whole. Rows of a batch are split over data x fsdp.
+split over; a dimension that the mesh does not divide, such as a single scalar head, stays whole. A recipe's mesh has to
+divide those of its model (`trainer/mesh_choice.py`). Rows of a batch are split over data x fsdp.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType, MeshConfig
@@ -20,9 +24,11 @@ PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRAR
 YNNPACK keeps the reductions, and products go to Eigen."""
 
 
-# The ignored rule: jax defines `Device` as a variable, which pyright does not accept as a type.
-def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
+def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that a recipe asks for, over all devices or those given.
+
+    Devices of several slices, or hosts, are ordered so that `data` crosses the slow network between them as far as its
+    size allows, then `fsdp`, and `tensor` last.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
@@ -37,7 +43,39 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
             f"mesh: {{{written}}} does not fit {len(devices)} device(s) ({devices[0].platform}): "
             f"the sizes must multiply to {len(devices)}. Set one axis to -1 to take what is left."
         )
-    return jax.make_mesh(sizes, AXES, (AxisType.Auto,) * 3, devices=devices)
+    return Mesh(_ordered(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _ordered(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array of these sizes: neighbours along the last axes have the fastest network."""
+    left = len(groups_of(devices))
+    if left == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    across = []
+    for size in sizes:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    within = [size // number for size, number in zip(sizes, across, strict=True)]
+    by_host = devices[0].platform != "tpu"
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, process_is_granule=by_host, allow_split_physical_axes=True
+    )
+
+
+def groups_of(devices: Sequence[Any]) -> list[list[Any]]:
+    """Devices in groups with a fast network each: slices of TPUs, hosts of GPUs; one group if they differ in size."""
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(_group(device), []).append(device)
+    listed = [groups[index] for index in sorted(groups)]
+    return listed if len({len(group) for group in listed}) == 1 else [list(devices)]
+
+
+def _group(device: Any) -> int:
+    """The number of a device's slice or host. A TPU's network joins the hosts of a slice; a single one is not named."""
+    if device.platform != "tpu":
+        return device.process_index
+    return device.slice_index if hasattr(device, "slice_index") else 0
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:

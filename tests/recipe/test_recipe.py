@@ -278,7 +278,7 @@ def test_tiny_caps_what_costs_time_and_keeps_the_rest():
     assert (recipe.data.train, recipe.data.eval) == ("tunix.data.tiny:messages", "tunix.data.tiny:messages")
     assert (recipe.data.eval_split, recipe.data.columns, recipe.data.max_length) == (None, {}, 128)
     assert (recipe.data.on_overflow, recipe.adapter, recipe.seed) == ("drop", build(adapter={"rank": 4}).adapter, 5)
-    assert (recipe.mesh.tensor, recipe.output, recipe.optimizer.learning_rate) == (1, "runs/x-tiny", 3e-4)
+    assert (recipe.mesh, recipe.output, recipe.optimizer.learning_rate) == ("auto", "runs/x-tiny", 3e-4)
 
 
 def test_the_sides_of_pairs_have_a_limit_of_their_own():

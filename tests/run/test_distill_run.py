@@ -212,5 +212,5 @@ def test_tiny_takes_a_small_random_teacher_of_the_students_family():
     assert tiny.teacher is not None
     assert (tiny.teacher.init, tiny.teacher.path, tiny.teacher.family) == ("random", None, tiny.model.family)
     assert tiny.teacher.sizes["d_model"] > tiny.model.sizes["d_model"]
-    assert tiny.mesh == MeshConfig()
+    assert tiny.mesh == "auto"
     assert RECIPE["model"]["tokenizer"] == tiny.model.tokenizer == "bytes"

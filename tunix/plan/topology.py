@@ -4,7 +4,6 @@ TPU programs are compiled by libtpu, programs of NVIDIA's GPUs by jax's CUDA plu
 once in a process, before JAX is used (`prepare`).
 """
 
-import math
 import os
 import re
 from importlib.resources import files
@@ -95,8 +94,3 @@ def _described(name: str, **settings: str) -> list[Any]:
             f"topology {name!r} cannot be described: {str(error).splitlines()[0]}. Is the compiler installed "
             f"(pip install 'tunix[{extra}]'), and is the shape one of this chip's?"
         ) from error
-
-
-def number_of(topology: str) -> int:
-    """The number of devices of a topology."""
-    return math.prod(int(size) for size in re.findall(r"\d+", topology.partition(":")[2])) if ":" in topology else 1

@@ -16,7 +16,6 @@ from tunix.config import (
     TINY_COMPLETION,
     TINY_GROUP,
     AlgorithmConfig,
-    MeshConfig,
     ModelConfig,
     RowKind,
 )
@@ -103,7 +102,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) ->
         "rollout": {**rollout, "slots": _capped(rollout["slots"], TINY_BATCH * TINY_GROUP)},
         "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
         "optimizer": {**optimizer, "warmup": warmup},
-        "mesh": MeshConfig().model_dump(),  # a laptop does not have the recipe's devices
+        "mesh": "auto",  # a laptop does not have the recipe's devices
         "batch_size": batch_size,
         "micro_batch_size": _capped(micro, type(config).model_validate(algorithm).sequences_per_update(batch_size)),
         "steps": steps,

@@ -16,10 +16,10 @@ from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source
-from tunix.mesh import build_mesh
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, Player
+from tunix.run.devices import mesh_of
 from tunix.run.describe import overview, products_line
 from tunix.run.inputs import Inputs, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
@@ -30,6 +30,7 @@ from tunix.run.row_layout import microbatcher_of
 from tunix.run.streams import evaluation_of, open_stream, reward_functions, samples_of, steps_of, workload_of
 from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, build_client
+from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
 from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer
@@ -41,13 +42,14 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     Raises:
         UserError: something that the recipe names is missing or does not fit.
     """
-    mesh = build_mesh(recipe.mesh, divided(recipe.teacher)[0])
+    devices, _ = divided(recipe.teacher)
     recipe, inputs = _settled(recipe, open_inputs(recipe, folder))
     teacher = teacher_source(recipe, inputs.source)
     environment, kwargs = recipe.rollout.environment, recipe.data.template_kwargs
     play = Player(environment, inputs.tokenizer, kwargs) if environment else None
     sampling = sampling_of(recipe, inputs, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
+    mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory_of(devices))
     reference_path = algorithm.reference_path
     reference = None if reference_path is None else reference_source(reference_path, inputs.source)
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
@@ -61,6 +63,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
     client = client_of(recipe, inputs.source, mesh, total, algorithm, inputs.tokenizer, teacher, reference)
     display.say(overview(client.learner, recipe.quantization, inputs, mesh, total))
+    if why is not None and mesh.size > 1:
+        display.say(why)
     display.say(products_line(client.learner, recipe.quantization, mesh))
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = _precomputed_reference(

@@ -14,6 +14,7 @@ from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.learner import Learner
+from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.teacher import Teacher
 
@@ -42,7 +43,7 @@ def teacher_source(recipe: Recipe, student: Source) -> Source | None:
     """The structure of the teacher and the location of its weights; None where the recipe has no teacher.
 
     Raises:
-        UserError: there is no such model, or its vocabulary is not the student's.
+        UserError: there is no such model, its vocabulary is not the student's, or its mesh does not divide it.
     """
     config = recipe.teacher
     if config is None:
@@ -52,6 +53,8 @@ def teacher_source(recipe: Recipe, student: Source) -> Source | None:
     else:
         source = pretrained(config.path)
     _check_vocabulary(config.path or "the random teacher", source, student)
+    if config.mesh is not None:
+        require(build_mesh(config.mesh, divided(config)[1]), Demand(source.decoder), "teacher.mesh")
     return source
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -11,11 +11,12 @@ from tunix.errors import UserError
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source, check_vocabulary, from_scratch, pretrained
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import build_mesh
+import jax
 from tunix.models.families.table import FAMILIES
 from tunix.protocols import Sampler
 from tunix.trainer.build import ClientSettings, build_client
 from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.mesh_choice import Demand, memory_of, placed
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.trainer import Trainer
 from tunix.util.compile_cache import keep_compilations
@@ -29,7 +30,7 @@ def client(
     *,
     adapter: Mapping[str, Any] | AdapterConfig | None = None,
     optimizer: Mapping[str, Any] | OptimizerConfig | None = None,
-    mesh: Mapping[str, Any] | MeshConfig | None = None,
+    mesh: Mapping[str, Any] | MeshConfig | Literal["auto"] = "auto",
     length: int = 1024,
     batch_size: int = 32,
     steps: int | None = None,
@@ -51,7 +52,7 @@ def client(
         model: a hub id, a folder or a run; or a section such as `{"init": "random", "family": "qwen3"}`.
         adapter: the adapter to train on a frozen base, e.g. `{"rank": 16}`; None trains all weights.
         optimizer: None for AdamW at a rate of 1e-5, which is constant without `steps`.
-        mesh: how the devices are used; None shards weights over all of them.
+        mesh: how the devices are used; `auto` chooses sizes that divide the model and `batch_size`.
         length: maximum tokens of a packed row, and of a prompt with its completion.
         batch_size: typical sequences of an update, for which micro-batches are sized; `step` accepts any number.
         steps: updates of the learning-rate schedule; None for a constant rate without a warm-up relative to them.
@@ -66,9 +67,13 @@ def client(
     """
     keep_compilations()
     config = _section(ModelConfig, model if not isinstance(model, str | Path) else {"path": str(model)}, "model")
-    devices = build_mesh(_section(MeshConfig, {} if mesh is None else mesh, "mesh"))
+    sizes = "auto" if mesh == "auto" else _section(MeshConfig, mesh, "mesh")
     wanted = None if adapter is None else _section(AdapterConfig, adapter, "adapter")
     settled_adapter, source = settled(wanted, _source(config))
+    every = jax.devices()
+    # A mesh that is given takes batches of any size.
+    demand = Demand(source.decoder, rows=batch_size if sizes == "auto" else None)
+    devices, _ = placed(sizes, demand, every, memory_of(every))
     rows = rows_per_microbatch(devices, batch_size, None, length, packing=True)
     settings = ClientSettings(
         model=config,
