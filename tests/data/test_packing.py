@@ -90,3 +90,39 @@ def test_every_sequence_can_be_read_back():
 def test_what_cannot_be_packed(sequences, message):
     with pytest.raises(ValueError, match=message):
         pack(sequences, 2, 8)
+
+
+def test_rows_for_several_devices_are_filled_evenly():
+    """Lengths 6, 5, 4, 3, 2, 2 in rows of 8: three are enough, four of them take 6, 5, 4 + 2 and 3 + 2."""
+    lengths = [2, 6, 3, 5, 2, 4]
+    sequences = [sequence(np.full(n, i + 1)) for i, n in enumerate(lengths)]
+    one, several = pack(sequences, 6, 8), pack(sequences, 6, 8, multiple=4)
+    assert one.tokens.shape == (3, 8)
+    assert [sorted(set(row[row > 0])) for row in several.tokens] == [[2], [4], [5, 6], [1, 3]]
+    assert (several.segment_ids > 0).sum(axis=1).tolist() == [6, 5, 6, 5]
+    assert several.segment_ids[2].tolist() == [1, 1, 1, 1, 2, 2, 0, 0]
+    for name, count in one.counts.items():
+        assert several.counts[name] == count
+
+
+def test_sequences_that_fit_only_as_they_fitted_first():
+    """In rows of 6, first fit fills two rows with 3 + 3 and 2 + 2 + 2; the emptiest row first needs seven tokens."""
+    sequences = [sequence(np.full(n, 1)) for n in (3, 3, 2, 2, 2)]
+    assert (pack(sequences, 5, 6, multiple=2).segment_ids > 0).sum(axis=1).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("packing", ["wrapped", False])
+def test_rows_that_keep_their_order_are_made_up_with_empty_ones(packing):
+    sequences = [sequence(np.full(4, i + 1)) for i in range(3)]
+    plain, several = pack(sequences, 3, 4, packing), pack(sequences, 3, 4, packing, multiple=2)
+    assert several.tokens.tolist() == [*plain.tokens.tolist(), [0] * 4]
+
+
+def test_what_shares_a_row_still_does_on_several_devices():
+    sequences = [sequence([7, 8, *np.full(n, i + 1)], [0, 0, *np.ones(n)]) for i, n in enumerate((3, 2, 1, 4))]
+    batch = pack(sequences, 4, 12, together=2, multiple=2)
+    # Of the prompt's two tokens each has the last one: 1 + (1 + 3) + (1 + 2) and 1 + (1 + 1) + (1 + 4).
+    assert sorted((batch.segment_ids > 0).sum(axis=1).tolist()) == [8, 8]
+    assert batch.parents is not None
+    owners = [sorted(set(ids[real])) for ids, real in zip(batch.sequence_ids, batch.segment_ids > 0, strict=True)]
+    assert sorted(owners) == [[0, 1], [2, 3]]

@@ -341,6 +341,17 @@ PLACES: Table = {
         ["mesh={data: 16, fsdp: -1}"],
         ["mesh: {data: 16, fsdp: -1, tensor: 1} does not fit 8"],
     ),
+    "more shards than kv heads": (
+        nothing,
+        ["mesh={fsdp: 2, tensor: 4}"],
+        ["mesh: tensor 4 does not divide 2 kv heads; tensor 2 would", "{data: 1, fsdp: 8, tensor: 1}"],
+    ),
+    "fewer rows than shards": (
+        nothing,
+        ["batch_size=6"],
+        ["rows are split over data 1 x fsdp 8, but an update has 6 of them", "8 would do"],
+    ),
+    "micro-batches that the devices cannot share": (nothing, ["micro_batch_size=4"], ["no multiple of 8; 8 would do"]),
     "somebody's folder": (
         write("notes/thesis.txt", "all my work"),
         ["output=notes"],

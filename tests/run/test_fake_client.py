@@ -24,6 +24,7 @@ from tunix.run.recorder import Recorder
 from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig, LoggingConfig
+from tunix.trainer.perf import Work
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Compared, Completion, Loss, LossInputs, Sampling, Sequence
 
@@ -143,8 +144,7 @@ def test_a_whole_loop(tmp_path: Path):
     job = Job(
         folder=tmp_path,
         client=client,
-        decoder=PLAIN,
-        adapter=None,
+        work=Work(PLAIN),
         algorithm=made("sft", {}),
         stream=Listed([given(number) for number in range(4)]),
         total=4,
@@ -155,10 +155,10 @@ def test_a_whole_loop(tmp_path: Path):
         exports_adapter=False,
     )
     with closing(Checkpoints(tmp_path / "checkpoints", CheckpointConfig())) as checkpoints:
-        loop = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), PLAIN, None), None)
+        loop = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), Work(PLAIN)), None)
         loop.run()
         assert (loop.finished, checkpoints.steps()) == (True, [2, 4])
-        again = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), PLAIN, None), 2)
+        again = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), Work(PLAIN)), 2)
         assert (again.step, job.stream.get_state()) == (2, {"next": 3})
     assert client.calls.count("step of policy") == 4
 

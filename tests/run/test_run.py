@@ -327,9 +327,9 @@ def test_mesh_packing_and_passes_do_not_change_the_losses(tmp_path: Path):
     train("r.yaml", "output=other", "mesh={fsdp: 4, tensor: 2}", "steps=3")
     train("r.yaml", "output=other")
     np.testing.assert_allclose(losses("other"), losses("plain"), atol=1e-4)
-    # One shard of rows: a pass of all eight rows, each with one sequence, against packed passes of one row.
-    train("r.yaml", "output=rows", "mesh={fsdp: 1, tensor: 8}", "data.packing=false", "steps=3")
-    train("r.yaml", "output=passes", "mesh={fsdp: 1, tensor: 8}", "micro_batch_size=1", "steps=3")
+    # A pass of all eight rows, each with one sequence, against packed passes of four rows.
+    train("r.yaml", "output=rows", "mesh={fsdp: 4, tensor: 2}", "data.packing=false", "steps=3")
+    train("r.yaml", "output=passes", "mesh={fsdp: 4, tensor: 2}", "micro_batch_size=4", "steps=3")
     np.testing.assert_allclose(losses("rows"), losses("plain")[:3], atol=1e-4)
     np.testing.assert_allclose(losses("passes"), losses("plain")[:3], atol=1e-4)
 

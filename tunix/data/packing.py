@@ -1,8 +1,9 @@
 """Packs sequences into a batch: rows of `T` tokens that hold several sequences each, none split, with little padding.
 
-First fit decreasing: the longest first, each into the first row with room, in numpy. A sequence is packed as one piece;
-but sequences that are compared with each other share a row, and their common beginning is a piece of its own, the
-parent of theirs.
+First fit decreasing: the longest first, each into the first row with room, in numpy. Where rows are split over devices,
+they are then as many as those need, and the longest goes into the emptiest: no device has much more to attend to and to
+predict than another. A sequence is packed as one piece; but sequences that are compared with each other share a row,
+and their common beginning is a piece of its own, the parent of theirs.
 
     row      p0 p1 p2 | p3 c0 c1 c2 | p3 r0 r1 | next pair ...
     segment   1  1  1 |  2  2  2  2 |  3  3  3 |
@@ -47,6 +48,7 @@ def pack(
     packing: Packing = True,
     sequences_per_example: int = 1,
     together: int = 1,
+    multiple: int = 1,
 ) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
 
@@ -60,6 +62,8 @@ def pack(
             they share a row, which must have room for them, and their common beginning as far as it is not trained.
         together: number of consecutive sequences that form a unit without being compared (`sequences_per_example` is
             1), e.g. the completions of one prompt.
+        multiple: the number of rows is one of it, e.g. 8 for eight devices; rows that are `wrapped` or not packed may
+            be empty at the end, all others are filled evenly.
 
     Returns:
         A batch of numpy arrays; `sequence_ids` are indices into `sequences`; a shared beginning has that of the unit's
@@ -73,8 +77,9 @@ def pack(
     unit = max(sequences_per_example, together)
     _check(sequences, lengths, size, unit)
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
-    row_of, start_of, segment_of = _placed(pieces, max_length, packing)
-    tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (int(row_of.max()) + 1, max_length))
+    row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple)
+    rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
+    tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (rows, max_length))
     mask = tokens.joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (tokens.position > 0)
     if not mask.any():
         raise ValueError("no token of the batch is trained")
@@ -207,7 +212,9 @@ def shared_tokens(group: List[Sequence]) -> int:
     return int(np.argmax(differ)) if differ.any() else most
 
 
-def _placed(pieces: _Pieces, max_length: int, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _placed(
+    pieces: _Pieces, max_length: int, packing: Packing, multiple: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
 
     Raises:
@@ -221,6 +228,9 @@ def _placed(pieces: _Pieces, max_length: int, packing: Packing) -> tuple[np.ndar
     if packing:
         order = np.arange(len(units)) if packing == "wrapped" else np.argsort(-units, kind="stable")
         row_of, start_of, segment_of = _fit(units, number, max_length, order, back=packing != "wrapped")
+        rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
+        if multiple > 1 and packing != "wrapped" and (even := _evenly(units, number, max_length, order, rows)):
+            row_of, start_of, segment_of = even
     else:
         row_of, start_of, segment_of = np.arange(len(units)), np.zeros_like(units), np.ones_like(units)
     first = np.cumsum(number) - number
@@ -281,6 +291,21 @@ def _fit(
         used[row] += pieces[i]
         room[row] -= lengths[i]
     return row_of, start_of, segment_of
+
+
+def _evenly(
+    lengths: np.ndarray, pieces: np.ndarray, max_length: int, order: np.ndarray, rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Each unit into the emptiest of so many rows, with `_fit`'s arguments and results; None where one has no room."""
+    filled = np.zeros(rows, np.int64)
+    used = np.ones(rows, np.int64)
+    row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
+    for i in order:
+        row = int(np.argmin(filled))
+        row_of[i], start_of[i], segment_of[i] = row, filled[row], used[row]
+        used[row] += pieces[i]
+        filled[row] += lengths[i]
+    return None if filled.max() > max_length else (row_of, start_of, segment_of)
 
 
 def _padded(values: List[float], size: int) -> np.ndarray:

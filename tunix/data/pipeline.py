@@ -48,6 +48,8 @@ class Layout:
     """Tokens by which `prepare_sequence` makes a sequence longer than `data.max_length`, e.g. 1."""
     prepare_sequence: Callable[[Sequence], Sequence] = _as_it_is
     """Hook before packing: returns the sequence to pack."""
+    multiple: int = 1
+    """The number of rows is one of it, e.g. 8 for eight devices; see `pack`."""
 
     def length(self, config: DataConfig) -> int:
         """T, the tokens of a row that has room for the longest sequences of an example."""
@@ -67,12 +69,9 @@ class Layout:
             accounting: the counts up to and including these rows.
         """
         sequences = tuple(self.prepare_sequence(sequence) for kept in group for sequence in kept.sequences)
-        length = self.length(config)
-        return Packed(
-            pack(sequences, self.sequences_per_example * size, length, config.packing, self.sequences_per_example),
-            accounting,
-            sequences,
-        )
+        number, length = self.sequences_per_example, self.length(config)
+        batch = pack(sequences, number * size, length, config.packing, number, multiple=self.multiple)
+        return Packed(batch, accounting, sequences)
 
 
 PLAIN = Layout()

@@ -192,6 +192,8 @@ class RolloutStep:
     """Sequences that are compared with each other and share a row, e.g. 2 where completions are made into pairs."""
     together: int = 1
     """Completions of one prompt that share a row and, in it, the prompt's tokens."""
+    multiple: int = 1
+    """The number of packed rows is one of it; see `pack`."""
     shown: int = 1
     """Groups that are written to `samples.jsonl`."""
     clock: Clock = field(default_factory=Clock)
@@ -224,7 +226,8 @@ class RolloutStep:
 
     def packed(self, sequences: List[Sequence], size: int) -> Batch:
         """Packs up to `size` sequences into rows of this run's length."""
-        return pack(sequences, size, self.length, self.packing, self.sequences_per_example, self.together)
+        shared = (self.sequences_per_example, self.together)
+        return pack(sequences, size, self.length, self.packing, *shared, multiple=self.multiple)
 
 
 class RolloutStream:

@@ -19,8 +19,8 @@ from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, Player
-from tunix.run.devices import mesh_of
 from tunix.run.describe import overview, products_line
+from tunix.run.devices import mesh_of
 from tunix.run.inputs import Inputs, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
@@ -31,6 +31,7 @@ from tunix.run.streams import evaluation_of, open_stream, reward_functions, samp
 from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, build_client
 from tunix.trainer.mesh_choice import memory_of
+from tunix.trainer.perf import Work
 from tunix.trainer.progress import Display
 from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer
@@ -70,14 +71,13 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display
         )
-    evaluation = evaluation_of(recipe, inputs, algorithm, collector)
+    evaluation = evaluation_of(recipe, inputs, algorithm, collector, mesh)
     if algorithm.critic == "alone" and not inputs.source.has_scalar_head:
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
     return Job(
         folder=folder,
         client=client,
-        decoder=client.learner.spec.model.config,
-        adapter=recipe.adapter,
+        work=_work_of(recipe, client, algorithm),
         algorithm=algorithm,
         stream=stream,
         total=total,
@@ -88,6 +88,18 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         exports_adapter=recipe.adapter is not None and inputs.source.stands_alone,
         scorer=scorer,
         workload=workload_of(recipe, algorithm, evaluation),
+    )
+
+
+def _work_of(recipe: Recipe, client: Trainer, algorithm: Algorithm) -> Work:
+    """What an update of this recipe computes."""
+    spec = client.learner.spec
+    return Work(
+        spec.model.config,
+        recipe.adapter,
+        spec.microbatcher.rows,
+        reference=algorithm.objective.reference,
+        critic=algorithm.critic == "own",
     )
 
 

@@ -14,14 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from tunix.algorithms.base import Algorithm
 from tunix.errors import Doubtful, Interrupted, UserError
-from tunix.lora.config import AdapterConfig
-from tunix.models.config import DecoderConfig
 from tunix.protocols import Client
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.recorder import Recorder
 from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
+from tunix.trainer.perf import Work
 from tunix.types import Workload
 
 
@@ -52,10 +51,8 @@ class Job:
 
     folder: Path
     client: Client
-    decoder: DecoderConfig
-    """The model's structure, for the count of FLOPs."""
-    adapter: AdapterConfig | None
-    """The adapter that trains on a frozen base, for the count of FLOPs; None where all weights train."""
+    work: Work
+    """What an update computes, for the counts of FLOPs and padding."""
     algorithm: Algorithm
     stream: Stream
     total: int

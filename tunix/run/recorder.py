@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -11,19 +12,31 @@ import numpy as np
 from tunix.algorithms.base import Update
 from tunix.data.accounting import Accounting
 from tunix.errors import UserError
-from tunix.lora.config import AdapterConfig
-from tunix.models.config import DecoderConfig
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import Sink
-from tunix.trainer.perf import Compilations, peak_flops, peak_memory, training_flops
+from tunix.trainer.perf import Compilations, Work, peak_flops, peak_memory
 from tunix.trainer.progress import Display, evaluated
+
+
+@dataclass
+class _Counted:
+    """What was computed since the last row."""
+
+    steps: int = 0
+    tokens: int = 0
+    padded: int = 0
+    """Tokens with those of the padding."""
+    flops: float = 0.0
+    update_flops: float = 0.0
+    update_seconds: float = 0.0
+    """Time of updates alone; 0 where they are all that a step does."""
 
 
 class Recorder:
     """Logs one row per step. `push` registers a step, `add` adds values to it, `flush` completes it.
 
     Args of the constructor:
-        adapter: the adapter that trains on a frozen base, for the count of FLOPs; None where all weights train.
+        work: what an update computes, for the counts of FLOPs and padding.
     """
 
     def __init__(
@@ -31,18 +44,17 @@ class Recorder:
         sinks: list[Sink],
         display: Display,
         config: LoggingConfig,
-        decoder: DecoderConfig,
-        adapter: AdapterConfig | None,
+        work: Work,
     ):
         self._sinks, self._display, self._every = sinks, display, config.every
-        self._decoder, self._adapter = decoder, adapter
+        self._work = work
         self._compilations = Compilations()
         self._pending: tuple[int, Update, Accounting, dict[str, float]] | None = None
         self._extra: dict[str, float] = {}
         self._started = time.monotonic()
         self._before = 0.0
         self._last_row = self._started
-        self._tokens, self._flops, self._steps = 0, 0.0, 0
+        self._counted = _Counted()
         self._warmed_up: set[str] = set()
         self._note_counts: dict[str, int] = {}
 
@@ -122,24 +134,33 @@ class Recorder:
                 self._display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
 
     def _count(self, update: Update) -> None:
+        counted, work = self._counted, self._work
         for batch in update.batches:
-            self._tokens += int(np.count_nonzero(batch.segment_ids))
-            self._flops += training_flops(self._decoder, batch, self._adapter)
-        self._steps += 1
+            counted.tokens += int(np.count_nonzero(batch.segment_ids))
+            counted.padded += work.padded(batch)
+            counted.flops += work.training_flops(batch)
+            counted.update_flops += work.update_flops(batch)
+        counted.steps += 1
+        counted.update_seconds += float(update.metrics.get("perf/update_seconds", 0.0))
 
     def _speed(self) -> dict[str, float]:
-        """Tokens per second (without padding), seconds per step and share of the peak since the last row."""
+        """Tokens per second (without padding), seconds per step, and shares of rows and peak since the last row."""
         now = time.monotonic()
         elapsed, self._last_row = max(now - self._last_row, 1e-9), now
+        counted, self._counted = self._counted, _Counted()
         speed = {
-            "perf/tokens_per_second": self._tokens / elapsed,
-            "perf/step_seconds": elapsed / self._steps,
+            "perf/tokens_per_second": counted.tokens / elapsed,
+            "perf/step_seconds": elapsed / counted.steps,
             "perf/peak_memory": float(peak_memory()),
             "compile/count": float(self._compilations.since_warmup),
         }
         if peak := peak_flops(jax.devices()[0]):
-            speed["perf/mfu"] = self._flops / elapsed / (peak * jax.device_count())
-        self._tokens, self._flops, self._steps = 0, 0.0, 0
+            peak *= jax.device_count()
+            speed["perf/mfu"] = counted.flops / elapsed / peak
+            # Where nothing but the update takes time, a step's time is its time.
+            speed["perf/update_mfu"] = counted.update_flops / (counted.update_seconds or elapsed) / peak
+        if counted.padded:
+            speed["perf/fill"] = counted.tokens / counted.padded
         return speed
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:

@@ -10,9 +10,9 @@ from tunix.recipe.recipe import Recipe
 from tunix.trainer.microbatches import Microbatcher, answers_per_row, rows_per_microbatch
 
 
-def layout(algorithm: Algorithm) -> Layout:
-    """How the algorithm's given sequences are packed into rows."""
-    return Layout(algorithm.sequences_per_example, algorithm.extra_tokens, algorithm.prepare_sequence)
+def layout(algorithm: Algorithm, multiple: int = 1) -> Layout:
+    """How the algorithm's given sequences are packed into rows, whose number is a multiple of `multiple`."""
+    return Layout(algorithm.sequences_per_example, algorithm.extra_tokens, algorithm.prepare_sequence, multiple)
 
 
 def answers_together(recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorithm: Algorithm) -> int:

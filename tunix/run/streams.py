@@ -15,7 +15,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.inputs import Inputs, row_kind_of
 from tunix.run.loop import Stream
-from tunix.run.row_layout import answers_together, layout, sampled_row_length
+from tunix.run.row_layout import answers_together, layout, microbatcher_of, sampled_row_length
 from tunix.run.samples import Samples, prompts_of, readable_tokens
 from tunix.trainer.progress import Display
 from tunix.types import Sampling, Workload
@@ -32,8 +32,10 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
     data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
     read = {"rows": inputs.train, "tokenizer": inputs.tokenizer, "config": data, "vocab_size": vocab_size}
     read |= {"seed": recipe.seed, "epochs": recipe.epochs}
+    _, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
     if algorithm.train_on != RowKind.PROMPT:
-        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=layout(algorithm), **read)
+        packed = layout(algorithm, microbatcher.multiple)
+        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=packed, **read)
     rounds = recipe.quantization is not None and recipe.quantization.inputs
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
     tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
@@ -49,6 +51,7 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
             packing=bool(data.packing),
             sequences_per_example=algorithm.sequences_per_example,
             together=together,
+            multiple=microbatcher.multiple,
             tolerance=tolerance,
             shown=recipe.rollout.samples,
         )
@@ -90,7 +93,7 @@ def reward_functions(recipe: Recipe, inputs: Inputs) -> Scorer | None:
     return scorer
 
 
-def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector) -> Evaluation:
+def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Evaluation:
     """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
     if inputs.held_out is None:
         return Evaluation(algorithm)
@@ -98,7 +101,9 @@ def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collecto
     held_out, prompts = [], []
     if algorithm.held_out_on is not None and not (algorithm.train_on == RowKind.PROMPT and collector.weights):
         read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.held_out_on, "vocab_size": size}
-        held_out = eval_batches(inputs.held_out, inputs.tokenizer, recipe.data, layout=layout(algorithm), **read)
+        _, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
+        packed = layout(algorithm, microbatcher.multiple)
+        held_out = eval_batches(inputs.held_out, inputs.tokenizer, recipe.data, layout=packed, **read)
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
         prompts = eval_prompts(inputs.held_out, inputs.tokenizer, recipe.data, limit, size, kind)

@@ -100,7 +100,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         stack.callback(job.close)
         display.total(job.total)
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
-        recorder = Recorder(sinks, display, recipe.logging, job.decoder, job.adapter)
+        recorder = Recorder(sinks, display, recipe.logging, job.work)
         stack.enter_context(closing(recorder))
         loop = Loop(job, checkpoints, recorder, start)
         if loop.finished:

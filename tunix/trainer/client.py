@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import jax
 from pydantic import ValidationError
 
 from tunix.config import Config, CriticKind, MeshConfig, ModelConfig
@@ -11,7 +12,6 @@ from tunix.errors import UserError
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source, check_vocabulary, from_scratch, pretrained
 from tunix.lora.config import AdapterConfig
-import jax
 from tunix.models.families.table import FAMILIES
 from tunix.protocols import Sampler
 from tunix.trainer.build import ClientSettings, build_client

@@ -70,7 +70,7 @@ class Scorer:
     def _scored(
         self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None
     ) -> list[np.ndarray]:
-        batch = pack(sequences, size or len(sequences), self.length, packing=True)
+        batch = pack(sequences, size or len(sequences), self.length, packing=True, multiple=self.microbatcher.multiple)
         with jax.set_mesh(self.microbatcher.mesh):
             values = np.asarray(compiled(params, self.microbatcher.place(batch)))
         return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))

@@ -41,6 +41,11 @@ class Microbatcher:
     unit: int = 1
     """Sequences that share a row in a batch with `parents`, e.g. 4."""
 
+    @property
+    def multiple(self) -> int:
+        """What the number of packed rows is a multiple of: on several devices no micro-batch is partly empty."""
+        return self.rows if row_shards(self.mesh) > 1 else 1
+
     def place(self, batch: Batch) -> Microbatches:
         """Copies the batch to the devices as micro-batches; returns before the copy is done."""
         rows, size = batch.tokens.shape[0], batch.weights.shape[0]
@@ -89,7 +94,8 @@ def answers_per_row(
         return -(-number // (together * shards)) * length * (weights + attention * length)
 
     def fits(together: int) -> bool:
-        return row_length(together, longest, completion) <= capacity and together <= (micro or group)
+        limit = group if micro is None else micro // shards
+        return row_length(together, longest, completion) <= capacity and together <= limit
 
     return min((k for k in range(1, group + 1) if group % k == 0 and (k == 1 or fits(k))), key=cost)
 

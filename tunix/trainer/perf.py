@@ -7,6 +7,7 @@ needs no gradients of its weights: 4 instead of 6. An adapter's A and B are addi
 
 import resource
 import sys
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -36,9 +37,9 @@ def peak_flops(device: jax.Device) -> float | None:  # pyright: ignore[reportInv
     return known[0] if known else None
 
 
-def matmul_weights(config: DecoderConfig) -> int:
+def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
     """Number of weights that every token is multiplied by: all matrices and the head, not the embedding look-up."""
-    return config.num_layers * layer_weights(config) + config.vocab_size * config.d_model
+    return config.num_layers * layer_weights(config) + head * config.vocab_size * config.d_model
 
 
 def layer_weights(config: DecoderConfig) -> int:
@@ -56,25 +57,71 @@ def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
     return c.num_layers * sum(low.rank * sides[name] for name, low in adapter.modules.items())
 
 
-def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig | None) -> float:
+def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig | None, head: bool = True) -> float:
     """FLOPs of one update on a packed batch, without padding, recomputation and the optimizer.
 
     Args:
+        config: the model.
+        batch: the packed batch.
         adapter: the adapter that trains on frozen weights; None where all weights train.
+        head: whether there is a head of the vocabulary's size; False for a critic.
     """
-    real = np.asarray(batch.segment_ids) > 0
-    tokens = int(real.sum())
-    # A token at position p attends to p + 1 tokens.
-    pairs = float((np.asarray(batch.positions)[real] + 1).sum())
+    tokens, pairs = _tokens_and_pairs(batch)
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
     if adapter is None:
-        return 6 * matmul_weights(config) * tokens + attention
-    weights = 4 * matmul_weights(config) + 6 * adapter_weights(config, adapter)
+        return 6 * matmul_weights(config, head) * tokens + attention
+    weights = 4 * matmul_weights(config, head) + 6 * adapter_weights(config, adapter)
     if adapter.start == "pissa":  # the initial A and B are frozen, and multiplied by as well
         weights += 4 * adapter_weights(config, adapter)
     if "lm_head" in adapter.also or (config.tied and adapter.also):
         weights += 2 * config.vocab_size * config.d_model
     return weights * tokens + attention
+
+
+def forward_flops(config: DecoderConfig, batch: Batch) -> float:
+    """FLOPs of one forward pass over a packed batch, without padding, e.g. of the reference."""
+    tokens, pairs = _tokens_and_pairs(batch)
+    return 2 * matmul_weights(config) * tokens + 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an update computes, for counts of its FLOPs and its padding."""
+
+    decoder: DecoderConfig
+    """The model's structure."""
+    adapter: AdapterConfig | None = None
+    """The adapter that trains on a frozen base; None where all weights train."""
+    rows: int = 1
+    """R, the rows of a micro-batch: a batch's rows are padded to a multiple of it."""
+    reference: bool = False
+    """Whether an update computes the reference's log-probs of its rows."""
+    critic: bool = False
+    """Whether an update trains a critic that is a separate model of the same structure."""
+
+    def training_flops(self, batch: Batch) -> float:
+        """FLOPs of the policy's forward and backward pass."""
+        return training_flops(self.decoder, batch, self.adapter)
+
+    def update_flops(self, batch: Batch) -> float:
+        """FLOPs of all models in an update; a teacher's are not counted."""
+        flops = self.training_flops(batch)
+        if self.reference:
+            flops += forward_flops(self.decoder, batch)
+        if self.critic:
+            flops += training_flops(self.decoder, batch, self.adapter, head=False)
+        return flops
+
+    def padded(self, batch: Batch) -> int:
+        """Tokens of the batch's micro-batches, padding included."""
+        rows, length = batch.tokens.shape
+        return -(-rows // self.rows) * self.rows * length
+
+
+def _tokens_and_pairs(batch: Batch) -> tuple[int, float]:
+    """Tokens of a batch, and pairs of a token and one that it attends to: p + 1 at position p."""
+    real = np.asarray(batch.segment_ids) > 0
+    return int(real.sum()), float((np.asarray(batch.positions)[real] + 1).sum())
 
 
 def peak_memory() -> int:
