@@ -173,7 +173,7 @@ def choose(demand: Demand, devices: Sequence[Any], memory: float | None) -> tupl
     sizes = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     each = demand.state / (fsdp * tensor)
     parts = [f"mesh: auto takes {_written(sizes)} for {number} device(s)"]
-    if each:
+    if each > 1e7:
         of = "" if memory is None else f" of {memory / 1e9:.3g}"
         parts.append(f"{each / 1e9:.3g}{of} GB a device are weights, gradients and moments")
     if near < number:
