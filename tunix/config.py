@@ -206,14 +206,16 @@ class MeshConfig(Config):
     """Copies of the weights; each sees its own rows."""
     fsdp: int = -1
     """Shards of the weights and of their moments; each sees its own rows too."""
+    context: int = 1
+    """Parts of each row: a device holds the states of its part's tokens, and attends to the keys of the whole row."""
     tensor: int = 1
     """Shards of every matrix product: heads, ffn and vocabulary."""
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":
-        sizes = (self.data, self.fsdp, self.tensor)
+        sizes = (self.data, self.fsdp, self.context, self.tensor)
         if any(size == 0 or size < -1 for size in sizes):
-            given = f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
+            given = f"data={self.data} fsdp={self.fsdp} context={self.context} tensor={self.tensor}"
             raise ValueError(f"sizes are positive, or -1 for what is left, not {given}")
         if sizes.count(-1) > 1:
             raise ValueError("only one axis can be -1")

@@ -2,7 +2,8 @@
 
 Weights and activations name their axes in words (`embed`, `heads`, ...). One table says which mesh axis each word is
 split over; a dimension that the mesh does not divide, such as a single scalar head, stays whole. A recipe's mesh has to
-divide those of its model (`trainer/mesh_choice.py`). Rows of a batch are split over data x fsdp.
+divide those of its model (`trainer/mesh_choice.py`). Rows of a batch are split over data x fsdp, the
+tokens of a row over context.
 """
 
 import math
@@ -18,7 +19,7 @@ from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 
 Axes = tuple[str | None, ...]
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}}
 """Options of XLA, by platform and dtype of the computation, where its default library is the slower one: on a CPU,
 YNNPACK keeps the reductions, and products go to Eigen."""
@@ -28,13 +29,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     """The mesh that a recipe asks for, over all devices or those given.
 
     Devices of several slices, or hosts, are ordered so that `data` crosses the slow network between them as far as its
-    size allows, then `fsdp`, and `tensor` last.
+    size allows, then `fsdp` and `context`, and `tensor` last.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    asked = (config.data, config.fsdp, config.tensor)
+    asked = (config.data, config.fsdp, config.context, config.tensor)
     fixed = math.prod(size for size in asked if size != -1)
     sizes = tuple(len(devices) // fixed if size == -1 else size for size in asked)
     if math.prod(sizes) != len(devices):
@@ -113,6 +114,12 @@ def row_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def by_rows(mesh: Mesh, length: int) -> NamedSharding:
+    """The sharding of micro-batches `[M R T]`, or `[M R T D]`, of rows of this length."""
+    time = RULES["time"] if length % mesh.shape["context"] == 0 else None
+    return NamedSharding(mesh, PartitionSpec(None, RULES["rows"], time))
+
+
 def platform() -> str:
     """`cpu`, `gpu` or `tpu`: what the program that is being traced is compiled for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -139,6 +146,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
+    "time": "context",
+    "pieces": ("data", "fsdp", "context"),
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",

@@ -133,6 +133,16 @@ def test_the_reason():
         ),
         (MeshConfig(), Demand(PLAIN, rows=12, packing=False), ["an update has 12, no multiple of 8; 16 would do"]),
         (MeshConfig(), Demand(PLAIN, rows=32, micro=12), ["micro_batch_size is 12, no multiple of 8; 16 would do"]),
+        (
+            MeshConfig(context=4, fsdp=2),
+            Demand(PLAIN, length=1500),
+            ["context 4 makes no whole blocks of 128 of rows of 1500 tokens (data.max_length); 1536 would do"],
+        ),
+        (
+            MeshConfig(context=8, fsdp=1),
+            Demand(PLAIN, length=2048, sampled=True),
+            ["context 8 splits rows of training, but the model also completes prompts"],
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide(mesh: MeshConfig, demand: Demand, words: list[str]):
@@ -144,17 +154,18 @@ def test_a_mesh_that_does_not_divide(mesh: MeshConfig, demand: Demand, words: li
 
 def test_a_mesh_that_divides():
     mesh, why = placed(MeshConfig(fsdp=4, tensor=2), Demand(PLAIN, rows=12, micro=4), jax.devices())
-    assert (dict(mesh.shape), why) == ({"data": 1, "fsdp": 4, "tensor": 2}, None)
+    assert (dict(mesh.shape), why) == ({"data": 1, "fsdp": 4, "context": 1, "tensor": 2}, None)
     require(mesh, Demand(PLAIN))
 
 
 def test_data_crosses_slices_and_tensor_stays_within():
     mesh = build_mesh(MeshConfig(data=2, fsdp=4, tensor=2), tpus(4))
-    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices[:, :, 0])
     # Copies are in different slices; of the four shards of the weights two are in each; products stay in one.
     assert slices.tolist() == [[[0, 0]] * 2 + [[1, 1]] * 2, [[2, 2]] * 2 + [[3, 3]] * 2]
     hosts = build_mesh(MeshConfig(data=2, fsdp=8), gpus(2))
-    assert np.vectorize(lambda device: device.process_index)(hosts.devices).tolist() == [[[0]] * 8, [[1]] * 8]
+    processes = np.vectorize(lambda device: device.process_index)(hosts.devices[:, :, 0, 0])
+    assert processes.tolist() == [[0] * 8, [1] * 8]
 
 
 def test_a_slice_of_several_hosts_is_one_group():

@@ -150,7 +150,7 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "x")
         y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
-        return constrain(x, "rows", None, None), cache, auxiliary
+        return constrain(x, "rows", "time", None), cache, auxiliary
 
     def projections(self) -> dict[str, Projection]:
         """The projections of the layer by name, the mixer's first."""

@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         x = embedded(c, self.embed.w[...], tokens, dtype)
         if noise is not None:
             x = x + noise.astype(dtype)
-        x = constrain(x, "rows", None, None)
+        x = constrain(x, "rows", "time", None)
         graph, stacked = nnx.split(self.layers)
         projections, of_kind = self.layers.projections(), self._kinds(segments)
 

@@ -31,6 +31,8 @@ from tunix.models.vocab_chunks import (
     chunk_logits,
     ids_of,
     in_chunks,
+    in_pieces,
+    in_rows,
     no_gradient,
     outer_product,
     pick,
@@ -106,8 +108,9 @@ def compared(
     bends = [Bend(side.softcap, how.temperature, vocab) for side in (student, teacher)]
     pair = _Pair(bends[0], bends[1], how)
     own, other = (side.table[:vocab] for side in (student, teacher))
-    results = _compared(pair, student.hidden, own, teacher.hidden, other, targets, needed)
-    return Compared(*cast(tuple[jax.Array, ...], results))
+    states = map(in_pieces, (student.hidden, teacher.hidden))
+    results = _compared(pair, next(states), own, next(states), other, in_pieces(targets), in_pieces(needed))
+    return Compared(*(in_rows(x, *targets.shape) for x in cast(tuple[jax.Array, ...], results)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -30,6 +30,8 @@ from tunix.models.vocab_chunks import (
     block_length,
     chunk_logits,
     in_chunks,
+    in_pieces,
+    in_rows,
     no_gradient,
     outer_product,
     pick,
@@ -72,7 +74,9 @@ def token_logprobs(
         temperature: the sampler's, above 0.
     """
     head = _Head(Bend(softcap, temperature, len(table)), entropy)
-    return _token_logprobs(head, hidden, table, targets, needed)
+    found = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
+    logprobs, spread = (in_rows(x, *targets.shape) for x in found)
+    return logprobs, spread
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -130,7 +134,7 @@ def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tu
             steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
         return new_top, total, weighted, taken, mixed, steep
 
-    zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "rows", None, "vocab")
+    zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "pieces", None, "vocab")
     start = (zero + NEVER, zero, zero, zero, jnp.zeros((*zero.shape, size if pulled else 0), jnp.float32), zero)
     tops, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
     # The parts' sums were relative to their own maxima.

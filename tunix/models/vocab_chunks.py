@@ -76,6 +76,24 @@ class Visit(NamedTuple):
     """Number of blocks that hold a needed token."""
 
 
+def in_pieces(x: jax.Array) -> jax.Array:
+    """`[B T ...]` as `[B n T/n ...]` with the first two axes joined: parts of rows, which the mesh splits, as rows.
+
+    A head reads each token by itself, so a device has no need of the others' parts.
+    """
+    parts = shards("time")
+    if parts == 1:
+        return x
+    rows, length = x.shape[:2]
+    padded = jnp.pad(x, ((0, 0), (0, -length % parts), *((0, 0),) * (x.ndim - 2)))
+    return constrain(padded.reshape(rows * parts, -1, *x.shape[2:]), "pieces", *(None,) * (x.ndim - 1))
+
+
+def in_rows(x: jax.Array, rows: int, length: int) -> jax.Array:
+    """The inverse of `in_pieces` for values `[B T]`."""
+    return x if shards("time") == 1 else x.reshape(rows, -1)[:, :length]
+
+
 def block_length(rows: int, length: int) -> int:
     """C: tokens of each row in a block."""
     return min(max(BLOCK_TOKENS // -(-rows // shards_of_rows(rows)), 1), -(-length // BLOCKS))
@@ -83,7 +101,7 @@ def block_length(rows: int, length: int) -> int:
 
 def shards_of_rows(rows: int) -> int:
     """Into how many shards these rows are split; 1 where the mesh does not divide them."""
-    return shards("rows") if rows % shards("rows") == 0 else 1
+    return shards("pieces") if rows % shards("pieces") == 0 else 1
 
 
 def chunk_width(rows: int, length: int, vocab: int) -> int:
@@ -109,7 +127,7 @@ def no_gradient(chunks: Float[Array, "chunks p W D"], rows: int, trained: bool) 
     """The sums that `add_at` adds to and `table_gradient` reads, before the first block; without chunks if frozen."""
     number, parts, width, size = chunks.shape
     sums = jnp.zeros((number if trained else 0, shards_of_rows(rows), size, parts, width), jnp.float32)
-    return constrain(sums, None, "rows", None, "vocab", None)
+    return constrain(sums, None, "pieces", None, "vocab", None)
 
 
 def table_gradient(sums: Float[Array, "chunks s D p W"], vocab: int) -> Float[Array, "V D"]:
@@ -141,7 +159,7 @@ def chunk_logits(
 ) -> tuple[Float[Array, "B C p W"], Float[Array, "B C p W"] | float]:
     """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`."""
     logits = jnp.einsum("BCD,pWD->BCpW", hidden, chunks[index], preferred_element_type=jnp.float32)
-    logits = constrain(logits, "rows", None, "vocab", None)
+    logits = constrain(logits, "pieces", None, "vocab", None)
     slope: jax.Array | float = 1.0
     if bend.softcap is not None:
         bent = jnp.tanh(logits / bend.softcap)
@@ -186,7 +204,7 @@ def table_product(
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     if chunks.shape[1] == 1:  # for a batched product XLA would copy the weights
         return product("BCW,WD->BCD", weights[:, :, 0], chunks[index, 0])[:, :, None]
-    return constrain(product("BCpW,pWD->BCpD", weights, chunks[index]), "rows", None, "vocab", None)
+    return constrain(product("BCpW,pWD->BCpD", weights, chunks[index]), "pieces", None, "vocab", None)
 
 
 def add_at(
@@ -204,6 +222,6 @@ def outer_product(hidden: Float[Array, "B C D"], weights: Float[Array, "B C p W"
     product, number = partial(jnp.einsum, preferred_element_type=jnp.float32), shards_of_rows(len(hidden))
     if number == 1:
         return product("BCD,BCpW->DpW", hidden, weights)[None]
-    hidden = constrain(hidden.reshape(number, -1, *hidden.shape[1:]), "rows", None, None, None)
-    weights = constrain(weights.reshape(number, -1, *weights.shape[1:]), "rows", None, None, "vocab", None)
-    return constrain(product("sBCD,sBCpW->sDpW", hidden, weights), "rows", None, "vocab", None)
+    hidden = constrain(hidden.reshape(number, -1, *hidden.shape[1:]), "pieces", None, None, None)
+    weights = constrain(weights.reshape(number, -1, *weights.shape[1:]), "pieces", None, None, "vocab", None)
+    return constrain(product("sBCD,sBCpW->sDpW", hidden, weights), "pieces", None, "vocab", None)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
 from tunix.config import DType
-from tunix.mesh import RULES, fast_products
+from tunix.mesh import by_rows, fast_products
 from tunix.models.model import Model, Params
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import PER_TOKEN
@@ -72,13 +72,13 @@ def step(spec: TrainerSpec, params: Shapes, frozen: Shapes, batch: BatchShape, l
 
 def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     """The fields of `Microbatches`: shapes of a batch as `Microbatcher.place` puts it on the mesh."""
-    by_rows = NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
+    places = by_rows(mesh, batch.length)
     everywhere = NamedSharding(mesh, PartitionSpec())
     names = (*PER_TOKEN, "parents") if batch.parents else PER_TOKEN
     shape = (batch.number, batch.rows, batch.length)
 
     def token(name: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, bool if name == "loss_mask" else jnp.int32, sharding=by_rows)
+        return jax.ShapeDtypeStruct(shape, bool if name == "loss_mask" else jnp.int32, sharding=places)
 
     def scalars(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=everywhere)

@@ -62,7 +62,7 @@ def attention_of(spec: TrainerSpec, platform: str) -> str:
     """
     config, length = spec.model.config, spec.length
     one = AttentionSpec(
-        queries=length,
+        queries=length // spec.mesh.shape["context"],
         keys=length,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,

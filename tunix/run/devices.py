@@ -6,8 +6,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
+from tunix.config import RowKind
 from tunix.models.config import DecoderConfig
 from tunix.recipe.recipe import Recipe
+from tunix.run.row_layout import layout
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes
 
 
@@ -44,4 +46,6 @@ def demand_of(recipe: Recipe, decoder: DecoderConfig, algorithm: Algorithm) -> D
         rows=recipe.sequences_per_update // algorithm.sequences_per_example,
         packing=bool(recipe.data.packing),
         micro=recipe.micro_batch_size,
+        length=layout(algorithm).length(recipe.data),
+        sampled=algorithm.train_on == RowKind.PROMPT,
     )

@@ -21,6 +21,8 @@ from tunix.trainer.perf import matmul_weights
 MOST_FSDP = 16
 """Shards of the weights up to which every matrix is gathered whole; above, `auto` splits products over `tensor`. On 64
 TPUs XLA sends 844 GB for a step of 70B with fsdp 64, and 107 with fsdp 8 x tensor 8 (compiled, not run)."""
+PART = 128
+"""Tokens of which the parts of a row are made, so that attention's blocks are large."""
 STATE_SHARE = 0.5
 """Share of a device's memory for weights, gradients and moments; the rest is for activations."""
 BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
@@ -47,6 +49,10 @@ class Demand:
     """Whether sequences share rows, so that their number adapts to the mesh."""
     micro: int | None = None
     """`micro_batch_size` as it is configured."""
+    length: int | None = None
+    """T, the tokens of a row, which `context` splits; None where that is not known."""
+    sampled: bool = False
+    """Whether the model completes prompts as well, on the same mesh."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -125,9 +131,28 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
             wrong.append(f"{key}: {axis} {width} does not divide {', '.join(whole)}; {_near(axis, width, sizes)}")
     for problem in _uneven(demand, row_shards(mesh)):
         wrong.append(f"{key}: rows are split over data {mesh.shape['data']} x fsdp {mesh.shape['fsdp']}, but {problem}")
+    wrong += [f"{key}: context {problem}" for problem in _unsplit(demand, mesh.shape["context"])]
     if wrong:
         sizes, _ = choose(demand, mesh.devices.flatten().tolist(), None)
         raise UserError("\n".join([*wrong, f"`mesh: auto` would take {_written(sizes)}."]))
+
+
+def _unsplit(demand: Demand, context: int) -> Iterator[str]:
+    """What is wrong with rows in so many parts."""
+    if context == 1:
+        return
+    if demand.sampled:
+        yield f"{context} splits rows of training, but the model also completes prompts, whose cache it cannot split"
+    if demand.length is not None and (demand.length % context or _rest(demand.length // context)):
+        step = context * PART
+        length = -(-demand.length // step) * step
+        row = f"rows of {demand.length} tokens (data.max_length)"
+        yield f"{context} makes no whole blocks of {PART} of {row}; {length} would do"
+
+
+def _rest(part: int) -> int:
+    """Tokens of a part of a row that fill no block; 0 for a part that is a single block."""
+    return part % PART if part > PART else 0
 
 
 def _near(axis: str, width: int, sizes: dict[str, int]) -> str:
@@ -199,4 +224,5 @@ def memory_of(devices: Sequence[jax.Device]) -> float | None:  # pyright: ignore
 
 def _written(sizes: MeshConfig) -> str:
     """Sizes as in a recipe: `{data: 2, fsdp: 4, tensor: 1}`."""
-    return f"{{data: {sizes.data}, fsdp: {sizes.fsdp}, tensor: {sizes.tensor}}}"
+    context = "" if sizes.context == 1 else f"context: {sizes.context}, "
+    return f"{{data: {sizes.data}, fsdp: {sizes.fsdp}, {context}tensor: {sizes.tensor}}}"

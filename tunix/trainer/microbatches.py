@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.data.packing import row_length
-from tunix.mesh import RULES, row_shards
+from tunix.mesh import by_rows, row_shards
 from tunix.models.config import DecoderConfig
 from tunix.trainer.perf import layer_weights
 from tunix.trainer.step import Microbatches
@@ -56,11 +56,11 @@ class Microbatcher:
         names = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
         values = {name: split(np.asarray(x)) for name, x in batch.per_token.items()}
-        by_rows = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
+        places = by_rows(self.mesh, batch.tokens.shape[1])
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         filled = np.int32(-(-rows // self.rows))
         whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
-        return Microbatches(*jax.device_put((rows_by_name, values), by_rows), *jax.device_put(whole, everywhere))
+        return Microbatches(*jax.device_put((rows_by_name, values), places), *jax.device_put(whole, everywhere))
 
 
 def _split(number: int, rows: int, x: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ def rows_per_microbatch(mesh: Mesh, batch_size: int, micro_batch_size: int | Non
     """
     shards = row_shards(mesh)
     if micro_batch_size is None:
-        most = _tokens_per_device(mesh) * shards // length
+        most = _tokens_per_device(mesh) * shards * mesh.shape["context"] // length
         micro_batch_size = min(most, _rows_of_split_batch(batch_size, most) if packing else batch_size)
     return -(-max(micro_batch_size, 1) // shards) * shards
 

@@ -11,10 +11,10 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from tunix.mesh import RULES, sharding
+from tunix.mesh import by_rows, sharding
 from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel
 from tunix.trainer.logprobs import each_microbatch
@@ -39,8 +39,8 @@ class Teacher(FrozenModel):
         number, rows, _ = microbatches.rows["tokens"].shape
         with jax.set_mesh(self.microbatcher.mesh):
             states = self._states(self.params, self.microbatcher.place(batch), number=number, rows=rows)
-        by_rows = NamedSharding(self.students, PartitionSpec(None, RULES["rows"]))
-        return TeacherStates(jax.device_put(states, by_rows), self._table, self.model.config.logit_softcap)
+        places = by_rows(self.students, states.shape[2])
+        return TeacherStates(jax.device_put(states, places), self._table, self.model.config.logit_softcap)
 
     @cached_property
     def _table(self) -> Float[Array, "V Te"]:

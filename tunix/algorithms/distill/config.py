@@ -90,14 +90,14 @@ class TeacherMesh(MeshConfig):
 
     @model_validator(mode="after")
     def _counted(self) -> "TeacherMesh":
-        if -1 in (self.data, self.fsdp, self.tensor):
+        if -1 in (self.data, self.fsdp, self.context, self.tensor):
             raise ValueError("-1 leaves open how many devices are the teacher's and how many the student's: give sizes")
         return self
 
     @property
     def size(self) -> int:
         """Number of devices."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.context * self.tensor
 
 
 class TeacherConfig(Config):

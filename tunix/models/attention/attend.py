@@ -27,6 +27,8 @@ from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, splash
 from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
 
+CONTEXT = "context"
+"""The mesh axis over which the tokens of rows are split."""
 KEPT = ("mixed", "lse")
 """Names of what the backward pass reads of the forward pass, besides q, k and v."""
 SHORT = 1024
@@ -106,7 +108,8 @@ def implementation(spec: AttentionSpec, wanted: str = "auto") -> Implementation:
             raise ValueError(f"attention: {wanted} cannot be used here: {reason}")
         return one
     able = [one for one in IMPLEMENTATIONS if one.lacks(spec) is None]
-    return able[0] if able[0].name != "chunked" or spec.keys > SHORT else BY_NAME["einsum"]
+    short = spec.keys <= SHORT and spec.queries == spec.keys
+    return BY_NAME["einsum"] if able[0].name == "chunked" and short else able[0]
 
 
 def described(specs: Sequence[AttentionSpec], wanted: str = "auto") -> str:
@@ -136,7 +139,7 @@ def spec_of(q: jax.Array, k: jax.Array, view: Segments | CacheView, softcap: flo
     cached = isinstance(view, CacheView)
     kv_heads, keys = (k.shape[1], k.shape[3]) if cached else (k.shape[2], k.shape[1])
     return AttentionSpec(
-        queries=q.shape[1],
+        queries=q.shape[1] if cached else q.shape[1] // parts_of(q.shape[1]),
         keys=keys,
         heads=q.shape[2],
         kv_heads=kv_heads,
@@ -159,8 +162,8 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
     """What the implementation of this kind of layer returns."""
 
     def branch(one: Implementation, window: int | None) -> Callable:
-        def compute(q, k, v, tokens, *more):
-            view = Segments(*tokens, window=window)
+        def compute(q, k, v, tokens, *more, first=0):
+            view = Segments(*tokens, window=window, first=first)
             return getattr(one, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if one.local else compute
@@ -172,9 +175,10 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
 
 
 def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> Callable:
-    """The same computation by each device of the mesh in use, for the rows and heads that it has.
+    """The same computation by each device of the mesh in use, for the rows, queries and heads that it has.
 
-    Heads stay whole where the mesh does not divide the kv heads.
+    Heads stay whole where the mesh does not divide the kv heads. Where rows are split over `context`, a device attends
+    with its queries to the keys of whole rows, which it gathers, and adds its share to their gradients.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -183,16 +187,35 @@ def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> 
     def spread(q, k, v, tokens, *more):
         heads = "heads" if k.shape[2] % shards("heads") == 0 else None
 
+        split = parts_of(q.shape[1]) > 1
+
+        def part(q, k, v, tokens, *more):
+            if not split:
+                return compute(q, k, v, tokens, *more)
+            k, v, tokens = jax.tree.map(
+                partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True), (k, v, tokens)
+            )
+            found = compute(q, k, v, tokens, *more, first=jax.lax.axis_index(CONTEXT) * q.shape[1])
+            if name == "forward":
+                return found
+            shares = partial(jax.lax.psum_scatter, axis_name=CONTEXT, scatter_dimension=1, tiled=True)
+            return found[0], shares(found[1]), shares(found[2])
+
         def place(x: jax.Array) -> jax.sharding.PartitionSpec:
-            axes = ("rows", None) if x.ndim == 2 else ("rows", None, heads, None)
+            axes = ("rows", "time") if x.ndim == 2 else ("rows", "time", heads, None)
             return partition(axes[: x.ndim], x.shape, mesh)
 
         inputs = (q, k, v, tokens, *more)
         results = (place(q), place(q[..., 0])) if name == "forward" else tuple(map(place, (q, k, v)))
         specs = jax.tree.map(place, inputs)
-        return jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)(*inputs)
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)(*inputs)
 
     return spread
+
+
+def parts_of(length: int) -> int:
+    """Into how many parts the mesh in use splits rows of this length."""
+    return shards("time") if length % shards("time") == 0 else 1
 
 
 def _forward(call: _Call, q, k, v, tokens, kind):

@@ -26,12 +26,14 @@ LAST = 2**30
 class _Blocks(NamedTuple):
     """The rows of a call, cut into blocks."""
 
-    q: Float[Array, "blocks B K Q H"]
+    q: Float[Array, "parts B K Q H"]
     k: Float[Array, "blocks B K C H"]
     v: Float[Array, "blocks B K C H"]
     ids: Int[Array, "blocks B C"]
     parents: Int[Array, "blocks B C"]
     positions: Int[Array, "blocks B C"]
+    first: Int[Array, ""] | int
+    """The block of keys that the first block of queries is at."""
 
 
 def lacks(spec: AttentionSpec) -> str | None:
@@ -41,15 +43,15 @@ def lacks(spec: AttentionSpec) -> str | None:
 
 def forward(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
     view: Segments,
     *,
     scale: float,
     softcap: float | None,
 ) -> Mixed:
     """As `attend.Implementation.forward`."""
-    size = block_size(q.shape[1])
+    size = block_size(q.shape[1], k.shape[1])
     blocks = _cut(scaled(q, scale), k, v, view, size)
     order, counts = met(blocks, view, size)
 
@@ -69,7 +71,7 @@ def forward(
         shape = blocks.q.shape[1:]
         nothing = jnp.zeros(shape[:-1], jnp.float32)
         start = (nothing + HIDDEN, nothing, jnp.zeros(shape, jnp.float32))
-        top, total, mixed = loop(counts[i], meet, start, usual=usual(len(blocks.q), size, view.window))
+        top, total, mixed = loop(counts[i], meet, start, usual=usual(len(blocks.k), size, view.window))
         return (mixed / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     mixed, mass = jax.lax.map(of_queries, jnp.arange(len(blocks.q)))
@@ -78,8 +80,8 @@ def forward(
 
 def backward(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
     view: Segments,
     result: Mixed,
     d_mixed: Float[Array, "B T N H"],
@@ -89,7 +91,7 @@ def backward(
 ) -> Gradients:
     """As `attend.Implementation.backward`: each block's weights are made again from the log-sum-exp of its queries."""
     mixed, mass = result
-    size, kv_heads = block_size(q.shape[1]), k.shape[2]
+    size, kv_heads = block_size(q.shape[1], k.shape[1]), k.shape[2]
     blocks = _cut(scaled(q, scale), k, v, view, size)
     order, counts = met(blocks, view, size)
     # d softmax: p (dp - sum p dp), whose sum over the keys is that of mixed times its gradient over the head.
@@ -115,7 +117,7 @@ def backward(
             return d_q, _add_at(d_k, j, new_k), _add_at(d_v, j, new_v)
 
         start = (jnp.zeros(blocks.q.shape[1:], jnp.float32), *sums)
-        d_q, d_k, d_v = loop(counts[i], meet, start, usual=usual(len(blocks.q), size, view.window))
+        d_q, d_k, d_v = loop(counts[i], meet, start, usual=usual(len(blocks.k), size, view.window))
         return (d_k, d_v), (d_q * scale).astype(q.dtype)
 
     nothing = jnp.zeros(blocks.k.shape, jnp.float32)
@@ -128,9 +130,11 @@ def _add_at(sums: Float[Array, "blocks B K C H"], j: Int[Array, ""], new: Float[
     return jax.lax.dynamic_update_index_in_dim(sums, sums[j] + new, j, 0)
 
 
-def block_size(length: int) -> int:
-    """Queries and keys of a block, for rows of this length."""
-    return min(BLOCK, length)
+def block_size(queries: int, keys: int) -> int:
+    """Queries and keys of a block, for so many of each in a row; where queries are a part of it, whole blocks are."""
+    if queries == keys:
+        return min(BLOCK, keys)
+    return max(size for size in range(1, min(BLOCK, queries) + 1) if queries % size == 0)
 
 
 def usual(blocks: int, size: int, window: int | None) -> int:
@@ -139,9 +143,10 @@ def usual(blocks: int, size: int, window: int | None) -> int:
     return -(-sum(min(i + 1, most) for i in range(blocks)) // blocks)
 
 
-def met(blocks: _Blocks, view: Segments, size: int) -> tuple[Int[Array, "blocks blocks"], Int[Array, "blocks"]]:
+def met(blocks: _Blocks, view: Segments, size: int) -> tuple[Int[Array, "parts blocks"], Int[Array, "parts"]]:
     """For each block of queries: the blocks of keys in the order in which it meets them, and how many it meets."""
     needed = jnp.any(_needed(blocks, view, size), axis=-1)
+    needed = jax.lax.dynamic_slice_in_dim(needed, blocks.first, len(blocks.q))
     return jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32), jnp.sum(needed, axis=1, dtype=jnp.int32)
 
 
@@ -188,6 +193,7 @@ def _seen(
     blocks: _Blocks, view: Segments, i: Int[Array, ""], j: Int[Array, ""], size: int
 ) -> Bool[Array, "B queries C"]:
     """Whether the queries of block i see the keys of block j: `Segments.seen` for a pair of blocks."""
+    i = i + blocks.first
     ids, parents, positions = (x[i][:, :, None] for x in (blocks.ids, blocks.parents, blocks.positions))
     place = jnp.arange(size)
     columns = (i - j) * size + place[:, None] - place[None]
@@ -211,7 +217,7 @@ def _cut(q: jax.Array, k: jax.Array, v: jax.Array, view: Segments, size: int) ->
         return padded.reshape(len(x), -1, size).swapaxes(0, 1)
 
     rows = (_queries(x, kv_heads, size) for x in (q, k, v))
-    return _Blocks(*rows, *map(tokens, (view.ids, parents, view.positions)))
+    return _Blocks(*rows, *map(tokens, (view.ids, parents, view.positions)), view.first // size)
 
 
 def _queries(x: Float[Array, "B T N H"], kv_heads: int, size: int) -> Float[Array, "blocks B K Q H"]:

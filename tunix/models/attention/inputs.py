@@ -28,7 +28,7 @@ Cache = tuple[jax.Array, jax.Array]
 Mixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 """Each query's mean of the values it sees, and the log-sum-exp of its scores in float32: with it two such results over
 different keys are merged, and a backward pass makes the weights again."""
-Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
+Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B keys K H"], Float[Array, "B keys K H"]]
 """Gradients by q, k and v, in their dtypes."""
 
 
@@ -37,7 +37,7 @@ class AttentionSpec:
     """The properties of one call of `attend` that are known while its program is traced."""
 
     queries: int
-    """Queries in a row, padding included, e.g. 1 while decoding."""
+    """Queries in a row, padding included, e.g. 1 while decoding; of those that are split over devices, a part's."""
     keys: int
     """Keys in a row, or columns of the cache, e.g. 4096."""
     heads: int
@@ -61,7 +61,10 @@ class AttentionSpec:
 
 
 class Segments(NamedTuple):
-    """Which tokens of a packed row see each other: a token sees its segment up to itself, within the window."""
+    """Which tokens of a packed row see each other: a token sees its segment up to itself, within the window.
+
+    Its arrays are of the keys. Queries may be a part of the row, from `first` on.
+    """
 
     ids: Int[Array, "B T"]
     positions: Int[Array, "B T"]
@@ -71,6 +74,8 @@ class Segments(NamedTuple):
     """Positions that a query sees, itself included; None for all of its segment."""
     attention: str = "auto"
     """The implementation that computes it, e.g. "chunked"; "auto" for the best one (`attend.implementation`)."""
+    first: Int[Array, ""] | int = 0
+    """Index of the first query among the keys: not 0 on a device that has a later part of the rows."""
 
     def seen(self, start: int, stop: int) -> Bool[Array, "B Q T"]:
         """Whether the queries `start` to `stop` see the keys before `stop`."""

@@ -47,6 +47,8 @@ def unfit(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call on any device."""
     if spec.cached:
         return "it reads no cache"
+    if spec.queries != spec.keys:
+        return "its masks are of whole rows, and the mesh splits rows over context"
     if spec.keys % LANES:
         return f"rows of {spec.keys} tokens are no multiple of {LANES}"
     if spec.branched and spec.window is not None:
