@@ -23,6 +23,7 @@ from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.families.table import preset
 from tunix.models.model import Model
+from tunix.models.scan import Remat
 from tunix.plan import programs, topology
 from tunix.plan.account import COLLECTIVES, account, largest
 from tunix.trainer.config import OptimizerConfig
@@ -46,7 +47,7 @@ class Case:
     """Micro-batches."""
     devices: int | None = None
     """How many of the topology's devices; None for all."""
-    remat: bool = True
+    remat: Remat = "block"
 
     def lowered(self) -> Any:
         """The step, lowered for the topology."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tunix.config import DType, MeshConfig
+from tunix.config import DType, GradientSums, MeshConfig
 from tunix.lora.adapt import adapt, quantization, started
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
@@ -13,6 +13,7 @@ from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.rules import Rules
+from tunix.models.scan import Remat
 from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter
@@ -92,7 +93,8 @@ def trainer(
     rules: Rules | None = None,
     dtype: DType = "float32",
     param_dtype: DType = "float32",
-    remat: bool = False,
+    remat: Remat = "none",
+    gradient_sums: GradientSums = "compute",
     has_scalar_head: bool = False,
     has_lm_head: bool = True,
     reference: bool = False,
@@ -103,6 +105,7 @@ def trainer(
     adapted = adapt(adapter, config) if adapter else None
     switches = {
         "remat": remat,
+        "gradient_sums": gradient_sums,
         "has_scalar_head": has_scalar_head,
         "has_lm_head": has_lm_head,
         "quantization": quantization(adapter),

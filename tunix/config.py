@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic_core import PydanticCustomError
 
 DType = Literal["float32", "bfloat16"]
+GradientSums = Literal["compute", "float32"]
 TINY_BATCH, TINY_GROUP, TINY_COMPLETION = 8, 4, 32
 """Largest sizes of a `--tiny` run: rows of a batch, completions of a prompt, tokens of a completion."""
 BaseType = Literal["nf4", "int8", "int4", "fp8"]
@@ -171,9 +172,15 @@ class ModelConfig(Config):
     """Precision of the computation; log-probs, norms and softmax are always float32."""
     param_dtype: DType | None = None
     """Precision of the stored weights; null: float32 where they train, else `dtype`."""
-    remat: Literal["none", "block"] = "none"
-    """`block` recomputes each layer, all but its attention, in the backward pass: a third more work for far fewer
-    activations."""
+    remat: Literal["none", "attention", "mlp", "block", "offload", "auto"] = "none"
+    """What the backward pass recomputes of each layer instead of keeping it, never attention itself: `none` of its
+    products, the projections to queries, keys and values (`attention`), gate and up of the `mlp`, or the whole
+    `block`: a third more work for far fewer activations. `offload` is `block` with what that keeps in the host's
+    memory. `auto` takes the first of none, attention, mlp and block that fits by estimate, and block where the
+    device does not say how much memory it has."""
+    gradient_sums: GradientSums = "compute"
+    """Precision in which the gradients of the layers' matrices are summed over tokens and devices: that of the
+    computation, or `float32`, which loses no digits over however many devices, for twice the bytes."""
     attention: Literal["auto", "einsum", "chunked", "splash"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs.

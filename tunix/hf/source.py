@@ -276,8 +276,8 @@ def adapted(
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    settings = {"dtype": config.dtype, "remat": config.remat == "block", "attention": config.attention}
-    return Model(decoder, **settings, **changes)
+    settings = {"dtype": config.dtype, "attention": config.attention, "gradient_sums": config.gradient_sums}
+    return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
 
 
 def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:

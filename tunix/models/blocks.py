@@ -23,9 +23,6 @@ from tunix.models.layers import Norm, Projection, TokenKeys, rotate
 
 PARTS = ("mixer", "ffn")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
-PRODUCTS = ("x", "q", "k", "v", "gate", "up")
-"""What a layer saves for its backward pass besides attention's results: those of products. Norms, rope and activations
-are recomputed; that is faster than storing them."""
 
 RopeTables = tuple[jax.Array, jax.Array]
 """cos and sin `[B T H/2]`."""

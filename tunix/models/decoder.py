@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tunix.config import DType
+from tunix.config import DType, GradientSums
 from tunix.mesh import constrain
-from tunix.models.attention.attend import KEPT
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import PRODUCTS, Auxiliary, Block, RopeTables
+from tunix.models.blocks import Auxiliary, Block, RopeTables
 from tunix.models.config import DecoderConfig
-from tunix.models.layers import Norm, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
+from tunix.models.layers import MATRICES, Norm, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
+from tunix.models.scan import Remat, over_layers
 
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
@@ -59,7 +59,8 @@ class Decoder(nnx.Module):
         adapt: Adapt | None = None,
         quantization: Quantization | None = None,
         simulated: Mapping[str, Simulated] | None = None,
-        remat: bool = False,
+        remat: Remat = "none",
+        gradient_sums: GradientSums = "compute",
         attention: str = "auto",
         has_scalar_head: bool = False,
         has_lm_head: bool = True,
@@ -70,12 +71,13 @@ class Decoder(nnx.Module):
             adapt: turns each block into its adapted form before it is stacked (`lora.adapt`).
             quantization: how the layers' matrices are rounded, if they are; norms and tables never are.
             simulated: what some projections round in simulation (QAT), by their names.
-            remat: keep only each layer's input and its attention's result, and recompute the rest in the backward pass.
+            remat: what the backward pass recomputes (`scan.KEEPS`).
+            gradient_sums: dtype in which the gradients of matrices are summed over tokens and devices.
             attention: name of the implementation of attention within rows, or "auto" (`attend.implementation`).
             has_scalar_head: whether there is a value head.
             has_lm_head: whether there is a table for logits, where that is not the embedding.
         """
-        self.config, self.remat, self.attention = config, remat, attention
+        self.config, self.remat, self.attention, self.gradient_sums = config, remat, attention, gradient_sums
         self.embed = Table(config, rngs)
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
@@ -121,23 +123,23 @@ class Decoder(nnx.Module):
 
         def cast(path: tuple, w: jax.Array) -> jax.Array:
             module, name = path[-2].key, path[-1].key
-            w = projections[module].on_grid(w) if module in projections and name == "w" else w
+            if module in projections:
+                w = projections[module].on_grid(w) if name == "w" else w
+                # What `project` casts itself has a gradient in its own dtype.
+                if self.gradient_sums == "float32" and name in MATRICES:
+                    return w
             return in_compute(name, w, dtype)
 
-        def layer(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Auxiliary]:
-            weights, kind, number = inputs
-            # Cast layer by layer, so that float32 masters never exist a second time as a whole bf16 model.
-            block = nnx.merge(graph, jax.tree_util.tree_map_with_path(cast, weights))
+        def layer(x: jax.Array, weights: dict, kind_and_number: tuple) -> tuple[jax.Array, Auxiliary]:
+            kind, number = kind_and_number
             layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
             rope, view = of_kind(kind)
-            x, _, auxiliary = block(x, rope, view, dropout_keys=layer_keys)
+            x, _, auxiliary = nnx.merge(graph, weights)(x, rope, view, dropout_keys=layer_keys)
             return x, auxiliary
 
-        names = KEPT if self.remat else (*PRODUCTS, *KEPT)
-        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
         kinds = jnp.asarray(list(map(c.distinct_kinds.index, c.kinds)))
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
-        x, auxiliary = jax.lax.scan(layer, x, (nnx.to_pure_dict(stacked), kinds, numbers))
+        x, auxiliary = over_layers(layer, cast, x, nnx.to_pure_dict(stacked), (kinds, numbers), self.remat)
         # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
         norm = in_compute("norm/w", self.norm.w[...], dtype)
         x = rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset)

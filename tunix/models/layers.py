@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from tunix.mesh import Axes
+from tunix.mesh import Axes, platform
 from tunix.models.config import Rope
 from tunix.models.quantization.fake_quant import Simulated
-from tunix.models.quantization.formats import Quantization, check_tile, dequantize, quantize, scale_axes
+from tunix.models.quantization.formats import Quantization, check_tile, dequantize, narrowed, quantize, scale_axes
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
@@ -28,6 +28,8 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nn
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
+MATRICES = ("w", "w_lora_a", "w_lora_b")
+"""Names of a projection's parameters that `project` multiplies by."""
 TokenKeys = Key[Array, "B T"]
 """A random key for each token."""
 
@@ -164,9 +166,8 @@ class Projection(nnx.Module):
             return self.w_lora_gain[...][:, None]
         if self.settled:
             return self.w_lora_m[...]
-        a, b = self._pair(self.adapter)
-        moved = jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1)
-        whole = self.weight(x).astype(jnp.float32) + self.adapter.scale * moved
+        w, a, b = (one.astype(x.dtype).astype(jnp.float32) for one in (self.weight(x), *self._pair(self.adapter)))
+        whole = w + self.adapter.scale * jnp.tensordot(a, b, 1)
         length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(self.contracted))))
         return self.w_lora_m[...] / jax.lax.stop_gradient(length)
 
@@ -214,23 +215,23 @@ def axes_of(spec: str) -> list[str]:
 
 
 def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`einsum(spec, x, w)` with a backward pass that is fast on CPUs.
+    """`einsum(spec, x, w)` in the dtype of x. The gradient of w is summed over tokens and devices in the dtype of w.
 
-    XLA's CPU products need their left operand row by row, and fuse what computes it into the copy that transposes it.
-    For the gradient of a wide layer's weights JAX puts the wide operand there, and the gated activation's derivative is
-    recomputed with strides: four fifths of a small model's step. Here both operands are computed once, and the narrow
-    one is transposed.
+    On a CPU the backward pass computes both operands of a product once, and transposes the narrow one. XLA's products
+    need their left operand row by row there, and fuse what computes it into the copy that transposes it. For the
+    gradient of a wide layer's weights JAX puts the wide operand there, and the gated activation's derivative is
+    recomputed with strides: four fifths of a small model's step.
     """
     return cast(jax.Array, _project(spec, x, w))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _einsum(spec, x, w)
+    return _einsum(spec, x, narrowed(w, x.dtype))
 
 
 def _project_forward(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _einsum(spec, x, w), (x, w)
+    return _project(spec, x, w), (x, w)
 
 
 def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -245,9 +246,14 @@ def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    x, dy = jax.lax.optimization_barrier((x, dy))
     of_x, of_w, of_y = axes_of(spec)
-    dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, w)
+    if platform() != "cpu":
+        dw = jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy, preferred_element_type=w.dtype)
+        return jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, narrowed(w, x.dtype)), dw
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    dx = jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, narrowed(w, x.dtype))
+    # Of two bfloat16 operands XLA's CPU products make no float32.
+    x, dy = x.astype(w.dtype), dy.astype(w.dtype)
     if x.size <= dy.size:
         return dx, jnp.einsum(f"{of_x},{of_y}->{of_w}", x, dy)
     turned = "".join(sorted(of_w, key=lambda axis: axis not in of_y))

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from tunix.config import DType
+from tunix.config import DType, GradientSums
 from tunix.mesh import Axes, sharding
 from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Auxiliary, Block
@@ -27,6 +27,7 @@ from tunix.models.decoder import Adapt, Decoder
 from tunix.models.layers import Projection, TokenKeys
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
+from tunix.models.scan import Remat
 from tunix.models.token_logprobs import token_logprobs
 from tunix.util.exact import jit
 
@@ -58,8 +59,10 @@ class Model:
     config: DecoderConfig
     dtype: DType = "float32"
     """Dtype of the computation."""
-    remat: bool = False
-    """Recompute each layer in the backward pass."""
+    remat: Remat = "none"
+    """What the backward pass recomputes of each layer; see `scan.KEEPS`."""
+    gradient_sums: GradientSums = "compute"
+    """Dtype in which the gradients of matrices are summed over tokens and devices: `dtype`, or float32."""
     attention: str = "auto"
     """Name of the implementation of attention within rows; see `attend.implementation`."""
     adapt: Adapt | None = None
@@ -300,6 +303,7 @@ class Model:
             quantization=self.quantization,
             simulated=dict(self.simulated),
             remat=self.remat,
+            gradient_sums=self.gradient_sums,
             attention=self.attention,
             has_scalar_head=self.has_scalar_head,
             has_lm_head=self.has_lm_head,

@@ -187,20 +187,26 @@ def traffic(program: Program, one: Instruction, home: Computation) -> float:
         return float(one.size + sum(operand.size for operand in operands))
     (called, *_) = one.calls
     inside = program.computations[called]
-    read = sum(_read(inside, number, operand) for number, operand in enumerate(operands))
+    read = sum(_read(program, inside, number, operand.size) for number, operand in enumerate(operands))
     return float(read + _written(inside, program.root(called)))
 
 
-def _read(inside: Computation, number: int, operand: Instruction) -> int:
-    """Bytes of its operand with this number that a fusion reads."""
+def _read(program: Program, inside: Computation, number: int, whole: int) -> int:
+    """Bytes of its operand with this number, which has so many, that a fusion reads."""
     parameter = next(one for one in inside.values() if one.opcode == "parameter" and one.literal == str(number))
     users = _users(inside, parameter.name)
-    if users and all(one.opcode in SLICING and one.operands[0] in passed for one, passed in users):
-        return min(operand.size, sum(one.size for one, _ in users))
+    return min(whole, sum(_of(program, one, names, whole) for one, names in users)) if users else whole
+
+
+def _of(program: Program, one: Instruction, names: set[str], whole: int) -> int:
+    """Bytes that an instruction reads of an array, its operand under these names: of what it slices, the slice."""
+    if one.opcode == "fusion":
+        inside = program.computations[one.calls[0]]
+        return sum(_read(program, inside, at, whole) for at, name in enumerate(one.operands) if name in names)
+    if one.opcode in SLICING and one.operands[0] in names:
+        return one.size
     # What is updated in place is not read.
-    if users and all(one.opcode == "dynamic-update-slice" and one.operands[0] in passed for one, passed in users):
-        return 0
-    return operand.size
+    return 0 if one.opcode == "dynamic-update-slice" and one.operands[0] in names else whole
 
 
 def _users(inside: Computation, name: str) -> list[tuple[Instruction, set[str]]]:

@@ -51,7 +51,10 @@ def products_line(learner: Learner, rules: Rules | None, mesh: Mesh) -> str:
     else:
         rounding = model.quantization
         products = hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
-    return f"{products}; attention: {attention_of(learner.spec, platform)}"
+    reason = learner.spec.remat_reason
+    remat = f"; remat: {model.remat}" + (f" (auto: {reason})" if reason else "")
+    line = f"{products}; attention: {attention_of(learner.spec, platform)}"
+    return line if model.remat == "none" and reason is None else line + remat
 
 
 def attention_of(spec: TrainerSpec, platform: str) -> str:

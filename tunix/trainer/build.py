@@ -29,6 +29,7 @@ from tunix.trainer.learner import Learner
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.reference import initial_reference
+from tunix.trainer.remat import chosen, held_by, memory_limit
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
 
@@ -85,6 +86,7 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
         seed=settings.seed,
         adapter=settings.adapter,
     )
+    spec = _with_remat(settings, spec, params, frozen)
     return local_client(
         spec,
         params,
@@ -175,6 +177,17 @@ def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, froze
     config = config.model_copy(update={"learning_rate": rate}) if rate else config
     spec = replace(policy, model=model, **_update_rule(config, settings.updates, model, mine))
     return Learner(spec, mine, {name: x for name, x in frozen.items() if name in model.shapes})
+
+
+def _with_remat(settings: ClientSettings, spec: TrainerSpec, params: Params, frozen: Params) -> TrainerSpec:
+    """The spec with what its layers recompute, chosen by the devices' memory where the recipe asks for that."""
+    if settings.model.remat != "auto":
+        return spec
+    slots = settings.slots or usual_slots(spec.mesh.devices.flat[0].platform)
+    cached, copies = slots * (settings.longest or 0), 1 + settings.reference
+    held = held_by(spec, params, frozen, copies=copies, cached_tokens=cached)
+    remat, reason = chosen(spec, held, memory_limit(spec.mesh))
+    return replace(spec, model=replace(spec.model, remat=remat), remat_reason=reason)
 
 
 def _exporter(settings: ClientSettings, source: Source, model: Model) -> Exporter:

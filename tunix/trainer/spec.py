@@ -26,3 +26,5 @@ class TrainerSpec:
     """Seed of everything random during training, e.g. 0."""
     adapter: AdapterConfig | None = None
     """The adapter that trains on a frozen base; None where all weights train."""
+    remat_reason: str | None = None
+    """Why the model's `remat` was chosen, for the run's first lines; None where the recipe names it."""

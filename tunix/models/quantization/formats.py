@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Shaped
 
 from tunix.config import BaseType
 from tunix.errors import UserError
-from tunix.mesh import Axes
+from tunix.mesh import Axes, platform
 from tunix.util.exact import jit
 
 SCALE = "_scale"
@@ -161,8 +161,19 @@ def in_compute(name: str, w: jax.Array, dtype: Any) -> jax.Array:
     return (
         w
         if is_scale(name) or name.endswith(("_lora_m", "_lora_gain")) or w.dtype not in (jnp.float32, jnp.bfloat16)
-        else w.astype(dtype)
+        else narrowed(w, dtype)
     )
+
+
+def narrowed(w: jax.Array, dtype: Any) -> jax.Array:
+    """`w.astype(dtype)`, computed where it is written.
+
+    XLA's TPU compiler takes a cast to bfloat16 out of a loop over layers, and holds a copy of them all. What rounds
+    before the cast needs float32 there.
+    """
+    if w.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16 and platform() == "tpu":
+        w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
+    return w.astype(dtype)
 
 
 def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
