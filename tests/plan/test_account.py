@@ -11,7 +11,7 @@ from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
 from tunix.plan.account import Account, account, largest
 from tunix.plan.hlo import arrays, parsed, size
-from tunix.util.loops import loop
+from tunix.util.loops import loop, switch
 
 M, K, N, LAYERS = 8, 32, 16, 5
 X = jax.ShapeDtypeStruct((M, K), jnp.float32)
@@ -110,3 +110,28 @@ def test_the_largest_arrays_are_named():
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parsed("HloModule nothing\n")
+
+
+def through_kinds(x: jax.Array, weights: jax.Array, times: tuple[int, int] | None) -> jax.Array:
+    """Every fourth layer multiplies by its whole matrix, the others by a quarter of it."""
+
+    def layer(x: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
+        w, kind = inputs
+        branches = (lambda x, w: jnp.pad(x @ w[:, : K // 4], ((0, 0), (0, K - K // 4))), jnp.matmul)
+        if times is None:
+            return jax.lax.switch(kind, branches, x, w), None
+        return switch(kind, branches, x, w, times=times), None
+
+    return jax.lax.scan(layer, x, (weights, jnp.arange(len(weights)) % 4 // 3))[0].sum()
+
+
+@pytest.mark.parametrize("function", [through_kinds, jax.grad(through_kinds, (0, 1))], ids=["forward", "gradient"])
+def test_a_choice_costs_what_its_branches_cost_as_often_as_they_are_taken(function):
+    weights, products = jax.ShapeDtypeStruct((4, K, K), jnp.float32), 1 if function is through_kinds else 3
+    whole = 2 * M * K * K * products
+    assert read(partial(function, times=(3, 1)), X, weights).flops == 3 * whole / 4 + whole
+
+
+def test_a_choice_that_nobody_describes_costs_its_dearest_branch():
+    weights = jax.ShapeDtypeStruct((8, K, K), jnp.float32)
+    assert read(partial(through_kinds, times=None), X, weights).flops == 8 * 2 * M * K * K

@@ -153,4 +153,5 @@ class Decoder(nnx.Module):
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
-        return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number))
+        layers = tuple(self.config.kinds.count(kind) for kind in kinds)
+        return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))

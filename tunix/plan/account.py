@@ -1,7 +1,8 @@
 """What a compiled program costs on each device: FLOPs, bytes of memory traffic, and what devices send each other.
 
 XLA's own cost analysis counts the body of a loop once. Here a loop counts as often as it runs: by the trip count that
-XLA found, or, where that is known only at run time, by what its scope states (`util/loops.py`).
+XLA found, or, where that is known only at run time, by what its scope states (`util/loops.py`). So a choice between
+branches costs their mean, weighted by how often each is taken.
 """
 
 import math
@@ -9,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from tunix.plan.hlo import Computation, Instruction, Program, parsed, size
-from tunix.util.loops import SCOPE
+from tunix.util.loops import CHOICE, SCOPE
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 FREE = {
@@ -96,9 +97,9 @@ def _executed(program: Program, name: str) -> Account:
             assert body is not None, f"a loop has a body: {one}"
             result.add(_executed(program, body), float(1 if trips is None else trips), loops=1)
         elif one.opcode == "conditional":
-            # The branch that costs most: which one runs is known only at run time.
             branches = [_executed(program, branch) for branch in _branches(one)]
-            result.add(max(branches, key=lambda branch: (branch.flops, branch.bytes)))
+            for branch, share in zip(branches, _shares(one, branches), strict=True):
+                result.add(branch, share)
         elif one.opcode in ("call", "async-start"):
             for called in one.calls:
                 result.add(_executed(program, called))
@@ -147,6 +148,16 @@ def _branches(one: Instruction) -> list[str]:
     if listed is not None:
         return re.findall(r"[\w.\-]+", listed)
     return [name for kind in ("true", "false") if (name := one.attribute(f"{kind}_computation"))]
+
+
+def _shares(one: Instruction, branches: list[Account]) -> list[float]:
+    """How often each branch is taken: by what its scope states, else always the one that costs most."""
+    stated = re.findall(rf"{CHOICE}(\d+(?:_\d+)*)", scope(one))
+    times = list(map(int, stated[-1].split("_"))) if stated else []
+    if len(times) == len(branches):
+        return [number / sum(times) for number in times]
+    dearest = max(branches, key=lambda branch: (branch.flops, branch.bytes))
+    return [float(branch is dearest) for branch in branches]
 
 
 def flops(program: Program, one: Instruction, home: Computation) -> float:

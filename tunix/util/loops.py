@@ -1,13 +1,15 @@
-"""A loop whose number of rounds is known only at run time, with a note for whoever reads the compiled program."""
+"""Loops and choices that are known only at run time, with a note for whoever reads the compiled program."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 Value = TypeVar("Value")
 SCOPE = "usually_"
 """The scope of such a loop is this and its usual number of rounds; `tunix.plan.account` reads it."""
+CHOICE = "times_"
+"""The scope of such a choice is this and how often each branch is taken, e.g. `times_22_4`."""
 
 
 def loop(number: jax.Array | int, body: Callable[[jax.Array, Value], Value], start: Value, *, usual: int) -> Value:
@@ -18,3 +20,13 @@ def loop(number: jax.Array | int, body: Callable[[jax.Array, Value], Value], sta
     """
     with jax.named_scope(f"{SCOPE}{usual}"):
         return jax.lax.fori_loop(0, number, body, start)
+
+
+def switch(index: jax.Array, branches: Sequence[Callable[..., Value]], *operands: Any, times: Sequence[int]) -> Value:
+    """`jax.lax.switch(index, branches, *operands)`.
+
+    Args:
+        times: how often each branch is taken, e.g. in a scan over 26 layers 22 and 4 times.
+    """
+    with jax.named_scope(CHOICE + "_".join(map(str, times))):
+        return jax.lax.switch(index, branches, *operands)

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, splash
 from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
+from tunix.util.loops import switch
 
 CONTEXT = "context"
 """The mesh axis over which the tokens of rows are split."""
@@ -58,6 +59,8 @@ class _Call(NamedTuple):
 
     implementations: tuple[Implementation, ...]
     windows: tuple[int | None, ...]
+    layers: tuple[int, ...]
+    """How many layers there are of each kind; nothing where there is one."""
     scale: float
     softcap: float | None
 
@@ -88,9 +91,9 @@ def attend(
         cached = implementation(spec_of(q, k, view, softcap)).cached
         assert cached is not None, "an implementation that takes a cache has the function for it"
         return cached(q, k, v, view, scale=scale, softcap=softcap)
-    views, kind = (view.views, view.kind) if isinstance(view, ByKind) else ((view,), None)
+    views, kind, layers = view if isinstance(view, ByKind) else ((view,), None, ())
     chosen = tuple(implementation(spec_of(q, k, one, softcap), one.attention) for one in views)
-    call = _Call(chosen, tuple(one.window for one in views), scale, softcap)
+    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap)
     return _attend(call, q, k, v, (views[0].ids, views[0].positions, views[0].parents), kind)
 
 
@@ -171,7 +174,7 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
     branches = list(map(branch, call.implementations, call.windows))
     if kind is None:
         return branches[0](q, k, v, tokens, *more)
-    return jax.lax.switch(kind, branches, q, k, v, tokens, *more)
+    return switch(kind, branches, q, k, v, tokens, *more, times=call.layers)
 
 
 def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> Callable:

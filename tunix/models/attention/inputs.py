@@ -99,6 +99,8 @@ class ByKind(NamedTuple):
     """The view of each kind; their windows are known while the program is traced."""
     kind: Int[Array, ""]
     """Index into `views`."""
+    layers: tuple[int, ...]
+    """How many layers there are of each kind."""
 
 
 @dataclass(frozen=True)
