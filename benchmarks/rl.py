@@ -6,6 +6,7 @@ measured on. Steps run one after the other, as a run has them; the medians of wh
 
 import argparse
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plain import plain_work
-from benchmarks.shapes import LORA, SHAPES
+from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import interleaved
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
@@ -24,8 +25,22 @@ from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.types import Sampling
 
-PROMPTS, GROUP, LENGTH, NEW = 2, 8, 64, 64
 PARTS = ("rollout", "reward", "update")
+
+
+class Sizes(NamedTuple):
+    """The work of a step."""
+
+    prompts: int = 2
+    group: int = 8
+    """Completions of each prompt."""
+    length: int = 64
+    """Tokens of a prompt."""
+    new: int = 64
+    """Tokens of a completion."""
+
+
+SIZES = Sizes()
 
 
 def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
@@ -33,16 +48,16 @@ def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]
     return [float(np.mean(np.array(ids) % 2 == 0)) for ids in completion_ids]
 
 
-def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length: int) -> RolloutStream:
+def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length: int, sizes: Sizes) -> RolloutStream:
     """Endless rollouts of random prompts, in rows of `length` tokens that `together` answers to a prompt share."""
     rng = np.random.default_rng(0)
-    rows = [{"prompt_ids": rng.integers(0, vocab, LENGTH).tolist()} for _ in range(64)]
-    config = DataConfig(train="given", max_length=LENGTH + NEW, completion_length=NEW)
+    rows = [{"prompt_ids": rng.integers(0, vocab, sizes.length).tolist()} for _ in range(64)]
+    config = DataConfig(train="given", max_length=sizes.length + sizes.new, completion_length=sizes.new)
     like = RolloutStep(
         prompts=[],
         collector=Collector(None, sampling, scorer),
         stream=Prompts(open_rows(rows), None, config, seed=0),
-        size=PROMPTS,
+        size=sizes.prompts,
         seed=0,
         first=True,
         length=length,
@@ -53,17 +68,19 @@ def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length
     return RolloutStream(like)
 
 
-def measure(steps: int, *, lora: bool, kl: float) -> dict[str, list[float]]:
+def measure(
+    steps: int, *, lora: bool, kl: float, shape: Shape = SHAPES["small"], sizes: Sizes = SIZES
+) -> dict[str, list[float]]:
     """Seconds of each step and of its parts, after two steps that compile."""
-    shape = SHAPES["small"]
-    sampling = Sampling(max_tokens=NEW)
-    together, length = shape.together(GROUP, PROMPTS, LENGTH + NEW, NEW)
-    rows = {"length": length, "rows": PROMPTS * GROUP // together, "unit": together, "longest": LENGTH + NEW}
+    sampling = Sampling(max_tokens=sizes.new)
+    longest, answers = sizes.length + sizes.new, sizes.prompts * sizes.group
+    together, length = shape.together(sizes.group, sizes.prompts, longest, sizes.new)
+    rows = {"length": length, "rows": answers // together, "unit": together, "longest": longest}
     client = shape.trainer(LORA if lora else None, **rows, reference=bool(kl))
-    algorithm = GRPO(GRPOConfig(group_size=GROUP, kl=kl), sampling)
+    algorithm = GRPO(GRPOConfig(group_size=sizes.group, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
     with Scorer([even]) as scorer:
-        data = stream(sampling, scorer, shape.config.vocab_size, together, length)
+        data = stream(sampling, scorer, shape.config.vocab_size, together, length, sizes)
         for step in range(steps + 2):
             rollouts, start = next(data), time.perf_counter()
             algorithm.update(client, rollouts)
@@ -91,7 +108,7 @@ def main() -> None:
         "step, ms",
         *(f"{part}, ms" for part in PARTS),
         "update of plain",
-        title=f"GRPO, {PROMPTS} x {GROUP}, {LENGTH} + {NEW}",
+        title=f"GRPO, {SIZES.prompts} x {SIZES.group}, {SIZES.length} + {SIZES.new}",
     )
     plain = plain_seconds(arguments.steps)
     for name, lora, kl in (("full", False, 0.0), ("full, with reference", False, 0.04), ("lora", True, 0.0)):

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.shapes import SHAPES
 from benchmarks.train import SIDE, interleaved
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
@@ -36,23 +36,27 @@ READ = 1 << 26
 """Floats of the array whose reading measures the memory's bandwidth: 256 MiB."""
 
 
-def engines(slots: tuple[int, ...]) -> dict[int, Engine]:
+def engines(
+    slots: tuple[int, ...], config: DecoderConfig = CONFIG, dtype: DType = "float32", length: int = PROMPT + LONGEST
+) -> dict[int, Engine]:
     """Engines of one random model, by their number of slots."""
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    model = Model(CONFIG)
-    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
-    made = {number: Engine(model, mesh, slots=number, length=PROMPT + LONGEST) for number in slots}
+    model = Model(config, dtype=dtype)
+    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, dtype), mesh)
+    made = {number: Engine(model, mesh, slots=number, length=length) for number in slots}
     for engine in made.values():
         engine.publish(params, 0)
     return made
 
 
-def requests(lengths: np.ndarray, temperature: float = 1.0, prompt: int = PROMPT) -> list[Request]:
+def requests(
+    lengths: np.ndarray, temperature: float = 1.0, prompt: int = PROMPT, vocab: int = CONFIG.vocab_size
+) -> list[Request]:
     """One request of random tokens for each number of new tokens."""
     rng = np.random.default_rng(0)
     settings = [Sampling(max_tokens=int(length), temperature=temperature) for length in lengths]
     return [
-        Request(rng.integers(0, CONFIG.vocab_size, prompt).astype(np.int32), sampling, 0, index)
+        Request(rng.integers(0, vocab, prompt).astype(np.int32), sampling, 0, index)
         for index, sampling in enumerate(settings)
     ]
 
@@ -85,13 +89,18 @@ def occupancy(lengths: np.ndarray, slots: int) -> float:
     return lengths.sum() / max(ends)
 
 
-def roofline(config: DecoderConfig, prompt: int, new: int, slots: int, peak: float, bandwidth: float) -> float:
-    """Least seconds for `slots` requests of one length."""
+def decoding(config: DecoderConfig, prompt: int, new: int, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """FLOPs of each of the `new` steps of `slots` requests, and the numbers that it reads: weights and filled cache."""
     weights = matmul_weights(config)
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * (prompt + np.arange(new))
-    flops = slots * (2 * weights + 2 * cache * config.num_heads // config.num_kv_heads)
-    steps = np.maximum(4 * (weights + slots * cache) / bandwidth, flops / peak)
-    return slots * prompt * 2 * weights / peak + float(steps.sum())
+    return slots * (2 * weights + 2 * cache * config.num_heads // config.num_kv_heads), weights + slots * cache
+
+
+def roofline(config: DecoderConfig, prompt: int, new: int, slots: int, peak: float, bandwidth: float) -> float:
+    """Least seconds for `slots` requests of one length, in float32."""
+    flops, numbers = decoding(config, prompt, new, slots)
+    steps = np.maximum(4 * numbers / bandwidth, flops / peak)
+    return slots * prompt * 2 * matmul_weights(config) / peak + float(steps.sum())
 
 
 def contenders(made: dict[int, Engine]) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:

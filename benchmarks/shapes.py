@@ -14,6 +14,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model, is_adapter
+from tunix.models.scan import Remat
 from tunix.trainer.build import engine_of, local_client
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, answers_per_row
@@ -41,6 +42,8 @@ class Shape:
     """Dtype of the computation and of a frozen base."""
     whole: DType = "float32"
     """Dtype of the weights where all of them train; adapters are float32."""
+    remat: Remat = "none"
+    """What the backward pass computes again of a layer."""
 
     def tokens(self) -> np.ndarray:
         """`[B T]` random ids."""
@@ -94,7 +97,8 @@ class Shape:
 
         mesh = build_mesh(MeshConfig(), jax.devices()[:1])
         adaptation = None if adapter is None else adapt(adapter, self.config)
-        model = Model(self.config, dtype=self.dtype, adapt=adaptation, quantization=quantization(adapter))
+        base = quantization(adapter)
+        model = Model(self.config, dtype=self.dtype, remat=self.remat, adapt=adaptation, quantization=base)
         mine = [name for name in model.shapes if is_adapter(name) or adapter is None]
         trains: DType = self.whole if adapter is None else "float32"
         dtypes: dict[str, DType] = {name: trains if name in mine else self.dtype for name in model.shapes}

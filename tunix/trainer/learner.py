@@ -63,6 +63,12 @@ class Learner:
             self.state, metrics = self._step(self.state, frozen, microbatches, self._key, loss)
         return metrics
 
+    def lowered(self, batch: Batch, loss: Loss) -> jax.stages.Lowered:
+        """The program that `step` runs on such a batch, lowered but not compiled; `plan.account` reads the compiled."""
+        microbatches, frozen = self._inputs(batch, loss)
+        with jax.set_mesh(self.spec.mesh):
+            return self._step.lower(self.state, frozen, microbatches, self._key, loss)
+
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
         """Adds the batch's gradients to those accumulated since the last `optim_step`."""
         microbatches, frozen = self._inputs(batch, loss)
