@@ -19,7 +19,7 @@ SUITABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-slow lint format docs notebooks peers
+.PHONY: help quickstart test test-slow lint format docs notebooks peers device-wheels
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
@@ -29,6 +29,7 @@ help:
 	@echo "make docs         the pages as a site in build/site; a warning is an error"
 	@echo "make notebooks    executes the notebooks and stores what they show (half an hour); ARGS=\"01 03\" for some of them"
 	@echo "make peers        the libraries that benchmarks/peers measures beside ours, in environments of their own"
+	@echo "make device-wheels  what python -m benchmarks.device needs beside JAX, to take along to a device"
 
 quickstart: $(VENV)/installed
 	$(BIN)/tunix run recipes/quickstart.yaml $(ARGS)
@@ -70,6 +71,24 @@ $(PEERS)/installed-tunix $(PEERS)/installed-trl $(PEERS)/installed-vllm: benchma
 	$(PEER_PIP) $$(grep '^$(@F:installed-%=%):' $< | cut -d: -f2)
 	test $(@F) != installed-vllm || $(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+# What `python -m benchmarks.device` needs beside Python 3.12 and JAX, as wheels that install without a network
+# (docs/devices/README.md). What JAX brings is left out; the rest has to stay below 64 MiB.
+WHEELS := build/device-wheels
+DEVICE_JAX ?= 0.11.2
+DEVICE_PYTHON ?= 3.12
+PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_24_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+FROM_JAX := jax jaxlib ml_dtypes numpy opt_einsum scipy
+WEIGH := import pathlib, sys; size = sum(x.stat().st_size for x in pathlib.Path("$(WHEELS)").glob("*.whl")) / 2**20; \
+	print(f"$(WHEELS): {size:.1f} MiB"); sys.exit("error: 64 MiB is the most that may be taken along" if size > 64 else 0)
+
+device-wheels: | $(BIN)/pip
+	rm -rf $(WHEELS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary=:all: \
+		--python-version $(DEVICE_PYTHON) --implementation cp $(PLATFORMS:%=--platform %) \
+		jax==$(DEVICE_JAX) --requirement benchmarks/device/requirements.txt
+	rm -f $(FROM_JAX:%=$(WHEELS)/%-*.whl)
+	@$(BIN)/python -c '$(WEIGH)'
 
 # pip arrives last, so that a .venv that was cut short is made again.
 $(BIN)/pip:

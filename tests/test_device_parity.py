@@ -1,0 +1,44 @@
+"""The stored numbers by which a device is checked: made of transformers, and met by this CPU."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.device.parity import REFERENCE, compared
+from tests.device_reference import numbers
+from tests.tiny_models import CASES, EACH
+from tunix.models.families.table import FAMILIES, from_hf
+from tunix.models.model import Model
+
+STORED = json.loads(REFERENCE.read_text())
+
+
+def test_every_family_is_stored():
+    assert STORED.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_the_numbers_are_those_of_transformers(case: str):
+    made, stored = numbers(case), STORED[CASES[case].model_type.removesuffix("_text")]
+    assert made["weights"] == stored["weights"]
+    np.testing.assert_allclose(made["logprobs"], stored["logprobs"], atol=2e-5)
+    assert made["gradients"].keys() == stored["gradients"].keys()
+    for name, both in stored["gradients"].items():
+        np.testing.assert_allclose(made["gradients"][name], both, atol=1e-4 * both[0], err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_wrong_number_is_found():
+    stored = STORED["qwen3"]
+    model = Model(from_hf(stored["config"], Path("stored")))
+    assert compared("qwen3", model, stored).status == "ok"
+    assert compared("qwen3", Model(model.config, dtype="bfloat16"), stored).status == "ok"
+    for name, place, change in (("logprobs", 3, 1e-3), ("gradients", "layers/q/w", 0.01)):
+        wrong = copy.deepcopy(stored)
+        wrong[name][place] = (np.array(wrong[name][place]) * (1 + change)).tolist()
+        assert compared("qwen3", model, wrong).status == "failed", name
+    with pytest.raises(ValueError, match="draws other weights"):
+        compared("qwen3", model, {**stored, "weights": "0"})
