@@ -20,7 +20,7 @@ GIGA = 2**30
 
 @dataclass
 class Report:
-    """A session's rows, by part."""
+    """What one call of the command found, by part."""
 
     machine: Machine
     small: bool
