@@ -48,6 +48,8 @@ class Case:
     devices: int | None = None
     """How many of the topology's devices; None for all."""
     remat: Remat = "block"
+    before: str = ""
+    """The same step compiled before attention by chunks and a head that is reduced once, as far as it was."""
 
     def lowered(self) -> Any:
         """The step, lowered for the topology."""
@@ -71,17 +73,19 @@ class Case:
 
 ONE, EIGHT, MANY = MeshConfig(), MeshConfig(fsdp=8), MeshConfig(fsdp=64)
 CASES: dict[str, Case] = {
-    "qwen-16k-h100": Case("qwen3-0.6b", "h100:1", 1, 16_384, ONE),
-    "qwen-16k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 16_384, ONE, devices=1),
-    "qwen-64k-h100": Case("qwen3-0.6b", "h100:1", 1, 65_536, ONE),
-    "qwen-64k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 65_536, ONE, devices=1),
-    "gemma-16k-h100": Case("gemma3-1b", "h100:1", 1, 16_384, ONE),
+    "qwen-16k-h100": Case("qwen3-0.6b", "h100:1", 1, 16_384, ONE, before="25.8 GiB, 4,756 GB"),
+    "qwen-16k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 16_384, ONE, devices=1, before="26.2 GiB, 3,966 GB"),
+    "qwen-64k-h100": Case("qwen3-0.6b", "h100:1", 1, 65_536, ONE, before="223.1 GiB, 99,514 GB"),
+    "qwen-64k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 65_536, ONE, devices=1, before="220.4 GiB: refused"),
+    "gemma-16k-h100": Case("gemma3-1b", "h100:1", 1, 16_384, ONE, before="168 TFLOP, 1,359 GB"),
     "gemma-16k-v5p": Case("gemma3-1b", "v5p:2x2x1", 1, 16_384, ONE, devices=1),
-    "llama-8b-h100": Case("llama3.1-8b", "h100:8", 8, 4096, EIGHT),
-    "llama-8b-v6e": Case("llama3.1-8b", "v6e:2x4", 8, 4096, EIGHT),
-    "llama-70b-h100": Case("llama3.1-70b", "h100:64", 64, 4096, MANY),
-    "llama-70b-v5p": Case("llama3.1-70b", "v5p:4x4x4", 64, 4096, MANY),
-    "llama-70b-tp-h100": Case("llama3.1-70b", "h100:64", 8, 4096, MeshConfig(fsdp=8, tensor=8)),
+    "llama-8b-h100": Case("llama3.1-8b", "h100:8", 8, 4096, EIGHT, before="20.9 GiB, 1,355 GB, sent 96.8 GB"),
+    "llama-8b-v6e": Case("llama3.1-8b", "v6e:2x4", 8, 4096, EIGHT, before="21.2 GiB, 1,391 GB, sent 137.8 GB"),
+    "llama-70b-h100": Case("llama3.1-70b", "h100:64", 64, 4096, MANY, before="33.4 GiB, 9,761 GB, sent 1,472 GB"),
+    "llama-70b-v5p": Case("llama3.1-70b", "v5p:4x4x4", 64, 4096, MANY, before="34.4 GiB, 6,788 GB, sent 1,909 GB"),
+    "llama-70b-tp-h100": Case(
+        "llama3.1-70b", "h100:64", 8, 4096, MeshConfig(fsdp=8, tensor=8), before="25.2 GiB, 1,210 GB, sent 107 GB"
+    ),
 }
 
 
@@ -118,7 +122,7 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
     kernels = ", ".join(f"{kernel} {number:.0f}" for kernel, number in found["kernels"].items() if number > 1)
     seconds = f"{found['traced']:.0f} + {found['compiled']:.0f}"
     numbers = (found["peak"] / GIGA, found["flops"] / 1e12, found["bytes"] / 1e9)
-    return [name, seconds, *(f"{number:,.1f}" for number in numbers), sent, kernels]
+    return [name, CASES[name].before, seconds, *(f"{number:,.1f}" for number in numbers), sent, kernels]
 
 
 def main() -> None:
@@ -131,13 +135,15 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measured(arguments.one, arguments.dump)))
         return
-    table = Table("step", "trace + compile, s", "peak GiB", "TFLOP", "GB moved", "GB sent, each device", "kernels")
+    table = Table(
+        "step", "before", "trace + compile, s", "peak GiB", "TFLOP", "GB moved", "GB sent, each device", "kernels"
+    )
     for name in arguments.cases:
         command = [sys.executable, "-m", "benchmarks.compiled", "--one", name]
         command += ["--dump", str(arguments.dump)] if arguments.dump else []
         made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode:
-            table.add_row(name, f"refused: {made.stderr.strip().splitlines()[-1][:200]}")
+            table.add_row(name, CASES[name].before, f"refused: {made.stderr.strip().splitlines()[-1][:200]}")
             continue
         found = json.loads(made.stdout.splitlines()[-1])
         table.add_row(*row(name, found))
