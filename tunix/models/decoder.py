@@ -77,7 +77,8 @@ class Decoder(nnx.Module):
             has_scalar_head: whether there is a value head.
             has_lm_head: whether there is a table for logits, where that is not the embedding.
         """
-        self.config, self.remat, self.attention, self.gradient_sums = config, remat, attention, gradient_sums
+        self.config, self.attention, self.gradient_sums = config, attention, gradient_sums
+        self.remat: Remat = remat
         self.embed = Table(config, rngs)
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
