@@ -181,10 +181,11 @@ class ModelConfig(Config):
     gradient_sums: GradientSums = "compute"
     """Precision in which the gradients of the layers' matrices are summed over tokens and devices: that of the
     computation, or `float32`, which loses no digits over however many devices, for twice the bytes."""
-    attention: Literal["auto", "einsum", "chunked", "splash"] = "auto"
+    attention: Literal["auto", "einsum", "chunked", "splash", "mosaic"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
-    memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs.
-    `auto`: the kernel where there is one, else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
+    memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
+    `mosaic` one for NVIDIA's Hopper and Blackwell (`pip install 'tunix[gpu]'`). `auto`: the kernel where there is one,
+    else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
 
     @model_validator(mode="after")
     def _source(self, info: Any) -> "ModelConfig":

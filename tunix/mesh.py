@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.mesh import get_concrete_mesh  # while a program is traced, jax.sharding gives the abstract one alone
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -125,6 +126,12 @@ def platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.default_backend() if device is None else device.platform
     return "gpu" if kind in ("cuda", "rocm") else kind
+
+
+def device_in_use() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
+    """A device that the program which is being traced is compiled for."""
+    mesh = get_concrete_mesh()
+    return jax.devices()[0] if mesh is None or mesh.empty else mesh.devices.flat[0]
 
 
 def shards(axis: str) -> int:

@@ -334,12 +334,22 @@ PLACES: Table = {
     "three devices": (
         nothing,
         ["mesh={fsdp: 3}"],
-        ["mesh: {data: 1, fsdp: 3, tensor: 1} does not fit 8 device(s)", "-1"],
+        ["mesh: {data: 1, fsdp: 3, context: 1, tensor: 1} does not fit 8 device(s)", "-1"],
+    ),
+    "a kernel of other devices": (
+        nothing,
+        ["model.attention=splash"],
+        ["model.attention: splash cannot be used here: it needs a TPU", "Leave it at auto"],
+    ),
+    "parts of a row that are no blocks": (
+        nothing,
+        ["mesh={fsdp: 4, context: 2}", "data.max_length=33"],
+        ["mesh: context 2 makes no whole blocks of 128 of rows of 33 tokens (data.max_length); 256 would do"],
     ),
     "too many devices": (
         nothing,
         ["mesh={data: 16, fsdp: -1}"],
-        ["mesh: {data: 16, fsdp: -1, tensor: 1} does not fit 8"],
+        ["mesh: {data: 16, fsdp: -1, context: 1, tensor: 1} does not fit 8"],
     ),
     "more shards than kv heads": (
         nothing,

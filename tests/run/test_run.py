@@ -42,6 +42,7 @@ EVERY_UPDATE = {
     "train/grad_norm",
     "train/learning_rate",
     "train/tokens",
+    "perf/fill",
     "perf/tokens_per_second",
     "perf/step_seconds",
     "perf/peak_memory",

@@ -26,7 +26,6 @@ from tunix.models.vocab_chunks import (
     Bend,
     Mass,
     Visit,
-    add_at,
     block_length,
     chunk_logits,
     ids_of,
@@ -42,7 +41,7 @@ from tunix.models.vocab_chunks import (
     visit_of,
 )
 from tunix.types import Compared, Divergence
-from tunix.util.loops import loop
+from tunix.util.loops import add_at, loop
 
 LEAST = 1e-37
 """Lowest probability of all other ids together, so that its logarithm is finite; it adds nothing to the sum."""

@@ -26,7 +26,6 @@ from tunix.models.vocab_chunks import (
     NEVER,
     Bend,
     Mass,
-    add_at,
     block_length,
     chunk_logits,
     in_chunks,
@@ -41,7 +40,7 @@ from tunix.models.vocab_chunks import (
     taken_in,
     visit_of,
 )
-from tunix.util.loops import loop
+from tunix.util.loops import add_at, loop
 
 
 class _Head(NamedTuple):
@@ -75,8 +74,7 @@ def token_logprobs(
     """
     head = _Head(Bend(softcap, temperature, len(table)), entropy)
     found = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
-    logprobs, spread = (in_rows(x, *targets.shape) for x in found)
-    return logprobs, spread
+    return jax.tree.map(lambda x: in_rows(x, *targets.shape), found)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

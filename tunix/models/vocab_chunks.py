@@ -207,13 +207,6 @@ def table_product(
     return constrain(product("BCpW,pWD->BCpD", weights, chunks[index]), "pieces", None, "vocab", None)
 
 
-def add_at(
-    sums: Float[Array, "chunks s D p W"], index: Int[Array, ""], new: Float[Array, "s D p W"]
-) -> Float[Array, "chunks s D p W"]:
-    """The sums with one more for a chunk. Not `.at[index].add`: that is a scatter, which reads and writes them all."""
-    return jax.lax.dynamic_update_index_in_dim(sums, sums[index] + new, index, 0)
-
-
 def outer_product(hidden: Float[Array, "B C D"], weights: Float[Array, "B C p W"]) -> Float[Array, "s D p W"]:
     """The sum of `hidden` times `weights` over the tokens of each shard of the rows, in float32.
 

@@ -19,7 +19,8 @@ from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, Player
-from tunix.run.describe import overview, products_line
+from tunix.run.attention import attention_of
+from tunix.run.describe import overview, products_line, remat_line
 from tunix.run.devices import mesh_of
 from tunix.run.inputs import Inputs, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
@@ -51,6 +52,10 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     sampling = sampling_of(recipe, inputs, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
     mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory_of(devices))
+    length, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
+    branched = microbatcher.unit > 1
+    model, attention = attention_of(inputs.source.decoder, recipe.model, mesh, length, branched=branched)
+    recipe = recipe.model_copy(update={"model": model})
     reference_path = algorithm.reference_path
     reference = None if reference_path is None else reference_source(reference_path, inputs.source)
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
@@ -66,7 +71,9 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     display.say(overview(client.learner, recipe.quantization, inputs, mesh, total))
     if why is not None and mesh.size > 1:
         display.say(why)
-    display.say(products_line(client.learner, recipe.quantization, mesh))
+    spec = client.learner.spec
+    lines = (products_line(spec.model, recipe.quantization, mesh), attention, remat_line(spec))
+    display.say("; ".join(filter(None, lines)))
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display

@@ -1,13 +1,9 @@
 """Lines that describe a run when it starts: its model, data and devices."""
 
-from dataclasses import replace
-
 import jax
 from jax.sharding import Mesh
 
-from tunix.errors import UserError
-from tunix.models.attention.attend import described
-from tunix.models.attention.inputs import AttentionSpec
+from tunix.models.model import Model
 from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
@@ -39,45 +35,17 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
     )
 
 
-def products_line(learner: Learner, rules: Rules | None, mesh: Mesh) -> str:
-    """One line about how the layers' matrix products and attention are computed on these devices.
-
-    Raises:
-        UserError: the implementation of attention that the recipe names cannot be used here.
-    """
-    model, platform = learner.spec.model, mesh.devices.flat[0].platform
+def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
+    """How the layers' matrix products are computed on these devices."""
+    platform = mesh.devices.flat[0].platform
     if rules is not None:
-        products = hardware.line(rules.kinds, model.dtype, platform, simulated=True)
-    else:
-        rounding = model.quantization
-        products = hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
-    reason = learner.spec.remat_reason
-    remat = f"; remat: {model.remat}" + (f" (auto: {reason})" if reason else "")
-    line = f"{products}; attention: {attention_of(learner.spec, platform)}"
-    return line if model.remat == "none" and reason is None else line + remat
+        return hardware.line(rules.kinds, model.dtype, platform, simulated=True)
+    rounding = model.quantization
+    return hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
-def attention_of(spec: TrainerSpec, platform: str) -> str:
-    """Which implementation computes attention within rows of a learner, and why not a faster one.
-
-    Raises:
-        UserError: the one that the recipe names cannot.
-    """
-    config, length = spec.model.config, spec.length
-    one = AttentionSpec(
-        queries=length // spec.mesh.shape["context"],
-        keys=length,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=spec.model.dtype,
-        cached=False,
-        branched=spec.microbatcher.unit > 1,
-        window=None,
-        softcap=config.attention_softcap,
-        platform=platform,
-    )
-    try:
-        return described([replace(one, window=kind.window) for kind in config.distinct_kinds], spec.model.attention)
-    except ValueError as error:
-        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
+def remat_line(spec: TrainerSpec) -> str | None:
+    """What the backward pass recomputes, and why where that was chosen; None where a recipe leaves it at `none`."""
+    if spec.remat_reason is not None:
+        return f"remat: {spec.model.remat} (auto: {spec.remat_reason})"
+    return None if spec.model.remat == "none" else f"remat: {spec.model.remat}"

@@ -26,10 +26,11 @@ from tunix.rollout.engine.shapes import usual_slots
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter
 from tunix.trainer.learner import Learner
+from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.reference import initial_reference
-from tunix.trainer.remat import chosen, held_by, memory_limit
+from tunix.trainer.remat import chosen, held_by
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
 
@@ -186,7 +187,7 @@ def _with_remat(settings: ClientSettings, spec: TrainerSpec, params: Params, fro
     slots = settings.slots or usual_slots(spec.mesh.devices.flat[0].platform)
     cached, copies = slots * (settings.longest or 0), 1 + settings.reference
     held = held_by(spec, params, frozen, copies=copies, cached_tokens=cached)
-    remat, reason = chosen(spec, held, memory_limit(spec.mesh))
+    remat, reason = chosen(spec, held, memory_of(list(spec.mesh.devices.flat)))
     return replace(spec, model=replace(spec.model, remat=remat), remat_reason=reason)
 
 

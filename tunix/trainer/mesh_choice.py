@@ -218,8 +218,9 @@ def _divided(number: int, demand: Demand) -> Iterator[tuple[int, int, int]]:
 
 def memory_of(devices: Sequence[jax.Device]) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes of a device that JAX may use; None where it does not say, as on a CPU."""
-    stats = devices[0].memory_stats()
-    return None if not stats else stats.get("bytes_limit")
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    stats = mine[0].memory_stats() if mine else None
+    return stats.get("bytes_limit") if stats else None
 
 
 def _written(sizes: MeshConfig) -> str:

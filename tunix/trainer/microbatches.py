@@ -110,10 +110,11 @@ def rows_per_microbatch(mesh: Mesh, batch_size: int, micro_batch_size: int | Non
             is split into several micro-batches.
     """
     shards = row_shards(mesh)
-    if micro_batch_size is None:
+    rows = micro_batch_size
+    if rows is None:
         most = _tokens_per_device(mesh) * shards * mesh.shape["context"] // length
-        micro_batch_size = min(most, _rows_of_split_batch(batch_size, most) if packing else batch_size)
-    return -(-max(micro_batch_size, 1) // shards) * shards
+        rows = min(most, _rows_of_split_batch(batch_size, most) if packing else batch_size)
+    return -(-max(rows, 1) // shards) * shards
 
 
 def _rows_of_split_batch(batch_size: int, most: int) -> int:

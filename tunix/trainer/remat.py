@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.mesh import RULES, row_shards
 from tunix.models.attention.attend import SHORT
@@ -52,7 +52,7 @@ class Held(NamedTuple):
     """Gradients of one micro-batch, and the sum of several."""
 
 
-def chosen(spec: TrainerSpec, held: Held, limit: int | None) -> Choice:
+def chosen(spec: TrainerSpec, held: Held, limit: float | None) -> Choice:
     """The first of CANDIDATES that fits, or `block`.
 
     Args:
@@ -116,13 +116,6 @@ def held_by(spec: TrainerSpec, params: Params, frozen: Params, *, copies: int, c
     # Those of a micro-batch, and their sum in float32.
     layers = size if spec.model.gradient_sums == "compute" else 4
     return Held(whole, device_bytes(params.values(), 4) + device_bytes(params.values(), layers))
-
-
-def memory_limit(mesh: Mesh) -> int | None:
-    """Bytes that a device of the mesh gives to programs; None where it does not say, as a CPU."""
-    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    stats = mine[0].memory_stats() if mine else None
-    return stats.get("bytes_limit") if stats else None
 
 
 def device_bytes(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct], itemsize: int | None = None) -> float:

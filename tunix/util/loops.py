@@ -1,9 +1,11 @@
-"""Loops and choices that are known only at run time, with a note for whoever reads the compiled program."""
+"""Loops and choices that are known only at run time, with a note for whoever reads the compiled program, and sums in
+loops."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jaxtyping import Array, Float, Int
 
 Value = TypeVar("Value")
 SCOPE = "usually_"
@@ -30,3 +32,8 @@ def switch(index: jax.Array, branches: Sequence[Callable[..., Value]], *operands
     """
     with jax.named_scope(CHOICE + "_".join(map(str, times))):
         return jax.lax.switch(index, branches, *operands)
+
+
+def add_at(sums: Float[Array, "number ..."], index: Int[Array, ""], new: Float[Array, "..."]) -> jax.Array:
+    """Sums with one more for an index. Not `.at[index].add`: that is a scatter, which reads and writes them all."""
+    return jax.lax.dynamic_update_index_in_dim(sums, sums[index] + new, index, 0)

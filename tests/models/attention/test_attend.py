@@ -13,7 +13,7 @@ from tests.trainers import PLAIN, RICH
 from tunix.models.attention import attend as table
 from tunix.models.attention import einsum
 from tunix.models.attention.attend import Implementation, attend, implementation, spec_of
-from tunix.models.attention.inputs import AttentionSpec, ByKind, Segments
+from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Segments
 from tunix.models.config import DecoderConfig, LayerKind
 from tunix.models.kv_cache import empty, extend, unstack
 from tunix.models.model import Model
@@ -131,3 +131,38 @@ def test_a_kind_more_is_attention_more_and_no_layer(monkeypatch):
     assert products(mixed) == 7 + 2 * 2
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
     assert not np.allclose(model.hidden(params, *ROWS), mixed.hidden(params, *ROWS))
+
+
+@pytest.mark.parametrize("name", ["einsum", "chunked"])
+def test_a_sink_takes_its_share_of_the_softmax(name: str):
+    """Beside a softmax with one score more, and its gradients by q, k, v and the sinks."""
+    q, k, v = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4)), jnp.float32)
+    sinks = jnp.asarray([0.3, -1.0])
+    view = Segments(jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 2]]), ROWS[1], window=3, attention=name)
+
+    def plain(q, k, v, sinks):
+        scores = jnp.einsum("BQNH,BTNH->BNQT", q, k) * 0.5
+        scores = jnp.where(view.seen(0, 8)[:, None], scores, -jnp.inf)
+        more = jnp.broadcast_to(sinks[None, :, None, None], (1, 2, 8, 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, more], -1), axis=-1)[..., :-1]
+        return jnp.einsum("BNQT,BTNH->BQNH", weights, v)
+
+    def ours(q, k, v, sinks):
+        return attend(q, k, v, view, scale=0.5, sinks=sinks)
+
+    inputs = (q, k, v, sinks)
+    np.testing.assert_allclose(ours(*inputs), plain(*inputs), rtol=1e-5, atol=1e-6)
+    found, expected = (
+        jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2), argnums=(0, 1, 2, 3))(*inputs) for f in (ours, plain)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sink_takes_the_same_share_with_a_cache():
+    q, k, v = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4)), jnp.float32)
+    sinks = jnp.asarray([0.3, -1.0])
+    rows = attend(q, k, v, Segments(ROWS[2], ROWS[1]), scale=0.5, sinks=sinks)
+    held = CacheView(columns=ROWS[1], positions=ROWS[1], held=ROWS[1])
+    cached = attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), held, scale=0.5, sinks=sinks)
+    np.testing.assert_allclose(cached, rows, rtol=1e-5, atol=1e-6)

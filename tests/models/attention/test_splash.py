@@ -34,7 +34,7 @@ def results(module, view: Segments, dtype: str, softcap: float | None, **setting
     q, k, v, pull = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
     settings = {"scale": 0.1, "softcap": softcap, **settings}
     result = module.forward(q, k, v, view, **settings)
-    return *result, *module.backward(q, k, v, view, result, pull, **settings)
+    return *result, *module.backward(q, k, v, view, result, (pull, None), **settings)
 
 
 CASES = [(True, None, None, "float32")]
@@ -55,6 +55,30 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
     tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
+
+
+@pytest.mark.parametrize("window", [40, *slow([None])])
+def test_parts_of_the_queries_have_their_part(window):
+    """A row over two devices: each has half of the queries, and its share of the gradients of all keys."""
+    view, half = rows(parents=window is None)._replace(window=window), T // 2
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
+    q, k, v, pull = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    settings = {"scale": 0.1, "softcap": None}
+
+    def of_part(first: jax.Array):
+        mine = view._replace(first=first)
+        mq, mp = (jax.lax.dynamic_slice_in_dim(x, first, half, 1) for x in (q, pull))
+        result = splash.forward(mq, k, v, mine, **settings, interpret=True)
+        return *result, *splash.backward(mq, k, v, mine, result, (mp, None), **settings, interpret=True)
+
+    one, other = (jax.jit(of_part)(jnp.int32(first)) for first in (0, half))
+    found = [jnp.concatenate(each, 1) for each in zip(one[:3], other[:3], strict=True)]
+    found += [one[3] + other[3], one[4] + other[4]]
+    expected = jax.jit(partial(results, einsum, view, "float32", None))()
+    real = np.asarray(view.ids > 0)
+    for part, whole in zip(found, expected, strict=True):
+        np.testing.assert_allclose(part[real], whole[real], rtol=1e-5, atol=2e-5)
 
 
 def test_what_the_kernel_lacks():

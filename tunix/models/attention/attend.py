@@ -23,8 +23,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from tunix.mesh import partition, platform, shards
-from tunix.models.attention import chunked, einsum, splash
+from tunix.mesh import device_in_use, partition, platform, shards
+from tunix.models.attention import chunked, einsum, mosaic, splash
 from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
 from tunix.util.loops import switch
 
@@ -33,7 +33,8 @@ CONTEXT = "context"
 KEPT = ("mixed", "lse")
 """Names of what the backward pass reads of the forward pass, besides q, k and v."""
 SHORT = 1024
-"""Tokens of a row up to which the einsums are taken where no kernel is: fewer operations than their scores cost."""
+"""Tokens of a row up to which the einsums are taken where no kernel is: the scores of so short rows cost less than the
+chunks' loops."""
 
 
 class Implementation(NamedTuple):
@@ -45,11 +46,13 @@ class Implementation(NamedTuple):
     forward: Callable[..., Mixed]
     """Called as `forward(q, k, v, view, scale=..., softcap=...)` with `Segments`."""
     backward: Callable[..., Gradients]
-    """Called as `backward(q, k, v, view, result, d_mixed, scale=..., softcap=...)`: the result of `forward`, and the
-    gradient by its first part."""
+    """Called as `backward(q, k, v, view, result, d_result, scale=..., softcap=...)`: the result of `forward`, and the
+    gradients by it."""
     local: bool = False
     """Whether each device calls it for its own rows and heads; else it is written for all, and XLA splits it."""
-    cached: Callable[..., jax.Array] | None = None
+    kernel: bool = False
+    """Whether it is a device's own, to be compared with the einsums there before it is used (`gate.py`)."""
+    cached: Callable[..., Mixed] | None = None
     """Called as `cached(q, k, v, view, scale=..., softcap=...)` with a `CacheView`, for prefill and decoding; None
     where `lacks` refuses those."""
 
@@ -63,6 +66,8 @@ class _Call(NamedTuple):
     """How many layers there are of each kind; nothing where there is one."""
     scale: float
     softcap: float | None
+    sinks: bool
+    """Whether the log-sum-exp is read, and so has a gradient."""
 
 
 def attend(
@@ -73,6 +78,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """`softmax(scale q.k) v` over the keys that each query sees.
 
@@ -83,18 +89,26 @@ def attend(
         view: which tokens see each other, the window, and which implementation computes it.
         scale: multiplies q.k.
         softcap: `softcap * tanh(scores / softcap)` before the mask.
+        sinks: a score of each head that takes part in the softmax and mixes no value: weights may sum to less than 1.
 
     Raises:
         ValueError: the implementation that the view names cannot compute the call.
     """
     if isinstance(view, CacheView):
-        cached = implementation(spec_of(q, k, view, softcap)).cached
+        cached = implementation(spec_of(q, k, view, softcap, sinks=sinks is not None)).cached
         assert cached is not None, "an implementation that takes a cache has the function for it"
-        return cached(q, k, v, view, scale=scale, softcap=softcap)
+        return _past_sinks(cached(q, k, v, view, scale=scale, softcap=softcap), sinks)
     views, kind, layers = view if isinstance(view, ByKind) else ((view,), None, ())
-    chosen = tuple(implementation(spec_of(q, k, one, softcap), one.attention) for one in views)
-    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap)
-    return _attend(call, q, k, v, (views[0].ids, views[0].positions, views[0].parents), kind)
+    specs = [spec_of(q, k, one, softcap, sinks=sinks is not None) for one in views]
+    chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
+    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks is not None)
+    return _past_sinks(_attend(call, q, k, v, (views[0].ids, views[0].positions, views[0].parents), kind), sinks)
+
+
+def _past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Float[Array, "B T N H"]:
+    """What remains of a result when its weights are shared with the sinks."""
+    mixed, lse = result
+    return mixed if sinks is None else mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype)
 
 
 def implementation(spec: AttentionSpec, wanted: str = "auto") -> Implementation:
@@ -137,9 +151,16 @@ def _described(spec: AttentionSpec, wanted: str) -> str:
     return chosen.name + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
-def spec_of(q: jax.Array, k: jax.Array, view: Segments | CacheView, softcap: float | None) -> AttentionSpec:
-    """The spec of a call of `attend`."""
-    cached = isinstance(view, CacheView)
+def spec_of(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    view: Segments | CacheView,
+    softcap: float | None,
+    *,
+    sinks: bool = False,
+) -> AttentionSpec:
+    """The spec of a call of `attend`, on the mesh in use."""
+    cached, capability = isinstance(view, CacheView), getattr(device_in_use(), "compute_capability", None)
     kv_heads, keys = (k.shape[1], k.shape[3]) if cached else (k.shape[2], k.shape[1])
     return AttentionSpec(
         queries=q.shape[1] if cached else q.shape[1] // parts_of(q.shape[1]),
@@ -149,16 +170,18 @@ def spec_of(q: jax.Array, k: jax.Array, view: Segments | CacheView, softcap: flo
         head_dim=q.shape[3],
         dtype=str(q.dtype),
         cached=cached,
-        branched=not cached and view.parents is not None,
+        branched=isinstance(view, Segments) and view.parents is not None,
         window=view.window,
         softcap=softcap,
+        sinks=sinks,
         platform=platform(),
+        capability=None if capability is None else float(capability),
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, q, k, v, tokens, kind) -> jax.Array:
-    return _by_kind(call, "forward", kind, q, k, v, tokens)[0]
+def _attend(call: _Call, q, k, v, tokens, kind) -> Mixed:
+    return _by_kind(call, "forward", kind, q, k, v, tokens)
 
 
 def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, tokens, *more):
@@ -223,20 +246,22 @@ def parts_of(length: int) -> int:
 
 def _forward(call: _Call, q, k, v, tokens, kind):
     result = _by_kind(call, "forward", kind, q, k, v, tokens)
-    mixed, lse = map(checkpoint_name, result, KEPT)
-    return mixed, (q, k, v, tokens, kind, (mixed, lse))
+    result = tuple(map(checkpoint_name, result, KEPT))
+    return result, (q, k, v, tokens, kind, result)
 
 
-def _backward(call: _Call, saved, d_mixed):
+def _backward(call: _Call, saved, d_result):
     q, k, v, tokens, kind, result = saved
-    gradients = _by_kind(call, "backward", kind, q, k, v, tokens, result, d_mixed)
+    d_mixed, d_lse = d_result
+    gradients = _by_kind(call, "backward", kind, q, k, v, tokens, result, (d_mixed, d_lse if call.sinks else None))
     return *gradients, None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation("splash", splash.lacks, splash.forward, splash.backward, local=True),
+    Implementation("splash", splash.lacks, splash.forward, splash.backward, local=True, kernel=True),
+    Implementation("mosaic", mosaic.lacks, mosaic.forward, mosaic.backward, local=True, kernel=True),
     Implementation("chunked", chunked.lacks, chunked.forward, chunked.backward, local=True),
     Implementation("einsum", lambda spec: None, einsum.forward, einsum.backward, cached=einsum.cached),
 )

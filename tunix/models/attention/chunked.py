@@ -14,8 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.attention.inputs import HIDDEN, AttentionSpec, Gradients, Mixed, Segments, scaled
-from tunix.util.loops import loop
+from tunix.models.attention.inputs import (
+    HIDDEN,
+    AttentionSpec,
+    DMixed,
+    Gradients,
+    Mixed,
+    Segments,
+    inner_products,
+    scaled,
+)
+from tunix.util.loops import add_at, loop
 
 BLOCK = 512
 """Queries and keys of a block."""
@@ -84,20 +93,18 @@ def backward(
     v: Float[Array, "B keys K H"],
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_result: DMixed,
     *,
     scale: float,
     softcap: float | None,
 ) -> Gradients:
     """As `attend.Implementation.backward`: each block's weights are made again from the log-sum-exp of its queries."""
-    mixed, mass = result
     size, kv_heads = block_size(q.shape[1], k.shape[1]), k.shape[2]
     blocks = _cut(scaled(q, scale), k, v, view, size)
     order, counts = met(blocks, view, size)
-    # d softmax: p (dp - sum p dp), whose sum over the keys is that of mixed times its gradient over the head.
-    inner = jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
-    d_mixed_blocks = _queries(d_mixed, kv_heads, size)
-    mass_blocks, inner_blocks = (_queries(x[..., None], kv_heads, size)[..., 0] for x in (mass, inner))
+    d_mixed_blocks = _queries(d_result[0], kv_heads, size)
+    per_query = (result[1], inner_products(result, d_result))
+    mass_blocks, inner_blocks = (_queries(x[..., None], kv_heads, size)[..., 0] for x in per_query)
 
     def of_queries(sums: tuple[jax.Array, jax.Array], i: Int[Array, ""]):
         def meet(n: Int[Array, ""], sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -114,7 +121,7 @@ def backward(
             new_v = jnp.einsum(
                 "BKQC,BKQH->BKCH", weights.astype(v.dtype), d_mixed_blocks[i], preferred_element_type=jnp.float32
             )
-            return d_q, _add_at(d_k, j, new_k), _add_at(d_v, j, new_v)
+            return d_q, add_at(d_k, j, new_k), add_at(d_v, j, new_v)
 
         start = (jnp.zeros(blocks.q.shape[1:], jnp.float32), *sums)
         d_q, d_k, d_v = loop(counts[i], meet, start, usual=usual(len(blocks.k), size, view.window))
@@ -123,11 +130,6 @@ def backward(
     nothing = jnp.zeros(blocks.k.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(of_queries, (nothing, nothing), jnp.arange(len(blocks.q)))
     return _joined(d_q, q.shape), _joined(d_k.astype(k.dtype), k.shape), _joined(d_v.astype(v.dtype), v.shape)
-
-
-def _add_at(sums: Float[Array, "blocks B K C H"], j: Int[Array, ""], new: Float[Array, "B K C H"]) -> jax.Array:
-    """The sums with one more for block j. Not `.at[j].add`: that is a scatter, which reads and writes all of them."""
-    return jax.lax.dynamic_update_index_in_dim(sums, sums[j] + new, j, 0)
 
 
 def block_size(queries: int, keys: int) -> int:
@@ -216,8 +218,8 @@ def _cut(q: jax.Array, k: jax.Array, v: jax.Array, view: Segments, size: int) ->
         padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-1)
         return padded.reshape(len(x), -1, size).swapaxes(0, 1)
 
-    rows = (_queries(x, kv_heads, size) for x in (q, k, v))
-    return _Blocks(*rows, *map(tokens, (view.ids, parents, view.positions)), view.first // size)
+    q, k, v = (_queries(x, kv_heads, size) for x in (q, k, v))
+    return _Blocks(q, k, v, tokens(view.ids), tokens(parents), tokens(view.positions), view.first // size)
 
 
 def _queries(x: Float[Array, "B T N H"], kv_heads: int, size: int) -> Float[Array, "blocks B K Q H"]:

@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix.models.attention.inputs import HIDDEN, CacheView, Gradients, Mixed, Segments, grouped, scaled, ungrouped
+from tunix.models.attention.inputs import (
+    HIDDEN,
+    CacheView,
+    DMixed,
+    Gradients,
+    Mixed,
+    Segments,
+    grouped,
+    scaled,
+    ungrouped,
+)
 
 BLOCK_Q = 128
 """Queries of a block at least: a block skips the keys after its last query, nearly half of all scores."""
@@ -49,17 +59,18 @@ def backward(
     v: Float[Array, "B T K H"],
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_result: DMixed,
     *,
     scale: float,
     softcap: float | None,
 ) -> Gradients:
     """The gradients of `forward`, which is computed again; as `attend.Implementation.backward`."""
 
-    def again(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward(q, k, v, view, scale=scale, softcap=softcap)[0]
+    def again(q: jax.Array, k: jax.Array, v: jax.Array) -> DMixed:
+        mixed, lse = forward(q, k, v, view, scale=scale, softcap=softcap)
+        return mixed, None if d_result[1] is None else lse
 
-    return jax.vjp(again, q, k, v)[1](d_mixed)
+    return jax.vjp(again, q, k, v)[1](d_result)
 
 
 def cached(
@@ -70,10 +81,11 @@ def cached(
     *,
     scale: float,
     softcap: float | None,
-) -> Float[Array, "B C N H"]:
+) -> tuple[Float[Array, "B C N H"], Float[Array, "B C N"]]:
     """Attention of new queries over the whole cache, in whose layout both products read it without a transpose."""
     queries = grouped(scaled(q, scale), k.shape[1])
-    return ungrouped(_block(queries, k.astype(q.dtype), v.astype(q.dtype), view.bias, "BKQH,BKHT->BKQT", softcap)[0])
+    mixed, lse = _block(queries, k.astype(q.dtype), v.astype(q.dtype), view.bias, "BKQH,BKHT->BKQT", softcap)
+    return ungrouped(mixed), ungrouped(lse[..., None])[..., 0]
 
 
 def _block(

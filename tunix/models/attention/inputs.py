@@ -28,6 +28,8 @@ Cache = tuple[jax.Array, jax.Array]
 Mixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 """Each query's mean of the values it sees, and the log-sum-exp of its scores in float32: with it two such results over
 different keys are merged, and a backward pass makes the weights again."""
+DMixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]
+"""Gradients by the two; None where nobody reads the log-sum-exp."""
 Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B keys K H"], Float[Array, "B keys K H"]]
 """Gradients by q, k and v, in their dtypes."""
 
@@ -56,8 +58,12 @@ class AttentionSpec:
     """Positions that a query sees, itself included; None for all."""
     softcap: float | None
     """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
+    sinks: bool
+    """Whether sinks take part in the softmax."""
     platform: str
     """cpu, gpu or tpu."""
+    capability: float | None
+    """Compute capability of an NVIDIA GPU, e.g. 9.0; None of another device."""
 
 
 class Segments(NamedTuple):
@@ -133,6 +139,25 @@ class CacheView:
         put_values = jax.vmap(lambda row, new, at: row.at[:, at].set(new, mode="drop"))
         keys = put_keys(keys, k.transpose(0, 2, 3, 1).astype(keys.dtype), self.columns)
         return placed(keys), placed(put_values(values, v.transpose(0, 2, 1, 3).astype(values.dtype), self.columns))
+
+
+def inner_products(result: Mixed, d_result: DMixed) -> Float[Array, "B T N"]:
+    """What the gradient of a softmax takes off the gradient of each weight: `d_scores = weights (d_weights - this)`.
+
+    The sum of weights times their gradients over the keys is that of `mixed` times its gradient over the head; a score
+    moves the log-sum-exp by its weight.
+    """
+    (mixed, _), (d_mixed, d_lse) = result, d_result
+    inner = jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
+    return inner if d_lse is None else inner - d_lse
+
+
+def merged(one: Mixed, other: Mixed) -> Mixed:
+    """Attention over two sets of keys from that over each; a log-sum-exp of -inf says that there are none."""
+    lse = jnp.logaddexp(one[1], other[1])
+    shares = (jnp.exp(part - lse)[..., None] for _, part in (one, other))
+    first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (one, other), strict=True))
+    return (first + second).astype(one[0].dtype), lse
 
 
 def placed(cache: jax.Array) -> jax.Array:

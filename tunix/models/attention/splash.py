@@ -18,7 +18,16 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 from jaxtyping import Array, Float
 
-from tunix.models.attention.inputs import AttentionSpec, Gradients, Mixed, Segments, scaled
+from tunix.models.attention.inputs import (
+    AttentionSpec,
+    DMixed,
+    Gradients,
+    Mixed,
+    Segments,
+    inner_products,
+    merged,
+    scaled,
+)
 
 LANES = 128
 """Rows are whole numbers of these; so are blocks."""
@@ -47,10 +56,8 @@ def unfit(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call on any device."""
     if spec.cached:
         return "it reads no cache"
-    if spec.queries != spec.keys:
-        return "its masks are of whole rows, and the mesh splits rows over context"
-    if spec.keys % LANES:
-        return f"rows of {spec.keys} tokens are no multiple of {LANES}"
+    if spec.queries % LANES:
+        return f"rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.branched and spec.window is not None:
         return "its windows count columns, and between a prompt and its completion there may be others"
     return None
@@ -58,8 +65,8 @@ def unfit(spec: AttentionSpec) -> str | None:
 
 def forward(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
     view: Segments,
     *,
     scale: float,
@@ -67,7 +74,7 @@ def forward(
     interpret: bool = False,
 ) -> Mixed:
     """As `attend.Implementation.forward`; `interpret` runs the kernel's text on any device, slowly."""
-    found, sizes = _masks(q.shape[1], q.shape[2], view.window), _sizes(q.shape[1])
+    found, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
 
     def one(ids: splash.SegmentIds, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         mixed, (lse,) = splash._splash_attention_forward(
@@ -89,25 +96,25 @@ def forward(
         return mixed, lse
 
     heads = _heads(scaled(q, scale), k, v)
-    parts = [jax.vmap(one)(ids, *heads) for ids in _segments(view)]
-    mixed, lse = parts[0] if len(parts) == 1 else _merged(*parts)
+    parts = [jax.vmap(one)(ids, *heads) for ids in _segments(view, q.shape[1])]
+    mixed, lse = reduce(merged, parts)
     return mixed.swapaxes(1, 2).astype(q.dtype), lse.swapaxes(1, 2)
 
 
 def backward(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_result: DMixed,
     *,
     scale: float,
     softcap: float | None,
     interpret: bool = False,
 ) -> Gradients:
     """As `attend.Implementation.backward`. Of two merged calls each adds its keys' part, by the merged log-sum-exp."""
-    found, sizes = _masks(q.shape[1], q.shape[2], view.window), _sizes(q.shape[1])
+    found, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
     settings = {
         "is_mqa": False,
         "mask_value": splash.DEFAULT_MASK_VALUE,
@@ -134,36 +141,46 @@ def backward(
         )
         return d_q, d_k, d_v
 
-    mixed, lse = result
-    inner = jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
-    rest = (lse.swapaxes(1, 2), d_mixed.swapaxes(1, 2), inner.swapaxes(1, 2))
-    parts = [jax.vmap(one)(ids, *_heads(scaled(q, scale), k, v), *rest) for ids in _segments(view)]
+    rest = _heads(result[1], d_result[0], inner_products(result, d_result))
+    parts = [jax.vmap(one)(ids, *_heads(scaled(q, scale), k, v), *rest) for ids in _segments(view, q.shape[1])]
     d_q, d_k, d_v = _heads(*(reduce(jnp.add, part) for part in zip(*parts, strict=True)))
     return scaled(d_q, scale).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 def _heads(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-    """`[B T N H]` as `[B N T H]`."""
+    """`[B T N ...]` as `[B N T ...]`."""
     return tuple(x.swapaxes(1, 2) for x in inputs)
 
 
-def _segments(view: Segments) -> list[splash.SegmentIds]:
+def _segments(view: Segments, queries: int) -> list[splash.SegmentIds]:
     """What queries and keys compare: their own segments and, where prompts are shared, those of the prompts."""
-    own = splash.SegmentIds(q=view.ids, kv=view.ids)
-    if view.parents is None:
-        return [own]
-    prompts = jnp.where(view.parents == view.ids, NOBODY, view.parents)
-    return [own, splash.SegmentIds(q=prompts, kv=view.ids)]
+    sought = [view.ids]
+    if view.parents is not None:
+        sought.append(jnp.where(view.parents == view.ids, NOBODY, view.parents))
+    parts = (jax.lax.dynamic_slice_in_dim(ids, view.first, queries, axis=1) for ids in sought)
+    return [splash.SegmentIds(q=ids, kv=view.ids) for ids in parts]
 
 
-def _merged(
-    one: tuple[Float[Array, "B N T H"], Float[Array, "B N T"]], other: tuple[jax.Array, jax.Array]
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """Attention over two sets of keys from that over each."""
-    lse = jnp.logaddexp(one[1], other[1])
-    shares = (jnp.exp(part - lse)[..., None] for _, part in (one, other))
-    first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (one, other), strict=True))
-    return first + second, lse
+def _masks_of(q: Float[Array, "B T N H"], k: Float[Array, "B keys K H"], view: Segments) -> _Masks:
+    """The kernel's masks of these queries, which may be a part of their rows."""
+    queries, keys = q.shape[1], k.shape[1]
+    found = _masks(keys, keys // queries, q.shape[2], view.window)
+    if queries == keys:
+        return found
+    part = view.first // queries
+
+    def mine(mask: Any) -> Any:
+        lists = {name: getattr(mask, name) for name in ("data_next", "mask_next", "block_mask")}
+        own = {name: None if x is None else _slice(x, part, keys // queries, 1) for name, x in lists.items()}
+        return mask._replace(**own, q_sequence=_slice(mask.q_sequence, part, keys // queries, 0))
+
+    return _Masks(mine(found.by_q), mine(found.by_kv), found.function)
+
+
+def _slice(x: Any, part: jax.Array | int, parts: int, axis: int) -> jax.Array:
+    """One of so many equal parts of an array."""
+    size = x.shape[axis] // parts
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
 
 
 def _sizes(length: int) -> splash.BlockSizes:
@@ -174,11 +191,11 @@ def _sizes(length: int) -> splash.BlockSizes:
 
 
 @lru_cache(maxsize=32)
-def _masks(length: int, heads: int, window: int | None) -> _Masks:
-    """The kernel's masks of causal rows; computed once for each shape, with numpy."""
-    shape, sizes = (length, length), _sizes(length)
+def _masks(length: int, parts: int, heads: int, window: int | None) -> _Masks:
+    """The kernel's masks of causal rows, one after the other for each part; made once for each shape, with numpy."""
+    shape, sizes = (length, length), _sizes(length // parts)
     one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    mask, settings = masks.MultiHeadMask([one] * heads), {"head_shards": 1, "q_seq_shards": 1}
+    mask, settings = masks.MultiHeadMask([one] * heads), {"head_shards": 1, "q_seq_shards": parts}
     by_q, function = info.process_mask(mask, (sizes.block_q, sizes.block_kv), **settings)
     by_kv, _ = info.process_mask_dkv(mask, (sizes.block_q_dkv, sizes.block_kv_dkv), **settings)
     return _Masks(by_q, by_kv, function)

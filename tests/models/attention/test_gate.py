@@ -1,0 +1,71 @@
+"""A kernel has to give the einsums' numbers on a device; what it is off by is measured once."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.trainers import RICH
+from tunix.config import MeshConfig, ModelConfig
+from tunix.errors import UserError
+from tunix.mesh import build_mesh
+from tunix.models.attention import attend as table
+from tunix.models.attention import chunked, gate
+from tunix.models.attention.attend import Implementation, spec_of
+from tunix.models.attention.inputs import Segments
+from tunix.run.attention import attention_of
+
+MODEL = ModelConfig(init="random", family="llama", dtype="float32")
+
+
+def spec(*, branched: bool = False, window: int | None = None):
+    q, k = (jax.ShapeDtypeStruct((1, 8, heads, 8), jnp.float32) for heads in (2, 1))
+    ids = jnp.zeros((1, 8), jnp.int32)
+    return spec_of(q, k, Segments(ids, ids, ids if branched else None, window), 20.0)
+
+
+def kernel(forget: str | None = None) -> Implementation:
+    """Chunks under another name, which forget a part of what they are told."""
+
+    def told(compute, q, k, v, view, *more, **settings):
+        view = view._replace(**{forget: jnp.ones_like(view.ids) if forget == "ids" else None}) if forget else view
+        return compute(q, k, v, view, *more, **settings)
+
+    forward, backward = (partial(told, one) for one in (chunked.forward, chunked.backward))
+    return Implementation("kernel", lambda _: None, forward, backward, kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("forget", "call"), [("ids", spec()), ("window", spec(window=40)), ("parents", spec(branched=True))]
+)
+def test_what_forgets_a_part_of_the_mask_is_far_off(forget, call):
+    assert gate.measured(kernel(), call) < 1e-5
+    assert gate.measured(kernel(forget), call) > 10 * gate.LIMIT
+
+
+def test_a_difference_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(table.BY_NAME, "kernel", kernel("ids"))
+    file = tmp_path / "cache/attention.json"
+    first = gate.difference("kernel", spec(), file)
+    monkeypatch.setattr(gate, "measured", lambda *_: pytest.fail("it is known"))
+    assert gate.difference("kernel", replace(spec(), queries=4096, keys=4096), file) == first > gate.LIMIT
+    file.write_text("{")
+    monkeypatch.setattr(gate, "measured", lambda *_: 0.5)
+    assert gate.difference("kernel", spec(), file) == 0.5
+
+
+def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):
+    monkeypatch.setattr(table, "IMPLEMENTATIONS", (kernel(), *table.IMPLEMENTATIONS))
+    monkeypatch.setitem(table.BY_NAME, "kernel", kernel())
+    of = partial(attention_of, RICH, mesh=build_mesh(MeshConfig(fsdp=1), jax.devices()[:1]), length=64, branched=False)
+    monkeypatch.setattr(gate, "difference", lambda name, spec: 0.001)
+    assert of(MODEL) == (MODEL, "attention: kernel")
+    monkeypatch.setattr(gate, "difference", lambda name, spec: 0.3)
+    model, line = of(MODEL)
+    assert model.attention == "chunked"
+    assert line == "attention: chunked (kernel is off the einsums by 0.3 of their size on this device, more than 0.01)"
+    with pytest.raises(UserError, match=r"model\.attention: kernel is off .* Leave it at auto, which takes chunked"):
+        of(MODEL.model_copy(update={"attention": "kernel"}))
+    assert of(MODEL.model_copy(update={"attention": "einsum"}))[1] == "attention: einsum"

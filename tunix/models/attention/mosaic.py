@@ -1,0 +1,166 @@
+"""Attention by tokamax's Mosaic kernels for NVIDIA's Hopper and Blackwell GPUs (`pip install 'tunix[gpu]'`).
+
+Each query sees an interval of keys, by its columns: from the start of its segment or of its window up to itself. Where
+segments share a prompt, a second call lets each query see its interval of the prompt, and both are merged by their
+log-sum-exp. The forward and the backward kernel are called apart, so that what is kept between them is named in one
+place (`attend.py`).
+
+Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, reduce
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.mesh import device_in_use
+from tunix.models.attention.inputs import AttentionSpec, DMixed, Gradients, Mixed, Segments, merged
+
+CAPABILITIES = range(9, 11)
+"""Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
+NEVER = 1e30
+"""A log-sum-exp beside which every weight is 0."""
+
+
+class _Interval(NamedTuple):
+    """The keys that each query sees of one part of its row."""
+
+    start: Int[Array, "B Q"]
+    """The first column."""
+    stop: Int[Array, "B Q"]
+    """The column after the last."""
+    some: Bool[Array, "B Q"] | None = None
+    """Whether there are any; None where there always are."""
+
+
+def lacks(spec: AttentionSpec) -> str | None:
+    """Why the kernel cannot compute a call; None where it can."""
+    if spec.capability is None or int(spec.capability) not in CAPABILITIES:
+        return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
+    if find_spec("tokamax") is None:
+        return "it needs tokamax: pip install 'tunix[gpu]'"
+    return unfit(spec)
+
+
+def unfit(spec: AttentionSpec) -> str | None:
+    """Why the kernel cannot compute a call on any device."""
+    if spec.cached:
+        return "it reads no cache"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16, not {spec.dtype}"
+    if spec.sinks:
+        return "its backward pass takes no gradient by the log-sum-exp, which sinks have"
+    return None
+
+
+def forward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
+    view: Segments,
+    *,
+    scale: float,
+    softcap: float | None,
+    op: Any = None,
+) -> Mixed:
+    """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
+    op = op or _kernel()
+
+    def one(interval: _Interval) -> Mixed:
+        settings = {"logits_scale": scale, "logits_soft_cap": softcap, "return_residuals": True}
+        with _for_the_device_in_use():
+            mixed, (top, total) = op(q, k, v, mask=_mask(interval, q, k), **settings)
+        lse = (top + jnp.log(total)).swapaxes(1, 2)
+        return mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)
+
+    return reduce(merged, map(one, intervals(view, q.shape[1])))
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
+    view: Segments,
+    result: Mixed,
+    d_result: DMixed,
+    *,
+    scale: float,
+    softcap: float | None,
+    op: Any = None,
+) -> Gradients:
+    """As `attend.Implementation.backward`. Of two merged calls each adds its keys' part, by the merged log-sum-exp."""
+    op = op or _kernel()
+    mixed, lse = result
+
+    def one(interval: _Interval) -> tuple[jax.Array, ...]:
+        mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
+        # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
+        residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
+        with _for_the_device_in_use():
+            call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
+            settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
+            found = op.vjp(residuals, mixed, d_result[0], *call.args, **settings)
+        return found["q"], found["k"], found["v"]
+
+    d_q, d_k, d_v = (reduce(jnp.add, parts) for parts in zip(*map(one, intervals(view, q.shape[1])), strict=True))
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+def intervals(view: Segments, queries: int) -> list[_Interval]:
+    """What each of the queries sees: of its own segment and, where prompts are shared, of its prompt."""
+    columns = jnp.broadcast_to(jnp.arange(view.ids.shape[1]), view.ids.shape)
+    new = jnp.concatenate([jnp.ones_like(view.ids[:, :1]), jnp.diff(view.ids)], axis=1) != 0
+    start = jax.lax.cummax(jnp.where(new, columns, 0), axis=1)
+    first = start if view.window is None else jnp.maximum(start, columns - view.window + 1)
+    found = [_Interval(first, columns + 1)]
+    if view.parents is not None:
+        found.append(_of_parents(view, start))
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), found)
+
+
+def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
+    """The columns of each token's prompt, within its window by positions."""
+    length = view.ids.shape[1]
+
+    def of_row(ids, parents, positions, start):
+        begin = jax.ops.segment_min(start, ids, num_segments=length + 1)[parents]
+        stop = jax.ops.segment_max(jnp.arange(length), ids, num_segments=length + 1)[parents] + 1
+        # A prompt's positions are its columns, moved.
+        moved = begin - positions[jnp.clip(begin, 0, length - 1)]
+        near = begin if view.window is None else jnp.maximum(begin, positions - view.window + 1 + moved)
+        some = (parents != ids) & (near < stop)
+        return _Interval(jnp.where(some, near, 0), jnp.where(some, stop, 1), some)
+
+    return jax.vmap(of_row)(view.ids, view.parents, view.positions, start)
+
+
+def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
+    """tokamax's mask. Where queries are the keys' tokens it is said to be causal, so that later blocks are left out."""
+    from tokamax._src.ops.attention.base import Mask
+
+    own = interval.some is None and q.shape[1] == k.shape[1]
+    return Mask(k_start=interval.start[:, None], k_end=None if own else interval.stop[:, None], is_causal=own)
+
+
+@cache
+def _kernel() -> Any:
+    from absl.flags import FLAGS
+    from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
+
+    FLAGS.mark_as_parsed()  # tokamax reads its settings from absl's flags, which refuse to be read before.
+    return PallasMosaicGpuFlashAttention()
+
+
+@contextmanager
+def _for_the_device_in_use() -> Iterator[None]:
+    """tokamax asks JAX's default device what it is; a program may be compiled for one that is not here."""
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    with jax.default_device(device_in_use()):
+        yield

@@ -1,0 +1,59 @@
+"""Which implementation computes the attention of a run's rows, decided before its weights are loaded."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.config import ModelConfig
+from tunix.errors import UserError
+from tunix.models.attention import gate
+from tunix.models.attention.attend import described, implementation, spec_of
+from tunix.models.attention.inputs import AttentionSpec, Segments
+from tunix.models.config import DecoderConfig
+
+
+def attention_of(
+    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
+) -> tuple[ModelConfig, str]:
+    """The recipe's model with the implementation that is to be used, and a line that says which and why no faster one.
+
+    A kernel has to give the einsums' numbers on this device (`models/attention/gate.py`); else chunks replace it.
+
+    Args:
+        config: the structure of the model.
+        model: its dtype, and the implementation that the recipe names.
+        mesh: the devices.
+        length: T, tokens of a row.
+        branched: whether sequences share a prompt in a row.
+
+    Raises:
+        UserError: the implementation that the recipe names cannot be used here, or gives other numbers, and why.
+    """
+    specs = _specs(config, model, mesh, length, branched=branched)
+    try:
+        line = f"attention: {described(specs, model.attention)}"
+    except ValueError as error:
+        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
+    for spec in specs:
+        one = implementation(spec, model.attention)
+        if not one.kernel or (off := gate.difference(one.name, spec)) <= gate.LIMIT:
+            continue
+        wrong = f"{one.name} is off the einsums by {off:.2g} of their size on this device, more than {gate.LIMIT}"
+        if model.attention != "auto":
+            raise UserError(f"model.attention: {wrong}. Leave it at auto, which takes chunked instead.")
+        return model.model_copy(update={"attention": "chunked"}), f"attention: chunked ({wrong})"
+    return model, line
+
+
+def _specs(
+    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
+) -> list[AttentionSpec]:
+    """The calls of the model's kinds of layers."""
+    q, k = (
+        jax.ShapeDtypeStruct((1, length, heads, config.head_dim), model.dtype)
+        for heads in (config.num_heads, config.num_kv_heads)
+    )
+    ids = jnp.zeros((1, length), jnp.int32)
+    views = [Segments(ids, ids, ids if branched else None, kind.window) for kind in config.distinct_kinds]
+    with jax.set_mesh(mesh):
+        return [spec_of(q, k, view, config.attention_softcap) for view in views]
