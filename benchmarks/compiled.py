@@ -66,7 +66,7 @@ class Case:
             length=self.length,
             seed=0,
         )
-        params = programs.parameters(model, mesh, dict.fromkeys(model.shapes, "float32"))
+        params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
         batch = programs.BatchShape(self.number, self.rows, self.length, self.number * self.rows)
         return programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective)
 

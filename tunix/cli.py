@@ -22,6 +22,7 @@ from tunix.commands.arguments import (
     export_arguments,
     generate_arguments,
     inspect_arguments,
+    plan_arguments,
     quantize_arguments,
     recipe_arguments,
     run_arguments,
@@ -132,9 +133,15 @@ examples:
 
 
 def _run(parsed: Parsed) -> None:
-    from tunix.run.train import train
+    from tunix.commands.plan import require_fit
+    from tunix.recipe.recipe import Recipe
 
-    train(parsed.recipe, parsed.overrides, tiny=parsed.tiny, fresh=parsed.fresh)
+    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
+    if not (parsed.tiny or parsed.no_plan):
+        require_fit(recipe, parsed.fresh)
+    from tunix.run.train import train  # it loads jax, and the plan above is made without it
+
+    train(recipe, fresh=parsed.fresh)
 
 
 def _check(parsed: Parsed) -> None:
@@ -142,6 +149,14 @@ def _check(parsed: Parsed) -> None:
 
     print(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny).to_yaml(), end="")
     print(f"# ok: {parsed.recipe}")  # a comment, so that the output is a recipe again
+
+
+def _plan(parsed: Parsed) -> None:
+    from tunix.commands.plan import plan
+    from tunix.recipe.recipe import Recipe
+
+    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
+    plan(recipe, parsed.topology or [None], parsed.deadline, as_json=parsed.json)
 
 
 def _inspect(parsed: Parsed) -> None:
@@ -273,6 +288,12 @@ COMMANDS = {
         "tunix check recipes/sft_gemma.yaml optimizer.name=lion",
         recipe_arguments,
         _check,
+    ),
+    "plan": Command(
+        "what a recipe needs of devices that need not be here, by their compilers",
+        "tunix plan recipes/sft_gemma.yaml --topology h100:1",
+        plan_arguments,
+        _plan,
     ),
     "inspect": Command(
         "show rendered examples, their trained tokens, and the accounting of the rows",

@@ -35,7 +35,7 @@ def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto") ->
         length=LENGTH,
         seed=0,
     )
-    params = programs.parameters(model, devices, dict.fromkeys(model.shapes, "float32"))
+    params = model.abstract(dict.fromkeys(model.shapes, "float32"), devices)
     batch = programs.BatchShape(1, ROWS, LENGTH, ROWS)
     return account(programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective).compile().as_text())
 

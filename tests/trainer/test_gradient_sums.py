@@ -65,7 +65,7 @@ def test_float32_sums_do_not_depend_on_the_number_of_devices():
 @pytest.mark.slow
 def test_gradients_and_their_sums_over_microbatches_are_split_as_the_weights():
     mesh, model = build_mesh(EIGHT), Model(replace(PLAIN, ffn=80), dtype="bfloat16")
-    params = programs.parameters(model, mesh, dict.fromkeys(model.shapes, "float32"))
+    params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
     compute = Compute(model, optax.sgd(0.1), optax.constant_schedule(0.1))
     batch = programs._microbatches(mesh, programs.BatchShape(2, 8, 24, 16))
 

@@ -34,6 +34,19 @@ def run_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix run`."""
     recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
+    unasked = "do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)"
+    parser.add_argument("--no-plan", action="store_true", help=unasked)
+
+
+def plan_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix plan`."""
+    recipe_arguments(parser)
+    devices = "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1; may be given several "
+    devices += "times; without it those at hand"
+    parser.add_argument("--topology", action="append", default=[], metavar="CHIP:SHAPE", help=devices)
+    stops = "maximum seconds of each plan (600)"
+    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help=stops)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def inspect_arguments(parser: Parser) -> None:

@@ -34,7 +34,7 @@ from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import usual_slots
 from tunix.types import Completion, Sampling
-from tunix.util.compile_cache import keep_compilations
+from tunix.util.startup import prepare_jax
 from tunix.util.yaml_io import read_mapping
 
 COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messages", "input_ids": "tokens"}
@@ -134,7 +134,7 @@ class InferenceModel:
 
     def weights(self) -> tuple[Model, Params, Mesh]:
         """Reads the weights onto all devices; the caller owns them, since they are not cached."""
-        keep_compilations()
+        prepare_jax()
         mesh = build_mesh(MeshConfig())
         return *loaded(self.source, self.options.dtype, mesh), mesh
 

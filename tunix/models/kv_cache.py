@@ -45,19 +45,25 @@ def unstack(model: Model, params: Params) -> Weights:
     Wide matrices are stored with their contracted axes last (`Model.turned`).
     """
 
-    def view(name: str, x: jax.Array, axes: Axes) -> jax.Array:
+    def view(name: str, x: jax.Array) -> jax.Array:
         w = in_compute(name, model.on_grid(name, x), model.dtype)
         if name.removeprefix(LAYERS).removesuffix("/w") in model.turned:
-            w, axes = jnp.moveaxis(w, 0, -1), (*axes[1:], axes[0])
-        return constrain(jnp.copy(w), *axes)
+            w = jnp.moveaxis(w, 0, -1)
+        return constrain(jnp.copy(w), *view_axes(model, name))
 
-    top = {name: view(name, params[name], model.axes[name]) for name in TOP if name in params}
+    top = {name: view(name, params[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
 
     def layer(index: int) -> Params:
-        return {name.removeprefix(LAYERS): view(name, params[name][index], model.axes[name][1:]) for name in stacked}
+        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name in stacked}
 
     return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
+
+
+def view_axes(model: Model, name: str) -> Axes:
+    """Logical axes of a parameter as `unstack` stores it, given its stacked name."""
+    axes = model.axes[name][name.startswith(LAYERS) :]
+    return (*axes[1:], axes[0]) if name.removeprefix(LAYERS).removesuffix("/w") in model.turned else axes
 
 
 def magnified(model: Model) -> bool:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType, GradientSums
-from tunix.mesh import Axes, sharding
+from tunix.mesh import Axes, platform, sharding
 from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
@@ -115,6 +115,14 @@ class Model:
     def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
         """The sharding of each parameter on a mesh."""
         return {name: sharding(self.axes[name], shape, mesh) for name, shape in self.shapes.items()}
+
+    def abstract(self, dtypes: Mapping[str, DType], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of the parameters named in `dtypes`, which nobody has to make for that."""
+        places = self.shardings(mesh)
+        return {
+            name: jax.ShapeDtypeStruct(self.shapes[name], self.kinds.get(name, dtype), sharding=places[name])
+            for name, dtype in dtypes.items()
+        }
 
     def init(self, key: PRNGKeyArray, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
         """Random values for the parameters named in `dtypes`, created with their sharding; others are never computed.
@@ -280,15 +288,18 @@ class Model:
             projection.settled, projection.turned = settled, name in self.turned
         return block
 
-    @cached_property
+    @property
     def turned(self) -> frozenset[str]:
         """Projections whose matrix is stored with its contracted axes last for sampling: wide ones, on a CPU.
 
         There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
         as long as with the transposed matrix, whose rows are shorter.
         """
-        if jax.default_backend() != "cpu":
-            return frozenset()
+        return self._wide if platform() == "cpu" else frozenset()
+
+    @cached_property
+    def _wide(self) -> frozenset[str]:
+        """Projections whose matrix has rows that are longer than a memory page."""
         projections = self._layers.projections().items()
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name, one in projections if one.contracted == 1}
         page = PAGE // jnp.dtype(self.dtype).itemsize

@@ -263,19 +263,21 @@ def group_size(one: Instruction) -> int:
     return len(listed[1].split(",")) if listed else 2
 
 
-def largest(text: str, number: int = 5) -> list[tuple[int, str, str]]:
-    """The largest arrays that a program writes: bytes, type and shape, and scope; each kind once.
+def largest(text: str, number: int = 5) -> list[tuple[int, str, str, str]]:
+    """The largest arrays that a program writes: bytes, type and shape, scope, and line of tunix; each kind once.
 
     Raises:
         ValueError: it is not the text of a program.
     """
     program = parsed(text)
-    found: dict[str, tuple[int, str, str]] = {}
+    found: dict[str, tuple[int, str, str, str]] = {}
     fused = {name for home in program.computations.values() for one in home.values() for name in _fusions(one)}
     for name, home in program.computations.items():
         for one in home.values():
             if name not in fused and one.opcode not in FREE and not one.kind.startswith("("):
-                found.setdefault(one.kind.split("{")[0], (size(one.kind), one.kind.split("{")[0], scope(one)))
+                found.setdefault(
+                    one.kind.split("{")[0], (size(one.kind), one.kind.split("{")[0], scope(one), program.line(one))
+                )
     return sorted(found.values(), reverse=True)[:number]
 
 

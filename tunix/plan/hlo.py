@@ -5,7 +5,7 @@ The text is what `jax.stages.Compiled.as_text()` returns: the program of one dev
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
@@ -73,6 +73,13 @@ class Program:
     computations: dict[str, Computation]
     entry: str
     """Name of the computation that runs first."""
+    lines: dict[str, str] = field(default_factory=dict)
+    """Number of a stack frame -> the innermost line of tunix in it, e.g. `models/layers.py:240`."""
+
+    def line(self, one: Instruction) -> str:
+        """The line of tunix that an instruction comes from, e.g. `models/layers.py:240`; empty where it is unknown."""
+        frame = re.search(r"\bstack_frame_id=(\d+)", one.text)
+        return self.lines.get(frame[1], "") if frame else ""
 
     def root(self, computation: str) -> Instruction:
         """The instruction whose result is that of a computation."""
@@ -97,7 +104,29 @@ def parsed(text: str) -> Program:
             computations[current][one.name] = one
     if not entry:
         raise ValueError("this is not the text of a compiled program: it has no ENTRY")
-    return Program(computations, entry)
+    return Program(computations, entry, _lines(text[: text.index("ENTRY ")]))
+
+
+def _lines(text: str) -> dict[str, str]:
+    """The lines of the stack frames that a program's text lists before its computations."""
+    files = {
+        number: name.rpartition("/tunix/")[2] for number, name in re.findall(r'^(\d+) "(/.*/tunix/.*)"$', text, re.M)
+    }
+    places = {
+        number: f"{files[file]}:{line}"
+        for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)", text, re.M)
+        if file in files
+    }
+    frames = {
+        number: (place, parent)
+        for number, place, parent in re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", text, re.M)
+    }
+
+    def innermost(frame: str) -> str:
+        place, parent = frames[frame]
+        return places.get(place) or (innermost(parent) if parent != frame and parent in frames else "")
+
+    return {frame: innermost(frame) for frame in frames}
 
 
 def _instruction(found: re.Match) -> Instruction:

@@ -1,28 +1,37 @@
 """A run's programs lowered from shapes alone: no weight is made and no device touched.
 
-Axes: M micro-batches, R rows of a micro-batch, T time, S sequences.
+Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's width,
+Sl slots, C tokens at a time.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
 from tunix.config import DType
-from tunix.mesh import by_rows, fast_products
+from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
+from tunix.models.kv_cache import LAYERS, TOP, Weights, empty, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
+from tunix.rollout.engine.programs import State, decode, prefill
+from tunix.rollout.engine.request import flow
 from tunix.trainer.learner import abstract_moments
-from tunix.trainer.microbatches import PER_TOKEN
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
 from tunix.trainer.spec import TrainerSpec
-from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
-from tunix.types import Loss
+from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
+from tunix.trainer.teacher import compute_states
+from tunix.types import Batch, Loss
 from tunix.util.exact import jit
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""
+Scores = Literal["logprobs", "entropies", "values"]
 
 
 class BatchShape(NamedTuple):
@@ -38,36 +47,196 @@ class BatchShape(NamedTuple):
     """S."""
     parents: bool = False
     """Whether segments share a prompt."""
-    pairs: bool = False
-    """Whether sequences 2 i and 2 i + 1 are a pair."""
+    counts: tuple[str, ...] = ("tokens", "sequences")
+    """Names of its denominators."""
+    per_token: tuple[str, ...] = ()
+    """Names of its values `[M R T]`."""
+    per_sequence: tuple[str, ...] = ()
+    """Names of its values `[S]`."""
+
+    @classmethod
+    def of(cls, batch: Batch, microbatcher: Microbatcher) -> "BatchShape":
+        """The shape of a batch as `Microbatcher.place` puts it on the mesh."""
+        names = (tuple(x) for x in (batch.counts, batch.per_token, batch.per_sequence))
+        number, (_, length) = microbatcher.number(batch), batch.tokens.shape
+        return cls(number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names)
 
 
-def parameters(model: Model, mesh: Mesh, dtypes: Mapping[str, DType]) -> Shapes:
-    """The shapes of the parameters named in `dtypes`, with their shardings."""
-    places = model.shardings(mesh)
-    return {
-        name: jax.ShapeDtypeStruct(model.shapes[name], model.kinds.get(name, dtype), sharding=places[name])
-        for name, dtype in dtypes.items()
-    }
+class TeacherShape(NamedTuple):
+    """The shapes of `TeacherStates`."""
+
+    hidden: jax.ShapeDtypeStruct
+    """`[M R T Te]`."""
+    table: jax.ShapeDtypeStruct
+    """`[V Te]`."""
+    softcap: float | None
+    """Softcap of the teacher's logits, e.g. 30.0; None without one."""
 
 
-def step(spec: TrainerSpec, params: Shapes, frozen: Shapes, batch: BatchShape, loss: Loss) -> jax.stages.Lowered:
-    """The training step of a learner with these parameters, as `Learner.step` runs it."""
-    everywhere = NamedSharding(spec.mesh, PartitionSpec())
+def moments(spec: TrainerSpec, params: Shapes) -> object:
+    """The shapes of the optimizer's state for these parameters: a tree of them."""
+    return abstract_moments(spec.optimizer, params, NamedSharding(spec.mesh, PartitionSpec()))
+
+
+def step(
+    spec: TrainerSpec,
+    params: Shapes,
+    base: Shapes,
+    batch: BatchShape,
+    loss: Loss,
+    reference: Shapes | None = None,
+    teacher: TeacherShape | None = None,
+) -> jax.stages.Lowered:
+    """The training step of a learner with these parameters, as `Learner.step` runs it.
+
+    Args:
+        params: those that train.
+        base: the frozen ones under an adapter.
+        reference: where the loss reads its log-probs.
+        teacher: where the loss reads a divergence from it.
+    """
     drops = bool(spec.adapter and spec.adapter.dropout)
     compute = Compute(spec.model, spec.optimizer, spec.schedule, drops=drops)
+    softcap = None if teacher is None else teacher.softcap
 
     # Records hold arrays, so they are made while the program is traced.
-    def run(state: tuple, frozen: Params, batch: tuple, key: PRNGKeyArray) -> tuple:
-        new, metrics = compute.step(TrainState(*state), FrozenInputs(frozen), Microbatches(*batch), key, loss)
+    def run(state: tuple, frozen: tuple, batch: tuple, key: PRNGKeyArray) -> tuple:
+        base, reference, states = frozen
+        told = None if states is None else TeacherStates(*states, softcap)
+        new, metrics = compute.step(
+            TrainState(*state), FrozenInputs(base, reference, told), Microbatches(*batch), key, loss
+        )
         return (new.params, new.moments, new.step), metrics
 
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
-    state = (params, abstract_moments(spec.optimizer, params, everywhere), number)
+    number, key = (_on(spec.mesh, x) for x in (number, key))
+    state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
     compiled = jit(run, donate_argnums=0, options=fast_products(spec.mesh, spec.model.dtype))
     with jax.set_mesh(spec.mesh):
-        return compiled.lower(state, frozen, _microbatches(spec.mesh, batch), key)
+        return compiled.lower(state, (base, reference, states), _microbatches(spec.mesh, batch), key)
+
+
+def scoring(
+    scorer: Scorer, params: Shapes, batch: BatchShape, kind: Scores, temperature: float = 1.0
+) -> jax.stages.Lowered:
+    """Log-probs, entropies or values of given sequences, as a learner or a frozen model computes them.
+
+    Args:
+        params: all weights.
+    """
+    mesh, options = scorer.microbatcher.mesh, {} if kind == "values" else scorer.options
+
+    def run(params: Params, batch: tuple) -> jax.Array:
+        microbatches = Microbatches(*batch)
+        if kind == "values":
+            return scorer.compute_values(params, microbatches)
+        return scorer.compute_logprobs(params, microbatches, temperature, entropy=kind == "entropies")
+
+    with jax.set_mesh(mesh):
+        return jit(run, options=options).lower(params, _microbatches(mesh, batch))
+
+
+def teacher_states(
+    model: Model, mesh: Mesh, params: Shapes, own: BatchShape, students: BatchShape
+) -> jax.stages.Lowered:
+    """A teacher's states of a batch, as `Teacher.states` computes them.
+
+    Args:
+        mesh: the teacher's.
+        own: the batch in the teacher's micro-batches.
+        students: the same batch in the student's.
+    """
+
+    def run(params: Params, batch: tuple) -> jax.Array:
+        return compute_states(model, params, Microbatches(*batch), students.number, students.rows)
+
+    with jax.set_mesh(mesh):
+        return jit(run).lower(params, _microbatches(mesh, own))
+
+
+def teacher_shape(model: Model, students: Mesh, batch: BatchShape) -> TeacherShape:
+    """What a student's step reads of its teacher for a batch."""
+    width, places = model.config.d_model, NamedSharding(students, PartitionSpec(None, RULES["rows"]))
+    hidden = jax.ShapeDtypeStruct((batch.number, batch.rows, batch.length, width), model.dtype, sharding=places)
+    table = _placed(students, (model.config.vocab_size, width), model.dtype, ("vocab", "embed"))
+    return TeacherShape(hidden, table, model.config.logit_softcap)
+
+
+def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
+    """The shapes of the weights as the engine copies them, layer by layer."""
+    with jax.set_mesh(mesh):
+        weights = jax.eval_shape(partial(unstack, model), params)
+        if magnified(model):
+            settled = zip(weights.layers, jax.eval_shape(partial(gains, model), weights), strict=True)
+            weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
+        top = {name: _placed(mesh, x.shape, x.dtype, view_axes(model, name)) for name, x in weights.top.items()}
+
+        def layer(own: Mapping[str, Any]) -> Any:
+            return {
+                name: _placed(mesh, x.shape, x.dtype, view_axes(model, LAYERS + name)[: len(x.shape)])
+                for name, x in own.items()
+            }
+
+        return Weights(cast(Params, top), tuple(map(layer, weights.layers)))
+
+
+def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
+    """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
+    return {name: x for name, x in weights.top.items() if name in TOP and name in base and base[name].dtype == x.dtype}
+
+
+def slots(model: Model, mesh: Mesh, number: int, length: int, piece: int, dtype: DType) -> State:
+    """The shapes of the engine's slots, or of the rows of a prefill."""
+    with jax.set_mesh(mesh):
+        caches = jax.eval_shape(lambda: empty(model.config, number, length, piece, dtype))
+    axes: Axes = ("rows", "kv_heads", None, None)
+    placed = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, axes), caches)
+    return State(placed, _placed(mesh, (number, model.config.d_model), model.dtype, ("rows", None)))
+
+
+def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, steps: int) -> jax.stages.Lowered:
+    """A dispatch of the engine: up to `steps` tokens in each slot."""
+    nothing = np.int32(0)
+    with jax.set_mesh(mesh):
+        return decode.lower(model, steps, weights, state, flow([None] * state.hidden.shape[0]), nothing, nothing)
+
+
+def prefilling(model: Model, mesh: Mesh, weights: Weights, rows: State, chunk: int) -> jax.stages.Lowered:
+    """The computation of `chunk` tokens of a prompt in each row."""
+    number = rows.hidden.shape[0]
+    none, one = np.zeros(number, np.int32), np.ones(number, np.int32)
+    with jax.set_mesh(mesh):
+        return prefill.lower(model, weights, rows, np.zeros((number, chunk), np.int32), none, one, none)
+
+
+def gradient_bytes(params: Shapes, batch: BatchShape) -> int:
+    """Bytes of the gradients on each device: their sum over micro-batches, in float32 or wider, and a micro-batch's."""
+    own = bytes_of(params)
+    if batch.number == 1:
+        return own
+    wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in params.items()}
+    return own + bytes_of(wide)
+
+
+def bytes_of(tree: object) -> int:
+    """Bytes that a tree of shapes takes on each device; 4-bit numbers are two to a byte."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    name = str(x.dtype)
+    bits = 4 if name.endswith("int4") else 2 if name.endswith("int2") else 8 * x.dtype.itemsize
+    return -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
+
+
+def _on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array that every device holds."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes, shape, mesh))
 
 
 def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
@@ -83,7 +252,9 @@ def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     def scalars(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=everywhere)
 
-    counts = {name: scalars() for name in ("tokens", "sequences", *(["pairs"] if batch.pairs else []))}
+    values = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places) for name in batch.per_token}
+    counts = {name: scalars() for name in batch.counts}
     filled = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     each = scalars(batch.sequences)
-    return {name: token(name) for name in names}, {}, each, each, counts, {}, filled
+    per_sequence = dict.fromkeys(batch.per_sequence, each)
+    return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled

@@ -4,15 +4,18 @@ TPU programs are compiled by libtpu, programs of NVIDIA's GPUs by jax's CUDA plu
 once in a process, before JAX is used (`prepare`).
 """
 
+import math
 import os
 import re
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from tunix.errors import UserError, nearest
+from tunix.util import startup
 
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 """Environment in which libtpu looks for no device."""
@@ -33,6 +36,15 @@ class Chip(NamedTuple):
     """Bytes that it sends to its neighbours a second."""
 
 
+SHARE = {"gpu": startup.FRACTION, "tpu": 0.98}
+"""Share of the memory that programs may take, by platform: what the command line asks of JAX for a GPU
+(`util/startup.py`); a TPU's compiler keeps 0.25 to 0.75 GiB for itself (its messages: 15.75 of a v5e's 16)."""
+BETWEEN_HOSTS = 50e9
+"""Bytes that a GPU sends to another host a second: 400 Gb/s of InfiniBand for each
+(https://www.nvidia.com/en-us/data-center/dgx-h100/)."""
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")}
+"""Modules of which one has the compiler of a platform."""
+
 CHIPS = {
     "v5e": Chip("tpu", 197e12, 16 * 2**30, 819e9, 200e9),
     "v5p": Chip("tpu", 459e12, 95 * 2**30, 2765e9, 600e9),
@@ -42,6 +54,15 @@ CHIPS = {
 }
 """Google's and NVIDIA's data sheets: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm,
 https://www.nvidia.com/en-us/data-center/h100/, https://www.nvidia.com/en-us/data-center/h200/."""
+
+
+SHAPES = {
+    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
+    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+}
+"""Slices of TPUs that can be had; their compiler takes others as well."""
+CHIPS_OF_A_HOST = 4
 
 
 def chip_of(topology: str) -> Chip:
@@ -70,9 +91,12 @@ def devices_of(topology: str) -> list[Any]:
         UserError: the name or the shape is not known, or the compiler is not installed.
     """
     chip = chip_of(topology)
+    require_compiler(topology)
     name, _, shape = topology.partition(":")
     if chip.platform == "tpu":
-        return _described(topology, platform="tpu")
+        # Less than a host's chips have to be said to be all that it has.
+        alone = {"chips_per_host_bounds": (1, 1, 1)} if number_of(topology) < CHIPS_OF_A_HOST else {}
+        return _described(topology if shape else f"{name}:{SHAPES[name][0]}", platform="tpu", **alone)
     if not re.fullmatch(r"[1-9]\d*", shape or "1"):
         raise UserError(f"topology {topology!r}: after {name}: comes the number of GPUs, e.g. {name}:8.")
     number = int(shape or "1")
@@ -85,12 +109,54 @@ def devices_of(topology: str) -> list[Any]:
     return _described(topology, platform="cuda", target_config=config, topology=f"1x{hosts}x{number // hosts}")
 
 
-def _described(name: str, **settings: str) -> list[Any]:
+def _described(name: str, **settings: Any) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(name, **settings).devices)
     except Exception as error:  # each compiler has errors of its own
-        extra = "plan-tpu" if settings["platform"] == "tpu" else "plan-gpu"
         raise UserError(
-            f"topology {name!r} cannot be described: {str(error).splitlines()[0]}. Is the compiler installed "
-            f"(pip install 'tunix[{extra}]'), and is the shape one of this chip's?"
+            f"topology {name!r} cannot be described: {str(error).splitlines()[0]}{_shapes(name)}"
         ) from error
+
+
+def _shapes(topology: str) -> str:
+    """The shapes of a chip, as the end of a message; nothing for GPUs, which are only counted."""
+    name = topology.split(":")[0]
+    return f". Shapes of {name} are {', '.join(SHAPES[name])}." if name in SHAPES else ""
+
+
+def limit_of(topology: str) -> int:
+    """Bytes that programs may take on each device."""
+    chip = chip_of(topology)
+    return int(chip.memory * SHARE[chip.platform])
+
+
+def link_of(topology: str) -> float:
+    """Bytes that a device sends to others a second, over the slowest of the links that join all of them."""
+    chip = chip_of(topology)
+    return BETWEEN_HOSTS if chip.platform == "gpu" and number_of(topology) > GPUS_OF_A_HOST else chip.link
+
+
+def require_compiler(topology: str) -> None:
+    """Checks that the compiler for a topology is installed.
+
+    Raises:
+        UserError: there is no such topology, or no such compiler.
+    """
+    platform = chip_of(topology).platform
+    if not any(_installed(name) for name in COMPILERS[platform]):
+        raise UserError(
+            f"topology {topology!r}: its compiler is not installed. It runs on any machine: "
+            f"pip install 'tunix[plan-{platform}]'"
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that would hold it
+        return False
+
+
+def number_of(topology: str) -> int:
+    """The number of devices of a topology."""
+    return math.prod(int(size) for size in re.findall(r"\d+", topology.partition(":")[2])) if ":" in topology else 1

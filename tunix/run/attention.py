@@ -29,12 +29,8 @@ def attention_of(
     Raises:
         UserError: the implementation that the recipe names cannot be used here, or gives other numbers, and why.
     """
-    specs = _specs(config, model, mesh, length, branched=branched)
-    try:
-        line = f"attention: {described(specs, model.attention)}"
-    except ValueError as error:
-        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
-    for spec in specs:
+    line = attention_line(config, model, mesh, length, branched=branched)
+    for spec in _specs(config, model, mesh, length, branched=branched):
         one = implementation(spec, model.attention)
         if not one.kernel or (off := gate.difference(one.name, spec)) <= gate.LIMIT:
             continue
@@ -43,6 +39,18 @@ def attention_of(
             raise UserError(f"model.attention: {wrong}. Leave it at auto, which takes chunked instead.")
         return model.model_copy(update={"attention": "chunked"}), f"attention: chunked ({wrong})"
     return model, line
+
+
+def attention_line(config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool) -> str:
+    """The line of `attention_of` before a kernel is tried: it asks nothing of the devices, which need not be here.
+
+    Raises:
+        UserError: the implementation that the recipe names cannot be used there, and why.
+    """
+    try:
+        return f"attention: {described(_specs(config, model, mesh, length, branched=branched), model.attention)}"
+    except ValueError as error:
+        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
 
 
 def _specs(

@@ -129,9 +129,29 @@ def client_of(
         teacher: the source of the teacher, if there is one.
         reference: the source of the reference, if it is not the initial weights.
     """
+    settings = settings_of(recipe, source, mesh, total, algorithm, tokenizer, reference)
+    client = build_client(settings, source, mesh)
+    learner = client.learner
+    if teacher is not None:
+        learner.teacher = build_teacher(recipe, teacher, source, learner)
+    if reference is not None:
+        learner.reference = reference_of(learner.spec, reference_weights(reference, learner.spec.model, mesh))
+    return client
+
+
+def settings_of(
+    recipe: Recipe,
+    source: Source,
+    mesh: Mesh,
+    total: int,
+    algorithm: Algorithm | None,
+    tokenizer: Tokenizer | None = None,
+    reference: Source | None = None,
+) -> ClientSettings:
+    """The settings of a recipe's client; for the arguments see `client_of`."""
     length, microbatcher = microbatcher_of(recipe, mesh, source.decoder, algorithm)
     samples = algorithm is not None and algorithm.train_on == RowKind.PROMPT
-    settings = ClientSettings(
+    return ClientSettings(
         model=recipe.model,
         optimizer=recipe.optimizer,
         updates=total * recipe.algorithm.updates_per_step,
@@ -147,13 +167,6 @@ def client_of(
         slots=recipe.rollout.slots,
         decode=None if tokenizer is None else tokenizer.decode,
     )
-    client = build_client(settings, source, mesh)
-    learner = client.learner
-    if teacher is not None:
-        learner.teacher = build_teacher(recipe, teacher, source, learner)
-    if reference is not None:
-        learner.reference = reference_of(learner.spec, reference_weights(reference, learner.spec.model, mesh))
-    return client
 
 
 def _settled(recipe: Recipe, inputs: Inputs) -> tuple[Recipe, Inputs]:

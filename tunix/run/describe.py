@@ -1,6 +1,7 @@
 """Lines that describe a run when it starts: its model, data and devices."""
 
-import jax
+import os
+
 from jax.sharding import Mesh
 
 from tunix.models.model import Model
@@ -9,8 +10,10 @@ from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
 from tunix.run.inputs import Inputs
 from tunix.trainer.learner import Learner
+from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import readable
 from tunix.trainer.spec import TrainerSpec
+from tunix.util import startup
 
 
 def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, total: int) -> str:
@@ -27,12 +30,21 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(learner.frozen):.3f} bytes a weight"
     if rules is not None:
         weights += f"; {rules.summary}"
-    devices = f"{mesh.size} x {jax.devices()[0].device_kind}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
-        f"{devices}{f' ({shape})' if shape else ''}"
+        f"{devices_line(mesh)}{f' ({shape})' if shape else ''}"
     )
+
+
+def devices_line(mesh: Mesh) -> str:
+    """The number and kind of the devices, and the memory that JAX was given of each where it says that."""
+    first = mesh.devices.flat[0]
+    line, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
+    if memory is None:
+        return line
+    share = f" ({startup.MEMORY}={os.environ.get(startup.MEMORY)})" if first.platform == "gpu" else ""
+    return f"{line}, {memory / 2**30:.1f} GiB of each{share}"
 
 
 def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:

@@ -21,13 +21,13 @@ from tunix.trainer.teacher import Teacher
 Devices = list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax makes it as a variable
 
 
-def divided(teacher: TeacherConfig | None) -> tuple[Devices, Devices]:
+def divided(teacher: TeacherConfig | None, devices: Devices | None = None) -> tuple[Devices, Devices]:
     """`(student's, teacher's)` devices: the teacher's are the last ones with `teacher.mesh`, else both share all.
 
     Raises:
         UserError: no device is left for the student.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if teacher is None or teacher.mesh is None:
         return devices, devices
     number = teacher.mesh.size

@@ -25,7 +25,7 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import open_sinks
 from tunix.trainer.progress import Display, readable
 from tunix.util.atomic_io import write_text_atomic
-from tunix.util.compile_cache import keep_compilations
+from tunix.util.startup import prepare_jax
 
 
 def train(
@@ -49,7 +49,7 @@ def train(
         raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
     elif tiny:
         recipe = recipe.tiny()
-    keep_compilations()
+    prepare_jax()
     with terminable(), claimed(recipe, fresh) as folder:
         if not recipe.stages:
             return _run(recipe, folder)

@@ -4,7 +4,7 @@ Both `tunix.client` and a run's `assemble` call it. A teacher, and a reference t
 learner afterwards: `client.learner.teacher = ...`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -14,9 +14,9 @@ from tunix.config import CriticKind, DType, ModelConfig
 from tunix.hf.base_fingerprint import fingerprint
 from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
-from tunix.lora.adapt import started
+from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
-from tunix.models.model import Model, Params
+from tunix.models.model import Model, Params, is_own
 from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler
@@ -76,26 +76,63 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
         UserError: weights are missing or do not fit, or this device does not support the requested types.
     """
     check_unrounded(source.folder, source.rules, settings.rules)
-    model = _model(settings, source)
-    params, frozen = _weights(settings, source, model, mesh)
-    spec = TrainerSpec(
-        model=model,
-        mesh=mesh,
-        **_update_rule(settings.optimizer, settings.updates, model, params),
-        microbatcher=settings.microbatcher,
-        length=settings.length,
-        seed=settings.seed,
-        adapter=settings.adapter,
-    )
-    spec = _with_remat(settings, spec, params, frozen)
+    spec = spec_of(settings, source, mesh, memory_of(list(mesh.devices.flat)))
+    params, frozen = _weights(settings, source, spec.model, mesh)
     return local_client(
         spec,
         params,
         frozen,
         keep_reference=settings.reference,
         sampler=sampler or engine_of(spec, params, settings.slots, settings.longest, settings.decode),
-        exporter=_exporter(settings, source, model),
+        exporter=_exporter(settings, source, spec.model),
         critic=_critic(settings, spec, params, frozen) if settings.critic == "own" else None,
+    )
+
+
+def spec_of(settings: ClientSettings, source: Source, mesh: Mesh, memory: float | None) -> TrainerSpec:
+    """The model, the optimizer and the rest of what stays fixed while the policy trains; no weights are read.
+
+    Args:
+        memory: bytes that a device gives to programs, by which `remat: auto` chooses; None where that is not known.
+
+    Raises:
+        UserError: this device does not support the requested types.
+    """
+    model = _model(settings, source)
+    spec = TrainerSpec(
+        model=model,
+        mesh=mesh,
+        **_update_rule(settings.optimizer, settings.updates, model, stored(settings, model)[0]),
+        microbatcher=settings.microbatcher,
+        length=settings.length,
+        seed=settings.seed,
+        adapter=settings.adapter,
+    )
+    return spec if settings.model.remat != "auto" else _with_remat(settings, spec, memory)
+
+
+def critic_spec_of(settings: ClientSettings, policy: TrainerSpec) -> TrainerSpec:
+    """The spec of a critic that is a separate model: the policy's structure with a scalar head in place of the other.
+
+    Rounding is simulated only for the model that samples.
+    """
+    model = replace(policy.model, has_scalar_head=True, has_lm_head=False, simulated=())
+    rate, config = settings.critic_learning_rate, settings.optimizer
+    config = config.model_copy(update={"learning_rate": rate}) if rate else config
+    return replace(policy, model=model, **_update_rule(config, settings.updates, model, stored(settings, model)[0]))
+
+
+def stored(settings: ClientSettings, model: Model) -> tuple[dict[str, DType], dict[str, DType]]:
+    """Dtypes of the `(trainable, frozen)` parameters by name, but for those that are fixed (`Model.kinds`)."""
+    config, adapter = settings.model, settings.adapter
+    trained: DType = config.param_dtype or "float32"
+    if adapter is None:
+        return dict.fromkeys(model.shapes, trained), {}
+    mine = {name for name in (*filter(is_own, model.shapes), *tables(adapter, model.config)) if name in model.shapes}
+    base = [name for name in model.shapes if not is_own(name)]
+    # In the order of the model's parameters.
+    return {name: trained for name in model.shapes if name in mine}, dict.fromkeys(
+        base, config.param_dtype or config.dtype
     )
 
 
@@ -125,12 +162,16 @@ def local_client(
 
 
 def engine_of(
-    spec: TrainerSpec, params: Params, slots: int | None = None, length: int | None = None, decode: Decode | None = None
+    spec: TrainerSpec,
+    params: Collection[str],
+    slots: int | None = None,
+    length: int | None = None,
+    decode: Decode | None = None,
 ) -> Engine:
     """An engine on the learner's devices.
 
     Args:
-        params: the trainable weights; with an adapter, only these are copied at each publication.
+        params: names of the trainable weights; with an adapter, only these are copied at each publication.
         slots: completions at a time; None for the default of this kind of device.
         length: maximum tokens of a prompt and its completion; None for the length of a row.
         decode: token ids -> text, for stop strings.
@@ -160,34 +201,33 @@ def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh)
     return started(adapter, model, params, base, trained, mesh), base
 
 
-def _update_rule(config: OptimizerConfig, updates: int, model: Model, params: Params) -> Mapping:
-    """The `optimizer` and `schedule` arguments of a `TrainerSpec`."""
-    axes = {name: model.axes[name] for name in params}
+def _update_rule(config: OptimizerConfig, updates: int, model: Model, trained: Iterable[str]) -> Mapping:
+    """The `optimizer` and `schedule` arguments of a `TrainerSpec`.
+
+    Args:
+        trained: names of the weights that train.
+    """
+    axes = {name: model.axes[name] for name in trained}
     return {"optimizer": build_optimizer(config, updates, axes), "schedule": build_schedule(config, updates)}
 
 
 def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, frozen: Params) -> Learner:
     """A separate critic model. It starts from the policy's weights and shares a frozen base with it."""
-    # Rounding is simulated only for the model that samples.
-    model = replace(policy.model, has_scalar_head=True, has_lm_head=False, simulated=())
-    dtype: DType = settings.model.param_dtype or "float32"
+    spec = critic_spec_of(settings, policy)
+    model, dtype = spec.model, settings.model.param_dtype or "float32"
     new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
     mine = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
     mine |= model.init(jax.random.key(settings.seed), new, policy.mesh)
-    rate, config = settings.critic_learning_rate, settings.optimizer
-    config = config.model_copy(update={"learning_rate": rate}) if rate else config
-    spec = replace(policy, model=model, **_update_rule(config, settings.updates, model, mine))
     return Learner(spec, mine, {name: x for name, x in frozen.items() if name in model.shapes})
 
 
-def _with_remat(settings: ClientSettings, spec: TrainerSpec, params: Params, frozen: Params) -> TrainerSpec:
-    """The spec with what its layers recompute, chosen by the devices' memory where the recipe asks for that."""
-    if settings.model.remat != "auto":
-        return spec
+def _with_remat(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> TrainerSpec:
+    """The spec with what its layers recompute, chosen by the devices' memory."""
+    params, frozen = (spec.model.abstract(dtypes, spec.mesh) for dtypes in stored(settings, spec.model))
     slots = settings.slots or usual_slots(spec.mesh.devices.flat[0].platform)
     cached, copies = slots * (settings.longest or 0), 1 + settings.reference
     held = held_by(spec, params, frozen, copies=copies, cached_tokens=cached)
-    remat, reason = chosen(spec, held, memory_of(list(spec.mesh.devices.flat)))
+    remat, reason = chosen(spec, held, memory)
     return replace(spec, model=replace(spec.model, remat=remat), remat_reason=reason)
 
 

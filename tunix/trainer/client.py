@@ -19,7 +19,7 @@ from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.mesh_choice import Demand, memory_of, placed
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.trainer import Trainer
-from tunix.util.compile_cache import keep_compilations
+from tunix.util.startup import prepare_jax
 from tunix.util.yaml_io import problems
 
 Section = TypeVar("Section", bound=Config)
@@ -65,7 +65,7 @@ def client(
     Raises:
         UserError: the model cannot be loaded, or a section has an unknown key or an invalid value.
     """
-    keep_compilations()
+    prepare_jax()
     config = _section(ModelConfig, model if not isinstance(model, str | Path) else {"path": str(model)}, "model")
     sizes = "auto" if mesh == "auto" else _section(MeshConfig, mesh, "mesh")
     wanted = None if adapter is None else _section(AdapterConfig, adapter, "adapter")

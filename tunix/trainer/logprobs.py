@@ -75,28 +75,39 @@ class Scorer:
             values = np.asarray(compiled(params, self.microbatcher.place(batch)))
         return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))
 
-    @cached_property
-    def _logprobs(self):
-        def one(params: Params, rows: Batch, temperature: float, entropy: bool) -> jax.Array:
+    def compute_logprobs(
+        self, params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False
+    ) -> Float[Array, "M R T"]:
+        """The log-probs of all tokens, or the entropies: the pure function that is compiled."""
+
+        def one(rows: Batch) -> jax.Array:
             read = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0))
             return self.model.logprobs(params, *read, entropy=entropy, temperature=temperature)[int(entropy)]
 
-        def compute(
-            params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False
-        ) -> Float[Array, "M R T"]:
-            return each_microbatch(lambda rows: one(params, rows, temperature, entropy), microbatches)
+        return each_microbatch(one, microbatches)
 
-        options = fast_products(self.microbatcher.mesh, self.model.dtype)
-        return jit(compute, static_argnames=("temperature", "entropy"), options=options)
+    def compute_values(self, params: Params, microbatches: Microbatches) -> Float[Array, "M R T"]:
+        """The values of all states: the pure function that is compiled."""
 
-    @cached_property
-    def _values(self):
-        def one(params: Params, rows: Batch) -> jax.Array:
+        def one(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
             hidden = self.model.hidden(params, tokens, positions, segments)
             return self.model.values_of(params, hidden, positions)
 
-        return jit(lambda params, microbatches: each_microbatch(lambda rows: one(params, rows), microbatches))
+        return each_microbatch(one, microbatches)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of XLA with which log-probs are compiled."""
+        return fast_products(self.microbatcher.mesh, self.model.dtype)
+
+    @cached_property
+    def _logprobs(self):
+        return jit(self.compute_logprobs, static_argnames=("temperature", "entropy"), options=self.options)
+
+    @cached_property
+    def _values(self):
+        return jit(self.compute_values)
 
 
 def each_microbatch(one: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:

@@ -48,11 +48,7 @@ class Microbatcher:
 
     def place(self, batch: Batch) -> Microbatches:
         """Copies the batch to the devices as micro-batches; returns before the copy is done."""
-        rows, size = batch.tokens.shape[0], batch.weights.shape[0]
-        # The most micro-batches that a batch of this size can need, so that there is one shape.
-        most = size if batch.parents is None else -(-size // self.unit)
-        number = -(-max(most, rows) // self.rows)
-        split = partial(_split, number, self.rows)
+        rows, split = batch.tokens.shape[0], partial(_split, self.number(batch), self.rows)
         names = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
         values = {name: split(np.asarray(x)) for name, x in batch.per_token.items()}
@@ -61,6 +57,12 @@ class Microbatcher:
         filled = np.int32(-(-rows // self.rows))
         whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
         return Microbatches(*jax.device_put((rows_by_name, values), places), *jax.device_put(whole, everywhere))
+
+    def number(self, batch: Batch) -> int:
+        """M: the most micro-batches that a batch of this size can need, so that there is one shape."""
+        rows, size = batch.tokens.shape[0], batch.weights.shape[0]
+        most = size if batch.parents is None else -(-size // self.unit)
+        return -(-max(most, rows) // self.rows)
 
 
 def _split(number: int, rows: int, x: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.mesh import RULES, row_shards
 from tunix.models.attention.attend import SHORT
 from tunix.models.config import DecoderConfig
-from tunix.models.model import Params
 from tunix.models.quantization.formats import stored_bytes
 from tunix.models.scan import KEEPS, Remat
 from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
@@ -97,7 +96,14 @@ def per_token(config: DecoderConfig, shards: int) -> Mapping[str, float]:
     return {**sizes, "mixed": wide, "lse": 2 * c.num_heads / shards}
 
 
-def held_by(spec: TrainerSpec, params: Params, frozen: Params, *, copies: int, cached_tokens: int) -> Held:
+def held_by(
+    spec: TrainerSpec,
+    params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    frozen: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    *,
+    copies: int,
+    cached_tokens: int,
+) -> Held:
     """What each device holds of a run with these weights.
 
     Args:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from tunix.mesh import by_rows, sharding
-from tunix.models.model import Params
+from tunix.models.model import Model, Params
 from tunix.trainer.frozen_model import FrozenModel
 from tunix.trainer.logprobs import each_microbatch
 from tunix.trainer.step import Microbatches, TeacherStates, hidden_of
@@ -50,11 +50,17 @@ class Teacher(FrozenModel):
 
     @cached_property
     def _states(self):
-        def compute(params: Params, microbatches: Microbatches, number: int, rows: int) -> Float[Array, "M R T Te"]:
-            """Reshapes the states to the student's micro-batches; rows beyond the batch are padding on both sides."""
-            hidden = each_microbatch(partial(hidden_of, self.model, params), microbatches)
-            flat = hidden.reshape(-1, *hidden.shape[2:])[: number * rows]
-            padded = jnp.pad(flat, ((0, number * rows - len(flat)), (0, 0), (0, 0)))
-            return padded.reshape(number, rows, *flat.shape[1:])
+        return jit(partial(compute_states, self.model), static_argnames=("number", "rows"))
 
-        return jit(compute, static_argnames=("number", "rows"))
+
+def compute_states(
+    model: Model, params: Params, microbatches: Microbatches, number: int, rows: int
+) -> Float[Array, "M R T Te"]:
+    """A teacher's states for its own micro-batches, in the student's: `number` of `rows` rows.
+
+    Rows beyond the batch are padding on both sides.
+    """
+    hidden = each_microbatch(partial(hidden_of, model, params), microbatches)
+    flat = hidden.reshape(-1, *hidden.shape[2:])[: number * rows]
+    padded = jnp.pad(flat, ((0, number * rows - len(flat)), (0, 0), (0, 0)))
+    return padded.reshape(number, rows, *flat.shape[1:])

@@ -11,8 +11,8 @@ Axes: Sl slots, B rows (of a prefill), C tokens at a time, D model width, V voca
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any, NamedTuple, TypeVar
+from functools import partial, update_wrapper
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from tunix.config import DType
-from tunix.mesh import constrain
+from tunix.mesh import constrain, platform
 from tunix.models.attention.inputs import Cache, placed
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
@@ -35,20 +35,29 @@ IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 layers dequantized at once; in this order each is dequantized when it is needed."""
 
 
-def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
-    """`jax.jit` with these arguments, for a function that multiplies by a model's weights."""
+class Compiled(Generic[Found]):
+    """`jax.jit` of a function that multiplies by a model's weights, which is its first argument."""
 
-    def decorate(function: Callable[..., Found]) -> Callable[..., Found]:
-        usual, in_turn = jit(function, **arguments), jit(function, **arguments, options=IN_TURN)
+    def __init__(self, function: Callable[..., Found], **arguments: Any):
+        """Compiles nothing yet; `arguments` are those of `jax.jit`."""
+        update_wrapper(self, function)
+        self._usual, self._in_turn = jit(function, **arguments), jit(function, **arguments, options=IN_TURN)
 
-        @wraps(function)
-        def call(model: Model, *rest: Any) -> Found:
-            rounded = model.quantized and jax.default_backend() == "cpu"
-            return (in_turn if rounded else usual)(model, *rest)
+    def __call__(self, model: Model, *rest: Any) -> Found:
+        """Calls the program for these arguments."""
+        return self._program(model)(model, *rest)
 
-        return call
+    def lower(self, model: Model, *rest: Any) -> jax.stages.Lowered:
+        """The program for these arguments, which may be shapes; under the mesh that it is for."""
+        return self._program(model).lower(model, *rest)
 
-    return decorate
+    def _program(self, model: Model) -> Any:
+        return self._in_turn if model.quantized and platform() == "cpu" else self._usual
+
+
+def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Found]]:
+    """Decorates with `Compiled` and these arguments of `jax.jit`."""
+    return lambda function: Compiled(function, **arguments)
 
 
 class State(NamedTuple):

@@ -1,0 +1,186 @@
+"""`tunix plan`: prints what a recipe needs of devices, by kind, whether that fits, and how fast it could be."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tunix.errors import UserError
+from tunix.plan.ask import Plan, ask
+from tunix.recipe.recipe import Recipe
+
+GIB = 2**30
+DEVICES = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+"""Device files of NVIDIA's GPUs and of TPUs."""
+PATIENCE = 180.0
+"""Seconds after which a run starts without having been planned."""
+
+
+def plan(
+    recipe: Recipe,
+    topologies: Sequence[str | None],
+    deadline: float,
+    *,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Plans a recipe for each topology and prints the result.
+
+    Args:
+        topologies: such as `h100:8`; None for the devices at hand.
+        deadline: seconds of each plan.
+        as_json: prints one JSON object for each topology instead.
+        console: the output; standard output by default.
+
+    Raises:
+        UserError: the recipe cannot be planned, or not within the deadline.
+    """
+    if not (math.isfinite(deadline) and deadline > 0):
+        raise UserError(f"--deadline {deadline:g}: it is a number of seconds above 0")
+    console = console or Console(highlight=False, emoji=False, soft_wrap=True)
+    for topology in topologies:
+        with _progress(topology) as tell:
+            found = ask(recipe, topology, deadline, tell=tell)
+        if as_json:
+            console.print_json(json.dumps(asdict(found)))
+        else:
+            _show(found, recipe, console)
+        if found.late and not found.verdicts:
+            raise UserError(f"--deadline {deadline:g}: nothing was compiled in time; give it more seconds")
+
+
+def require_fit(recipe: Recipe, fresh: bool) -> None:
+    """Asks whether a run fits the accelerators here, before JAX takes them; nothing on a CPU or of a run that goes on.
+
+    Where that cannot be found out, a line on standard error says why, and the run may start.
+
+    Raises:
+        UserError: it does not fit; with the smallest change that does.
+    """
+    if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
+        return
+    with _progress(None) as tell:
+        try:
+            found = ask(recipe, None, PATIENCE, tell=tell)
+        except UserError as error:
+            tell(f"not planned: {error}")
+            return
+        if found.late and found.fits:
+            tell(f"not planned to the end within {PATIENCE:.0f} s")
+    for number, verdict in enumerate(found.verdicts):
+        if not verdict["fits"]:
+            raise UserError(
+                f"{stage_of(recipe, number).output} on {verdict['number']} x {verdict['devices']}: {summary(verdict)}. "
+                f"{suggestion(found, number).capitalize()}. `tunix plan` shows what takes the memory; "
+                "`tunix run --no-plan` tries it all the same."
+            )
+
+
+def accelerated() -> bool:
+    """Whether this machine has a GPU or a TPU that JAX may use; JAX itself, which would take it, is not asked."""
+    wanted = os.environ.get("JAX_PLATFORMS", "")
+    return wanted != "cpu" and any(glob(pattern) for pattern in DEVICES)
+
+
+def stage_of(recipe: Recipe, number: int) -> Recipe:
+    """A stage of a recipe, or the recipe itself where it has none."""
+    return recipe.stages[number] if recipe.stages else recipe
+
+
+@contextmanager
+def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is being done; where that is no terminal, a line for each thing."""
+    console, where = Console(stderr=True, highlight=False), topology or "the devices at hand"
+    if not console.is_terminal:
+        yield lambda words: print(f"{where}: {words}", file=sys.stderr, flush=True)
+        return
+    with console.status(f"{where}: starting") as status:
+        yield lambda words: status.update(f"{where}: {words}")
+
+
+def _show(found: Plan, recipe: Recipe, console: Console) -> None:
+    for number, verdict in enumerate(found.verdicts):
+        name = stage_of(recipe, number).output
+        console.print(f"[bold]{name}[/] on {verdict['number']} x {verdict['devices']}: {summary(verdict)}")
+        for line in verdict["chosen"]:
+            console.print(f"  {line}", markup=False)
+        _show_memory(verdict, console)
+        _show_programs(verdict, console)
+        if verdict["prediction"] is not None:
+            console.print(predicted(verdict["prediction"]))
+        if number in found.changes:
+            console.print(suggestion(found, number))
+    if found.late:
+        console.print("the deadline ended this plan: what is missing was not compiled in time (--deadline)")
+
+
+def summary(verdict: dict[str, Any]) -> str:
+    """One sentence: whether it fits, and by how much."""
+    needed, limit = verdict["needed"], verdict["limit"]
+    most = verdict["programs"][0]["name"] if verdict["programs"] else "nothing"
+    if refused := next((one for one in verdict["programs"] if one["refused"]), None):
+        return f"does not fit: the compiler refuses `{refused['name']}`: {refused['refused']}"
+    word, rest = ("fits", "to spare") if verdict["fits"] else ("does not fit", "too much")
+    return f"{word}: {_gib(needed)} of {_gib(limit)} during `{most}`, {_gib(abs(limit - needed))} {rest}"
+
+
+def suggestion(found: Plan, stage: int) -> str:
+    """The change that fits, or that none was found."""
+    change = found.changes.get(stage)
+    if change is not None:
+        return f"it fits with: {change}"
+    return f"none of these fits: {'; '.join(found.tried)}" if found.tried else "no change is known that could fit"
+
+
+def predicted(prediction: dict[str, float]) -> str:
+    """The prediction in a sentence."""
+    return (
+        f"predicted, not measured: a step of {prediction['step_seconds']:.3g} s at the least, "
+        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {prediction['mfu']:.0%}, if rows are full and "
+        "every device reaches its published peaks"
+    )
+
+
+def _show_memory(verdict: dict[str, Any], console: Console) -> None:
+    """The kinds of memory during the program that needs most, and its largest arrays."""
+    if not verdict["programs"]:
+        return
+    most = verdict["programs"][0]
+    table = Table("of each device, during " + most["name"], "GiB", title_justify="left")
+    for name, size in sorted(most["kinds"].items(), key=lambda one: -one[1]):
+        table.add_row(name, f"{size / GIB:.2f}")
+    console.print(table)
+    for size, shape, scope, line in most["buffers"]:
+        where = f"{line}, {_short(scope)}" if line else _short(scope)
+        console.print(f"  {_gib(size)}  {shape}  {where}", markup=False)
+
+
+def _show_programs(verdict: dict[str, Any], console: Console) -> None:
+    """Every program: what is needed while it runs, what it costs, and the least time that takes."""
+    table = Table("program", "GiB with all held", "a step", "TFLOP", "GB moved", "GB sent", "least ms", "compiled in s")
+    for one in verdict["programs"]:
+        sent = sum(amount for _, amount in one["sent"].values()) / 1e9
+        least = "" if one["seconds"] is None else f"{1e3 * one['seconds']:,.1f} ({one['bound']})"
+        cost = (f"{one['flops'] / 1e12:,.1f}", f"{one['bytes'] / 1e9:,.1f}", f"{sent:,.1f}")
+        times = f"{one['times']:g} x" if one["times"] else ""
+        compiled = f"{one['compiled_in']:.0f}" if one["compiled_in"] else ""
+        table.add_row(one["name"], f"{one['total'] / GIB:.2f}", times, *cost, least, compiled)
+    console.print(table)
+
+
+def _short(scope: str) -> str:
+    """The end of a scope, which names the operation."""
+    return "/".join(scope.split("/")[-3:])
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

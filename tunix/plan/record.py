@@ -1,0 +1,345 @@
+"""One step of a recipe's algorithm with a client that lowers each program that it is asked to run.
+
+The algorithm sees full rows of made-up tokens and random rewards: whatever it is, a user's own class included, the
+programs are those of its first steps. What only the engine and the sizes of its caches decide is added at the end.
+
+Axes: T time.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from tunix.config import RowKind
+from tunix.data.config import DataConfig
+from tunix.data.packing import pack
+from tunix.data.sources import Rows
+from tunix.hf.source import Source
+from tunix.plan import programs
+from tunix.plan.programs import BatchShape, bytes_of
+from tunix.plan.subject import Frozen, Sampled, Subject, Trained
+from tunix.protocols import Saving
+from tunix.rollout.collect import Collector, Judge
+from tunix.rollout.engine.programs import State
+from tunix.rollout.engine.shapes import ROWS
+from tunix.run.inputs import Inputs
+from tunix.run.loop import Stream
+from tunix.run.streams import open_stream
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.perf import training_flops
+from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
+
+MOST_STEPS = 64
+"""Steps after which an algorithm that has not updated its policy is taken as it is; PPO may warm its critic up."""
+
+
+@dataclass
+class Program:
+    """One program of a run."""
+
+    name: str
+    """What it does, e.g. `step`."""
+    reads: tuple[str, ...]
+    """What of `Subject.held` is among its arguments."""
+    lowered: jax.stages.Lowered | None = None
+    """None where arithmetic says what it needs."""
+    peak: int = 0
+    """Bytes that it needs on each device where it is not compiled, arguments included."""
+    besides: int = 0
+    """Bytes on each device that neither it reads nor `Subject.held` lists; below 0 where some are listed twice."""
+    gradients: int = 0
+    """Bytes of the gradients on each device."""
+    caches: int = 0
+    """Bytes of caches on each device among its arguments."""
+    times: float = 0.0
+    """How often it runs in a step of the recipe."""
+    flops: float = 0.0
+    """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
+    tokens: int = 0
+    """Tokens of one run over all devices."""
+
+
+class Recorder:
+    """A `protocols.Client` of shapes."""
+
+    def __init__(self, subject: Subject):
+        """Records nothing yet."""
+        self.subject = subject
+        self.programs: dict[tuple, Program] = {}
+        self._random = np.random.default_rng(0)
+
+    def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
+        """Records an update; its metrics are zeros of the right names."""
+        subject = self.subject
+        trained = subject.critic if of == "critic" else subject.policy
+        assert trained is not None, "the algorithm updates a critic: it has one"
+        shape = BatchShape.of(batch, trained.spec.microbatcher)
+        reference = subject.reference.params if loss.reference and subject.reference else None
+        states = None
+        reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
+        reads += ["frozen base", *(["reference"] if reference else [])]
+        if loss.divergence is not None and subject.teacher is not None:
+            states = programs.teacher_shape(subject.teacher.model, trained.spec.mesh, shape)
+            self._teach(subject.teacher, batch, shape)
+
+        def lower() -> jax.stages.Lowered:
+            return programs.step(trained.spec, trained.params, trained.base, shape, loss, reference, states)
+
+        name = "step" if of == "policy" else "critic's step"
+        program = self._add((of, shape, loss), name, tuple(reads), lower)
+        program.flops = training_flops(trained.spec.model.config, batch, trained.spec.adapter)
+        program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
+        program.gradients = programs.gradient_bytes(trained.params, shape)
+        if reference is not None and reference is subject.policy.base:
+            program.besides = -bytes_of(reference)  # the same arrays, given twice
+        assert program.lowered is not None, "updates are lowered"
+        return dict.fromkeys(program.lowered.out_info[1], 0.0)
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
+        """Recorded as a whole step, which needs as much at least."""
+        return self.step(batch, loss)
+
+    def optim_step(self) -> Metrics:
+        """Part of the step that `forward_backward` records."""
+        return {}
+
+    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
+        """Needs less than a step: nothing is recorded."""
+        return {}
+
+    def logprobs(
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference", "teacher"] = "policy",
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """Records the scoring of sequences; their log-probs are zeros."""
+        if of == "policy":
+            return self._score("log-probs", self.subject.policy, sequences, "logprobs", temperature)
+        frozen = self.subject.reference if of == "reference" else self.subject.teacher
+        assert frozen is not None, f"the algorithm reads a {of}: it has one"
+        return self._score(f"{of}'s log-probs", frozen, sequences, "logprobs", temperature)
+
+    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+        """Records the scoring of sequences; their entropies are zeros."""
+        return self._score("entropies", self.subject.policy, sequences, "entropies", temperature)
+
+    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+        """Records the scoring of sequences; their values are zeros."""
+        return self._score("values", self.subject.critic or self.subject.policy, sequences, "values")
+
+    def sample(
+        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+    ) -> list[list[Completion]]:
+        """Completions of made-up tokens, as long as can be; what the engine does is added by `programs_of`."""
+        limit = self.subject.recipe.data.max_length
+        played = self.subject.recipe.rollout.environment is not None
+
+        def one(prompt: np.ndarray) -> Completion:
+            room = limit - len(prompt)
+            number = max(room if played else min(sampling.max_tokens, room), 1)
+            tokens, zeros = np.ones(number, np.int32), np.zeros(number, np.float32)
+            return Completion(tokens, zeros, "length", tokens, sampling, ((0, number),))
+
+        return [[one(prompt) for _ in range(n)] for prompt in prompts]
+
+    def publish(self) -> int:
+        """Nothing to record: see `programs_of`."""
+        return 1
+
+    def warm(self, work: Workload) -> None:
+        """Nothing to record."""
+
+    def save(self, path: Path) -> Saving:
+        """Not for plans."""
+        raise NotImplementedError("a plan saves nothing")
+
+    def load(self, path: Path) -> None:
+        """Not for plans."""
+        raise NotImplementedError("a plan loads nothing")
+
+    def export(self, path: Path, adapter: bool = False) -> float | None:
+        """Not for plans."""
+        raise NotImplementedError("a plan exports nothing")
+
+    def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
+        """The same for all plans: there are no weights."""
+        return "plan"
+
+    def precomputed(self, other: bool, sequence: Sequence) -> np.ndarray:
+        """Records how reference log-probs are computed before training; they are zeros.
+
+        Args:
+            other: whether the reference is another model than the policy at its start.
+        """
+        of = "reference" if other else "policy"
+        return self.logprobs([sequence], of)[0]
+
+    def rewards(self, number: int) -> list[float]:
+        """Random rewards, so that groups differ."""
+        return self._random.uniform(size=number).tolist()
+
+    def _score(
+        self,
+        name: str,
+        of: Trained | Frozen,
+        sequences: List[Sequence],
+        kind: programs.Scores,
+        temperature: float = 1.0,
+    ) -> list[np.ndarray]:
+        """Records a forward pass over sequences; the result is zeros."""
+        place, params = (of.spec, of.all) if isinstance(of, Trained) else (of, of.params)
+        model, microbatcher = place.model, place.microbatcher
+        scorer = Scorer(model, microbatcher, self.subject.policy.spec.length)
+        plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
+        batch = pack(plain, len(plain), scorer.length, packing=True)
+        shape = BatchShape.of(batch, microbatcher)
+        reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
+        mine = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
+        if name == "values" and self.subject.critic is None:
+            mine = "weights"
+        program = self._add(
+            (name, shape, temperature),
+            name,
+            (mine, "frozen base"),
+            lambda: programs.scoring(scorer, params, shape, kind, temperature),
+        )
+        program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
+        return [np.zeros(len(x.tokens), np.float32) for x in sequences]
+
+    def _teach(self, teacher: Frozen, batch: Batch, shape: BatchShape) -> None:
+        """Records the teacher's pass over a batch."""
+        own = BatchShape.of(batch, teacher.microbatcher)
+        mesh = teacher.microbatcher.mesh
+
+        def lower() -> jax.stages.Lowered:
+            return programs.teacher_states(teacher.model, mesh, teacher.params, own, shape)
+
+        self._add(("teacher", own), "teacher's states", ("teacher",), lower)
+
+    def _add(self, key: tuple, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
+        """The program of this key, which runs once more."""
+        if key not in self.programs:
+            self.programs[key] = Program(name, reads, lower())
+        self.programs[key].times += 1
+        return self.programs[key]
+
+
+def programs_of(subject: Subject) -> list[Program]:
+    """The programs of a run, those that need most first."""
+    recorder, algorithm = Recorder(subject), subject.algorithm
+    if algorithm.precomputes:
+        algorithm.precomputed_logprobs = partial(recorder.precomputed, algorithm.reference_path is not None)
+    with closing(_stream(subject, recorder)) as stream:
+        item = next(stream)
+        for _ in range(MOST_STEPS):
+            for program in recorder.programs.values():
+                program.times = 0.0
+            algorithm.update(recorder, item)
+            if any(key[0] == "policy" for key in recorder.programs):
+                break
+    return [*recorder.programs.values(), *_sampling(subject)]
+
+
+def _stream(subject: Subject, recorder: Recorder) -> Stream:
+    """Steps of full rows, as the run's own stream makes them."""
+    recipe, spec, vocab = subject.recipe, subject.policy.spec, subject.policy.spec.model.config.vocab_size
+    data = recipe.data
+    sizes = {"max_length": data.max_length, "prompt_length": data.prompt_length}
+    given = DataConfig(
+        train="plan", format="tokens", completion_length=data.completion_length, packing=data.packing, **sizes
+    )
+    rows = Rows("plan", [_row(data, vocab)] * recipe.batch_size)
+    judge = Judge("plan", 1.0, lambda prompts, completions, texts: recorder.rewards(len(completions)))
+    return open_stream(
+        recipe.model_copy(update={"data": given, "epochs": None}),
+        Inputs(Source(spec.model.config, None), rows, None),
+        subject.algorithm,
+        Collector(None, subject.algorithm.sampling, None, None, data.max_length, judge),
+        spec.mesh,
+    )
+
+
+def _row(data: DataConfig, vocab: int) -> dict[str, Any]:
+    """A row of token ids of every kind, each as long as can be."""
+
+    def ids(number: int) -> list[int]:
+        return [token % (vocab - 1) + 1 for token in range(number)]
+
+    # Pairs share their prompt where the recipe bounds what differs.
+    side = data.completion_length or data.max_length // 2
+    prompt = ids(data.longest_prompt if data.completion_length or data.prompt_length else data.max_length - side)
+    whole = ids(data.max_length)
+    return {
+        "input_ids": whole,
+        "prompt_ids": prompt,
+        "completion_ids": ids(side),
+        "chosen_ids": ids(side),
+        "rejected_ids": ids(side)[::-1],
+        "label": True,
+    }
+
+
+def _sampling(subject: Subject) -> list[Program]:
+    """The engine's programs at their largest; where it only shows samples, by arithmetic."""
+    sampled = subject.sampled
+    if sampled is None:
+        return []
+    sizes, work = sampled.sizes, sampled.work
+    width, lengths = sizes.widths(work.requests)[0], sizes.lengths(work.length)
+    rows = next(rows for rows in ROWS if rows <= work.prompts)
+    # Prompts of one wave are computed before they are copied into slots.
+    waiting = _caches(subject, rows, lengths[-1]) * -(-min(work.prompts, width) // rows)
+    slots = _caches(subject, width, lengths[-1])
+    publish = Program("publish", (), peak=sampled.copied)
+    placing = Program("placing prompts in slots", (), peak=slots + waiting, caches=slots + waiting)
+    grown = [
+        Program("lengthening the caches", (), peak=_caches(subject, width, old) + slots, caches=slots)
+        for old in lengths[-2:-1]
+    ]
+    if not sampled.matters:
+        return [publish, placing, *grown]
+    return [*grown, *_computing(subject, sampled, width, rows, slots + waiting), placing, publish]
+
+
+def _computing(subject: Subject, sampled: Sampled, width: int, rows: int, caches: int) -> list[Program]:
+    """The engine's decode and prefill.
+
+    Args:
+        width: slots.
+        rows: of a prefill.
+        caches: bytes that slots and prompts take while a prompt is computed.
+    """
+    spec, sizes, work = subject.policy.spec, sampled.sizes, sampled.work
+    chunk, short = sizes.cuts(work.prompt_length)[-1], sizes.bucket(work.prompt_length)
+
+    def state(number: int, length: int) -> State:
+        return programs.slots(spec.model, spec.mesh, number, length, sizes.piece, sizes.dtype)
+
+    copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
+    slots, prompts = state(width, sizes.bucket(work.length)), state(rows, short)
+    decode = programs.decoding(spec.model, spec.mesh, sampled.weights, slots, sampled.steps)
+    prefill = programs.prefilling(spec.model, spec.mesh, sampled.weights, prompts, chunk)
+    held = bytes_of(prompts)
+    decoding = Program("decode", copy, decode, caches=bytes_of(slots), besides=twice, tokens=width)
+    filling = Program("prefill", copy, prefill, caches=held, besides=caches + twice - held, tokens=rows * chunk)
+    if subject.algorithm.train_on == RowKind.PROMPT:
+        prompts_of_step = subject.recipe.batch_size
+        requests = prompts_of_step * subject.recipe.algorithm.samples_per_prompt
+        decoding.times = float(-(-requests // width) * min(work.length, subject.algorithm.sampling.max_tokens))
+        filling.times = float(-(-prompts_of_step // rows) * -(-work.prompt_length // chunk))
+    return [decoding, filling]
+
+
+def _caches(subject: Subject, rows: int, length: int) -> int:
+    """Bytes of caches, on each device."""
+    spec, sampled = subject.policy.spec, subject.sampled
+    assert sampled is not None, "only what samples has caches"
+    return bytes_of(programs.slots(spec.model, spec.mesh, rows, length, sampled.sizes.piece, sampled.sizes.dtype))

@@ -1,0 +1,67 @@
+"""The structure of a recipe's model without its weights and without a download."""
+
+import re
+from pathlib import Path
+
+from tunix.config import ModelConfig
+from tunix.errors import UserError
+from tunix.hf.base_fingerprint import named_base
+from tunix.hf.peft_config import CONFIG
+from tunix.hf.source import Source, exported, from_scratch
+from tunix.models.config import DecoderConfig
+from tunix.models.families.table import presets, read_config
+
+
+def structure(config: ModelConfig) -> Source:
+    """The source of a recipe's model, with neither weights nor tokenizer.
+
+    Raises:
+        UserError: the model's sizes are not known here.
+    """
+    return from_scratch(config) if config.path is None else Source(decoder_of(config.path), None, name=config.path)
+
+
+def decoder_of(path: str) -> DecoderConfig:
+    """The structure of a model: from the config.json of a folder, of a run's export or of a hub id's files in the
+    cache, or else from the preset that a hub id names.
+
+    Raises:
+        UserError: there is none of these.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "recipe.yaml").is_file():
+        folder = exported(folder)
+    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() and (base := named_base(folder)):
+        return decoder_of(base)
+    if folder.is_dir():
+        return read_config(folder)
+    if (cached := _cached(path)) is not None:
+        return read_config(cached)
+    if (name := named_preset(path)) is not None:
+        return presets()[name]
+    raise UserError(
+        f"{path}: its sizes are not known here, and a plan downloads nothing: give a folder with its config.json, "
+        "such as `model.path=folder`"
+    )
+
+
+def named_preset(name: str) -> str | None:
+    """The preset that a hub id names: `qwen3-0.6b` for `Qwen/Qwen3-0.6B-Base`; None without one."""
+    wanted = _bare(name.rpartition("/")[2])
+    found = [one for one in presets() if re.search(rf"{re.escape(_bare(one))}(?![0-9.])", wanted)]
+    return max(found, key=len, default=None)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
+
+
+def _cached(name: str) -> Path | None:
+    """The folder in the hub's cache with the config.json of a hub id; None where it was never downloaded."""
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    except huggingface_hub.errors.HFValidationError:  # no hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None

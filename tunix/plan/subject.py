@@ -1,0 +1,220 @@
+"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine.
+
+The pieces are built by the functions that a run uses, up to the point where weights would be read.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tunix.algorithms.base import Algorithm
+from tunix.config import DType, ModelConfig
+from tunix.data.types import Prompt
+from tunix.hf.given_adapter import settled
+from tunix.mesh import build_mesh
+from tunix.models.kv_cache import Weights
+from tunix.models.model import Model, is_own
+from tunix.plan import programs
+from tunix.plan.programs import Shapes, bytes_of
+from tunix.plan.structure import structure
+from tunix.recipe.algorithms import algorithm_class
+from tunix.recipe.recipe import Recipe
+from tunix.rollout.engine.shapes import Sizes
+from tunix.run.attention import attention_line
+from tunix.run.build import settings_of
+from tunix.run.describe import remat_line
+from tunix.run.devices import mesh_of
+from tunix.run.evaluation import Evaluation
+from tunix.run.streams import workload_of
+from tunix.run.teacher import divided
+from tunix.trainer.build import ClientSettings, critic_spec_of, engine_of, spec_of, stored
+from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
+from tunix.trainer.spec import TrainerSpec
+from tunix.types import Sampling, Workload
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that trains."""
+
+    spec: TrainerSpec
+    params: Shapes
+    """The trainable weights."""
+    base: Shapes
+    """The frozen weights under an adapter."""
+
+    @property
+    def all(self) -> Shapes:
+        """All weights by name."""
+        return {**self.base, **self.params}
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A reference or a teacher."""
+
+    model: Model
+    params: Shapes
+    microbatcher: Microbatcher
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the engine holds."""
+
+    sizes: Sizes
+    steps: int
+    weights: Weights
+    work: Workload
+    copied: int
+    """Bytes of the copy of the weights on each device."""
+    matters: bool
+    """Whether training or an evaluation samples; False where a few samples are shown."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Everything that one run holds."""
+
+    recipe: Recipe
+    algorithm: Algorithm
+    policy: Trained
+    critic: Trained | None
+    reference: Frozen | None
+    teacher: Frozen | None
+    sampled: Sampled | None
+    """None for a run that never samples."""
+    judge: Frozen | None = None
+    """A reward model."""
+    chosen: tuple[str, ...] = ()
+    """Lines about what was left to tunix: the mesh, the implementation of attention, what is recomputed."""
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes on each device between two programs, by what they are."""
+        policy, critic = self.policy, self.critic
+        held = {
+            "weights": bytes_of(policy.params),
+            "optimizer's moments": bytes_of(programs.moments(policy.spec, policy.params)),
+            "frozen base": bytes_of(policy.base),
+        }
+        if critic is not None:
+            held["critic and its moments"] = bytes_of(critic.params) + bytes_of(
+                programs.moments(critic.spec, critic.params)
+            )
+        if self.reference is not None and self.reference.params is not policy.base:
+            held["reference"] = bytes_of(self.reference.params)
+        if self.teacher is not None and self.teacher.microbatcher.mesh is policy.spec.mesh:
+            held["teacher"] = bytes_of(self.teacher.params)
+        if self.judge is not None:
+            held["reward model"] = bytes_of(self.judge.params)
+        if self.sampled is not None:
+            held["sampler's copy"] = self.sampled.copied
+        return {name: size for name, size in held.items() if size}
+
+
+def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) -> Subject:
+    """What a run of a recipe (without stages) holds on these devices.
+
+    Args:
+        memory: bytes of each device that programs may take; None where that is not known.
+
+    Raises:
+        UserError: the model's sizes are not known, or the recipe does not fit the devices.
+    """
+    source, devices = structure(recipe.model), list(devices)
+    if recipe.adapter is not None and recipe.adapter.source is not None:
+        adapter, source = settled(recipe.adapter, source)
+        recipe = recipe.model_copy(update={"adapter": adapter})
+    students, _ = divided(recipe.teacher, devices)
+    sampling = Sampling(max_tokens=recipe.data.longest_completion, temperature=recipe.rollout.temperature)
+    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
+    mesh, why = mesh_of(recipe, source.decoder, algorithm, students, memory)
+    settings = settings_of(recipe, source, mesh, recipe.steps or 1000, algorithm)
+    branched = settings.microbatcher.unit > 1
+    attention = attention_line(source.decoder, recipe.model, mesh, settings.length, branched=branched)
+    policy = _trained(settings, spec_of(settings, source, mesh, memory))
+    critic = _trained(settings, critic_spec_of(settings, policy.spec)) if settings.critic == "own" else None
+    return Subject(
+        recipe,
+        algorithm,
+        policy,
+        critic,
+        _reference(algorithm, settings, policy),
+        _teacher(recipe, policy.spec, devices),
+        _sampled(recipe, algorithm, settings, policy),
+        _judge(recipe, policy.spec),
+        tuple(filter(None, (why if mesh.size > 1 else None, attention, remat_line(policy.spec)))),
+    )
+
+
+def _trained(settings: ClientSettings, spec: TrainerSpec) -> Trained:
+    params, base = (spec.model.abstract(dtypes, spec.mesh) for dtypes in stored(settings, spec.model))
+    return Trained(spec, params, base)
+
+
+def _reference(algorithm: Algorithm, settings: ClientSettings, policy: Trained) -> Frozen | None:
+    """The reference: the base under an adapter, a copy in the compute dtype, or another model of the same structure."""
+    spec, other = policy.spec, algorithm.reference_path is not None
+    if not (settings.reference or other or spec.adapter is not None):
+        return None
+    model = replace(spec.model, adapt=None, has_scalar_head=False)
+    if spec.adapter is not None and not other:
+        return Frozen(model, policy.base, spec.microbatcher)
+    exact = {f"layers/{name}/w" for name, _ in spec.model.simulated}
+    trained: DType = settings.model.param_dtype or "float32"
+    dtypes: dict[str, DType] = {
+        name: trained if name in exact else spec.model.dtype for name in model.shapes if not is_own(name)
+    }
+    return Frozen(model, model.abstract(dtypes, spec.mesh), spec.microbatcher)
+
+
+def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen | None:
+    config = recipe.teacher
+    if config is None:
+        return None
+    own = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
+    source = structure(own or ModelConfig(path=config.path))
+    mesh = student.mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
+    model = Model(source.decoder, dtype=config.dtype)
+    rows = rows_per_microbatch(
+        mesh, recipe.sequences_per_update, recipe.micro_batch_size, student.length, bool(recipe.data.packing)
+    )
+    params = model.abstract(dict.fromkeys(model.shapes, config.dtype), mesh)
+    return Frozen(model, params, Microbatcher(rows, mesh))
+
+
+def _judge(recipe: Recipe, policy: TrainerSpec) -> Frozen | None:
+    if recipe.reward is None or recipe.reward.model is None:
+        return None
+    decoder = structure(ModelConfig(path=recipe.reward.model)).decoder
+    model = Model(decoder, dtype=recipe.model.dtype, has_scalar_head=True, has_lm_head=False)
+    params = model.abstract(dict.fromkeys(model.shapes, recipe.model.dtype), policy.mesh)
+    return Frozen(model, params, policy.microbatcher)
+
+
+def _sampled(recipe: Recipe, algorithm: Algorithm, settings: ClientSettings, policy: Trained) -> Sampled | None:
+    """The engine of a run that samples, or shows samples."""
+    spec, work = policy.spec, _workload(recipe, algorithm)
+    if work is None:
+        return None
+    engine = engine_of(spec, policy.params, settings.slots, settings.longest)
+    weights = programs.views(spec.model, spec.mesh, policy.all)
+    kept = programs.shared(weights, policy.base) if policy.base else {}
+    kept = {name: x for name, x in kept.items() if name not in policy.params}
+    copied, matters = bytes_of(weights) - bytes_of(kept), work.requests > recipe.eval.samples
+    return Sampled(engine.sizes, engine.steps, weights, work, copied, matters)
+
+
+def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:
+    """The largest workload of the sampler: of a step, of an evaluation by rewards, or of the samples that are shown."""
+    judged = recipe.reward is not None or recipe.rollout.environment is not None
+    held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
+    prompts = [Prompt(np.zeros(1, np.int32), "", {})] * recipe.eval.rows if held_out and judged else []
+    work = workload_of(recipe, algorithm, Evaluation(algorithm, prompts=prompts))
+    shown = recipe.eval.samples if held_out else 0
+    if work is None and shown:
+        prompt = max(recipe.data.max_length - recipe.eval.sample_tokens, 1)
+        return Workload(shown, shown, prompt, recipe.data.max_length)
+    return work

@@ -1,0 +1,174 @@
+"""What a run's programs need together, whether that fits, and how fast they could be.
+
+A program runs beside everything that the run holds meanwhile: the need of the run is the largest sum of a program's own
+peak and of what it does not read. Times are rooflines from published peaks: no run can be faster on that device.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tunix.plan.compiling import Compiled, compiled
+from tunix.plan.record import Program, programs_of
+from tunix.plan.subject import Subject
+from tunix.plan.topology import Chip
+
+
+@dataclass(frozen=True)
+class Target:
+    """The devices of a plan."""
+
+    name: str
+    """A topology such as `h100:8`, or the kind of the devices at hand."""
+    number: int
+    """How many there are."""
+    limit: int
+    """Bytes that programs may take on each."""
+    chip: Chip | None = None
+    """Published figures; None where they are not known."""
+    link: float = 0.0
+    """Bytes that a device sends to others a second."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one program needs on each device, and what it costs."""
+
+    name: str
+    total: int
+    """Bytes: its own peak and everything that the run holds meanwhile."""
+    kinds: dict[str, int]
+    """The same by what they are."""
+    buffers: list[list[Any]] = field(default_factory=list)
+    """The largest arrays that it writes: bytes, type and shape, scope, line of tunix."""
+    flops: float = 0.0
+    bytes: float = 0.0
+    sent: dict[str, list[float]] = field(default_factory=dict)
+    """Kind of collective -> how many run, and the bytes that a device sends in them."""
+    compiled_in: float = 0.0
+    """Seconds."""
+    refused: str = ""
+    times: float = 0.0
+    """How often it runs in a step of the recipe."""
+    model_flops: float = 0.0
+    tokens: int = 0
+    seconds: float | None = None
+    """Roofline of one run; None where the devices' figures are not known."""
+    bound: str = ""
+    """What that is bound by: `compute`, `memory` or `links`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The needs of a run beside what its devices have."""
+
+    target: Target
+    held: dict[str, int]
+    needs: list[Need]
+    """Those with the largest first."""
+    chosen: tuple[str, ...] = ()
+    """Lines about what was left to tunix, from `Subject`."""
+
+    @property
+    def most(self) -> int:
+        """Bytes that the run needs on each device."""
+        return max([one.total for one in self.needs] or [sum(self.held.values())])
+
+    @property
+    def fits(self) -> bool:
+        """Whether every program does."""
+        return self.most <= self.target.limit and not any(one.refused for one in self.needs)
+
+    def report(self) -> dict[str, Any]:
+        """Plain values of everything, for JSON."""
+        numbers = {"needed": self.most, "fits": self.fits, "held": self.held, "chosen": self.chosen}
+        target = {"devices": self.target.name, "number": self.target.number, "limit": self.target.limit}
+        return {**target, **numbers, "programs": [asdict(one) for one in self.needs], "prediction": self.prediction()}
+
+    def prediction(self) -> dict[str, float] | None:
+        """Seconds of a step, trained tokens a second and MFU by the rooflines; None where they are not known."""
+        chip, timed = self.target.chip, [one for one in self.needs if one.times]
+        if chip is None or not timed or any(one.refused for one in timed):
+            return None
+        seconds = sum(one.times * (one.seconds or 0.0) for one in timed)
+        trained = [one for one in timed if one.model_flops]
+        work, peak = sum(one.times * one.model_flops for one in trained), chip.flops * self.target.number
+        tokens = sum(one.times * one.tokens for one in trained if one.name == "step")
+        return {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": work / peak / seconds}
+
+
+def examined(subject: Subject, target: Target, tell: Callable[[str], None] = str) -> Verdict:
+    """Compiles all programs of a run.
+
+    Args:
+        tell: receives the name of each program before it is compiled.
+    """
+    needs = sorted(_needs(subject, target, tell), key=lambda one: one.total, reverse=True)
+    return Verdict(target, subject.held, needs, subject.chosen)
+
+
+def refuted(subject: Subject, target: Target) -> bool:
+    """Whether the run does not fit: stops at the first program that is too large, and compiles none needlessly."""
+    if sum(subject.held.values()) > target.limit:
+        return True
+    return any(one.refused or one.total > target.limit for one in _needs(subject, target))
+
+
+def _needs(subject: Subject, target: Target, tell: Callable[[str], None] = str) -> Iterator[Need]:
+    """What each program needs; those that arithmetic knows come first."""
+    held, found = subject.held, programs_of(subject)
+    for program in sorted(found, key=lambda one: one.lowered is not None):
+        if program.lowered is None:
+            yield _by_arithmetic(program, held)
+        else:
+            tell(program.name)
+            yield _need(program, held, compiled(program.lowered, target.name), target)
+
+
+def _by_arithmetic(program: Program, held: dict[str, int]) -> Need:
+    own = {"caches": program.caches, "copies": program.peak - program.caches}
+    kinds = {**held, **{name: size for name, size in own.items() if size}}
+    return Need(program.name, sum(kinds.values()), kinds)
+
+
+def _need(program: Program, held: dict[str, int], found: Compiled, target: Target) -> Need:
+    rest = sum(size for name, size in held.items() if name not in program.reads) + program.besides
+    total = found.peak + rest
+    kinds = {**held, "caches": program.caches + max(program.besides, 0)}
+    rest = max(total - sum(kinds.values()), 0)
+    # A compiler may let gradients take the place of what is no longer read.
+    gradients = min(program.gradients, rest)
+    kinds |= {"gradients": gradients, "activations and temporaries": rest - gradients}
+    seconds, bound = _roofline(found, program, target)
+    return Need(
+        program.name,
+        total,
+        {name: size for name, size in kinds.items() if size},
+        found.buffers,
+        found.flops,
+        found.bytes,
+        found.sent,
+        found.seconds,
+        found.refused,
+        program.times,
+        program.flops,
+        program.tokens,
+        seconds,
+        bound,
+    )
+
+
+def _roofline(found: Compiled, program: Program, target: Target) -> tuple[float | None, str]:
+    """Seconds of one run at the published peaks, and which one binds."""
+    chip = target.chip
+    if chip is None:
+        return None, ""
+    # The FLOPs of kernels are not in the program's text; the model's own are the least in any case.
+    flops = max(found.flops, program.flops / target.number)
+    times = {
+        "compute": flops / chip.flops,
+        "memory": found.bytes / chip.bandwidth,
+        "links": sum(amount for _, amount in found.sent.values()) / target.link,
+    }
+    bound = max(times, key=lambda name: times[name])
+    return times[bound], bound
