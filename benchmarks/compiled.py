@@ -54,6 +54,7 @@ class Case:
     def lowered(self) -> Any:
         """The step, lowered for the topology."""
         topology.prepare()
+        topology.hasten(topology.chip_of(self.topology).platform)
         mesh = build_mesh(self.mesh, topology.devices_of(self.topology)[: self.devices])
         model = Model(preset(self.preset), dtype="bfloat16", remat=self.remat)
         config = OptimizerConfig()

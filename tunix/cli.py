@@ -136,12 +136,11 @@ def _run(parsed: Parsed) -> None:
     from tunix.commands.plan import require_fit
     from tunix.recipe.recipe import Recipe
 
-    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     if not (parsed.tiny or parsed.no_plan):
-        require_fit(recipe, parsed.fresh)
-    from tunix.run.train import train  # it loads jax, and the plan above is made without it
+        require_fit(Recipe.load(parsed.recipe, parsed.overrides), parsed.fresh)
+    from tunix.run.train import train  # it loads jax, without which the plan above is made
 
-    train(recipe, fresh=parsed.fresh)
+    train(parsed.recipe, parsed.overrides, tiny=parsed.tiny, fresh=parsed.fresh)
 
 
 def _check(parsed: Parsed) -> None:

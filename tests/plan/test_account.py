@@ -101,6 +101,53 @@ def test_collectives_by_kind_number_and_bytes():
     assert found.number("all-gather") == 0
 
 
+def test_a_convolution_costs_what_its_window_meets():
+    """As a TPU's compiler writes a product with one free axis of 16 as a window that slides over padding."""
+    program = """ENTRY %main (x: bf16[64,1,32], w: bf16[16,32,8]) -> bf16[64,16,8] {
+  %x = bf16[64,1,32]{2,1,0} parameter(0)
+  %w = bf16[16,32,8]{2,1,0} parameter(1)
+  ROOT %y = bf16[64,16,8]{2,1,0} convolution(%x, %w), window={size=16 pad=15_15 rhs_reversal=1}, dim_labels=b0f_0io->b0f
+}
+"""
+    assert account(program).flops == 2 * 64 * 32 * 8 * 16
+    strided = """ENTRY %main (x: f32[2,8,6,3], w: f32[3,2,3,5]) -> f32[2,4,5,5] {
+  %x = f32[2,8,6,3]{3,2,1,0} parameter(0)
+  %w = f32[3,2,3,5]{3,2,1,0} parameter(1)
+  ROOT %y = f32[2,4,5,5] convolution(%x, %w), window={size=3x2 stride=2x1 pad=1_0x0_0}, dim_labels=b01f_01io->b01f
+}
+"""
+    # Along the first axis outputs 0..3 see inputs -1..1, 1..3, 3..5, 5..7: 2 + 3 + 3 + 3; along the second all 5 x 2.
+    assert account(strided).flops == 2 * 2 * 3 * 5 * 11 * 10
+
+
+def test_a_loop_that_counts_in_twos_runs_half_as_often():
+    """As a TPU's compiler unrolls the exchange of a product's operand."""
+    program = """%body (s: (f32[8,8], s32[])) -> (f32[8,8], s32[]) {
+  %s = (f32[8,8]{1,0}, s32[]) parameter(0)
+  %x = f32[8,8]{1,0} get-tuple-element(%s), index=0
+  %i = s32[] get-tuple-element(%s), index=1
+  %two = s32[] constant(2)
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %j = s32[] add(%i, %two)
+  ROOT %t = (f32[8,8]{1,0}, s32[]) tuple(%y, %j)
+}
+
+%condition (s: (f32[8,8], s32[])) -> pred[] {
+  %s = (f32[8,8]{1,0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=1
+  %limit = s32[] constant(5)
+  ROOT %c = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (s: (f32[8,8], s32[])) -> (f32[8,8], s32[]) {
+  %s = (f32[8,8]{1,0}, s32[]) parameter(0)
+  ROOT %w = (f32[8,8]{1,0}, s32[]) while(%s), condition=%condition, body=%body
+}
+"""
+    assert account(program).flops == 3 * 2 * 8 * 8 * 8
+    assert account(program.replace("constant(2)", "constant(1)")).flops == 5 * 2 * 8 * 8 * 8
+
+
 def test_the_largest_arrays_are_named():
     (first, *_) = largest(text(lambda x, w: jnp.tanh(x @ w), X, jax.ShapeDtypeStruct((K, 999), jnp.float32)))
     assert first[:2] == (4 * M * 999, f"f32[{M},999]")

@@ -11,8 +11,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tunix.errors import UserError
 from tunix.plan.ask import Plan, ask
@@ -21,6 +22,7 @@ from tunix.recipe.recipe import Recipe
 GIB = 2**30
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 """Device files of NVIDIA's GPUs and of TPUs."""
+WIDTH = 120
 PATIENCE = 180.0
 """Seconds after which a run starts without having been planned."""
 
@@ -47,6 +49,8 @@ def plan(
     if not (math.isfinite(deadline) and deadline > 0):
         raise UserError(f"--deadline {deadline:g}: it is a number of seconds above 0")
     console = console or Console(highlight=False, emoji=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH  # of a file or a pipe: nobody says how wide it is
     for topology in topologies:
         with _progress(topology) as tell:
             found = ask(recipe, topology, deadline, tell=tell)
@@ -78,9 +82,10 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
             tell(f"not planned to the end within {PATIENCE:.0f} s")
     for number, verdict in enumerate(found.verdicts):
         if not verdict["fits"]:
+            remedy = suggestion(found, number)
             raise UserError(
                 f"{stage_of(recipe, number).output} on {verdict['number']} x {verdict['devices']}: {summary(verdict)}. "
-                f"{suggestion(found, number).capitalize()}. `tunix plan` shows what takes the memory; "
+                f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; "
                 "`tunix run --no-plan` tries it all the same."
             )
 
@@ -127,10 +132,15 @@ def summary(verdict: dict[str, Any]) -> str:
     """One sentence: whether it fits, and by how much."""
     needed, limit = verdict["needed"], verdict["limit"]
     most = verdict["programs"][0]["name"] if verdict["programs"] else "nothing"
-    if refused := next((one for one in verdict["programs"] if one["refused"]), None):
+    refused = next((one for one in verdict["programs"] if one["refused"]), None)
+    if refused and needed <= limit:  # its message names no size
         return f"does not fit: the compiler refuses `{refused['name']}`: {refused['refused']}"
     word, rest = ("fits", "to spare") if verdict["fits"] else ("does not fit", "too much")
-    return f"{word}: {_gib(needed)} of {_gib(limit)} during `{most}`, {_gib(abs(limit - needed))} {rest}"
+    found = f"{word}: {_gib(needed)} of {_gib(limit)} during `{most}`, {_gib(abs(limit - needed))} {rest}"
+    if refused is None:
+        return found
+    largest = "; the largest array is " + _array(refused["buffers"][0]) if refused["buffers"] else ""
+    return f"{found}: the compiler refuses `{refused['name']}`{largest}"
 
 
 def suggestion(found: Plan, stage: int) -> str:
@@ -155,22 +165,24 @@ def _show_memory(verdict: dict[str, Any], console: Console) -> None:
     if not verdict["programs"]:
         return
     most = verdict["programs"][0]
-    table = Table("of each device, during " + most["name"], "GiB", title_justify="left")
+    table = Table("of each device, during " + most["name"], Column("GiB", justify="right"), box=SIMPLE)
     for name, size in sorted(most["kinds"].items(), key=lambda one: -one[1]):
         table.add_row(name, f"{size / GIB:.2f}")
     console.print(table)
-    for size, shape, scope, line in most["buffers"]:
-        where = f"{line}, {_short(scope)}" if line else _short(scope)
-        console.print(f"  {_gib(size)}  {shape}  {where}", markup=False)
+    for buffer in most["buffers"]:
+        console.print(f"  {_array(buffer)}", markup=False)
 
 
 def _show_programs(verdict: dict[str, Any], console: Console) -> None:
     """Every program: what is needed while it runs, what it costs, and the least time that takes."""
-    table = Table("program", "GiB with all held", "a step", "TFLOP", "GB moved", "GB sent", "least ms", "compiled in s")
+    names = ("program", "GiB with all held", "a step", "TFLOP", "GB moved", "GB sent", "least ms", "s to compile")
+    table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
+    table.columns[0].justify = "left"
     for one in verdict["programs"]:
         sent = sum(amount for _, amount in one["sent"].values()) / 1e9
-        least = "" if one["seconds"] is None else f"{1e3 * one['seconds']:,.1f} ({one['bound']})"
-        cost = (f"{one['flops'] / 1e12:,.1f}", f"{one['bytes'] / 1e9:,.1f}", f"{sent:,.1f}")
+        least = "" if one["seconds"] is None or one["refused"] else f"{1e3 * one['seconds']:,.0f}, {one['bound']}"
+        cost = (f"{one['flops'] / 1e12:,.1f}", f"{one['bytes'] / 1e9:,.0f}", f"{sent:,.1f}")
+        cost = cost if one["flops"] else ("", "", "")
         times = f"{one['times']:g} x" if one["times"] else ""
         compiled = f"{one['compiled_in']:.0f}" if one["compiled_in"] else ""
         table.add_row(one["name"], f"{one['total'] / GIB:.2f}", times, *cost, least, compiled)
@@ -182,5 +194,11 @@ def _short(scope: str) -> str:
     return "/".join(scope.split("/")[-3:])
 
 
-def _gib(size: float) -> str:
+def _array(buffer: list[Any]) -> str:
+    """A buffer of a verdict: its size, type and shape, and where it comes from."""
+    size, shape, scope, line = buffer
+    return "  ".join(filter(None, (_gib(size), shape, ", ".join(filter(None, (line, _short(scope)))))))
+
+
+def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"

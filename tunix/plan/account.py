@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
+from tunix.plan.groups import group
 from tunix.plan.hlo import Computation, Instruction, Program, parsed, size
 from tunix.util.loops import CHOICE, SCOPE
 
@@ -35,6 +36,8 @@ class Collective:
     """What a device sends in one execution, by the fewest that a ring needs."""
     scope: str
     """Where it comes from in the source, e.g. `jit(step)/while/body/dot_general`."""
+    group: tuple[int, ...] = ()
+    """Numbers of the devices of its first group, in the order of the mesh."""
     times: float = 1.0
     """How often it runs."""
     loops: int = 0
@@ -58,6 +61,11 @@ class Account:
     def sent(self, *kinds: str) -> float:
         """Bytes that a device sends in collectives of these kinds, or in all."""
         return sum((one.bytes * one.times for one in self.collectives if not kinds or one.kind in kinds), 0.0)
+
+    def sent_far(self, near: int) -> float:
+        """Bytes that a device sends in collectives whose groups reach beyond so many consecutive devices."""
+        far = (one for one in self.collectives if len({device // near for device in one.group}) > 1)
+        return sum((one.bytes * one.times for one in far), 0.0)
 
     def number(self, *kinds: str) -> float:
         """How many collectives of these kinds run, or of all."""
@@ -113,7 +121,7 @@ def _single(program: Program, one: Instruction, home: Computation) -> Account:
     result = Account(flops=flops(program, one, home), bytes=traffic(program, one, home))
     for kind in COLLECTIVES:
         if one.opcode in (kind, f"{kind}-start"):
-            result.collectives.append(Collective(kind, sent(kind, one, home), scope(one)))
+            result.collectives.append(Collective(kind, sent(kind, one, home), scope(one), tuple(group(one.text))))
     if one.opcode == "custom-call":
         result.kernels[one.attribute("custom_call_target") or _quoted(one, "custom_call_target")] = 1.0
     return result
@@ -125,12 +133,36 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
         return int(known[1])
     if stated := re.search(rf"{SCOPE}(\d+)\)*/while$", scope(loop)):
         return int(stated[1])
-    # A TPU's compiler does not note it: jax's loops count from 0 to a number that the condition compares with.
-    condition = loop.attribute("condition")
+    return _counted(program, loop)
+
+
+def _counted(program: Program, loop: Instruction) -> int | None:
+    """How often a loop runs whose condition compares a counter with a number: a TPU's compiler does not note it.
+
+    jax's loops count from 0 in ones. The compiler's own, which exchange parts of a product's operand, count in twos
+    where it has unrolled them.
+    """
+    condition, body = loop.attribute("condition"), loop.attribute("body")
     assert condition is not None, f"a loop has a condition: {loop}"
+    assert body is not None, f"a loop has a body: {loop}"
     home, root = program.computations[condition], program.root(condition)
     limit = home.get(root.operands[-1]) if root.opcode == "compare" and "direction=LT" in root.text else None
-    return int(limit.literal) if limit is not None and limit.opcode == "constant" else None
+    if limit is None or limit.opcode != "constant":
+        return None
+    return -(-int(limit.literal) // _step(program, body, home.get(root.operands[0])))
+
+
+def _step(program: Program, body: str, counter: Instruction | None) -> int:
+    """By how much the body raises a counter of the condition; 1 where that cannot be read."""
+    place = re.search(r"index=(\d+)", counter.text) if counter is not None else None
+    inside, root = program.computations[body], program.root(body)
+    if place is None or root.opcode != "tuple":
+        return 1
+    raised = inside.get(root.operands[int(place[1])])
+    if raised is None or raised.opcode != "add":
+        return 1
+    steps = [int(one.literal) for name in raised.operands if (one := inside[name]).opcode == "constant"]
+    return steps[0] if steps else 1
 
 
 def scope(one: Instruction) -> str:
@@ -176,11 +208,36 @@ def flops(program: Program, one: Instruction, home: Computation) -> float:
 
 
 def _convolved(one: Instruction, home: Computation) -> float:
-    """FLOPs of a convolution, which a TPU's compiler makes of products: 2 for each output and element of its kernel."""
-    labels = re.search(r"dim_labels=\w+_(\w+)->", one.text)
-    kernel = home[one.operands[1]].shape
-    outputs = kernel[labels[1].index("o")] if labels else 1
-    return 2.0 * math.prod(one.shape) * math.prod(kernel) / outputs
+    """FLOPs of a convolution, which a TPU's compiler makes of products.
+
+    A free axis may become a window that slides over padding, of which every position meets a single number: only pairs
+    of an output and an element of the window that meet one are multiplied.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.text)
+    image, kernel = (home[name].shape for name in one.operands[:2])
+    if labels is None:
+        return 2.0 * math.prod(one.shape) * math.prod(kernel)
+    axes = [label for label in labels[2] if label.isdigit()]
+    met = [
+        _met(one, number, image[labels[1].index(axis)], one.shape[labels[3].index(axis)])
+        for number, axis in enumerate(sorted(axes))
+    ]
+    features = one.shape[labels[3].index("b")] * one.shape[labels[3].index("f")] * kernel[labels[2].index("i")]
+    return 2.0 * features * math.prod(met)
+
+
+def _met(one: Instruction, axis: int, inputs: int, outputs: int) -> int:
+    """How many pairs of an output and an element of the window meet an input, along one axis of a convolution."""
+
+    def of(key: str, usual: str) -> list[int]:
+        found = re.search(rf"\b{key}=([\dx_\-]+)", window)
+        return [int(number) for number in (found[1].split("x")[axis] if found else usual).split("_")]
+
+    window = re.search(r"window=\{([^}]*)\}", one.text)[1]
+    (size,), (stride,), (low, *_) = of("size", "1"), of("stride", "1"), of("pad", "0_0")
+    (spread,), (step,) = of("lhs_dilate", "1"), of("rhs_dilate", "1")
+    places = (output * stride - low + element * step for output in range(outputs) for element in range(size))
+    return sum(0 <= place <= (inputs - 1) * spread and place % spread == 0 for place in places)
 
 
 def traffic(program: Program, one: Instruction, home: Computation) -> float:
@@ -242,25 +299,13 @@ def _written(inside: Computation, root: Instruction) -> int:
 def sent(kind: str, one: Instruction, home: Computation) -> int:
     """Bytes that each device sends in a collective, as a ring over its group does."""
     operands = sum(home[name].size for name in one.operands if name in home)
-    number = group_size(one)
+    number = len(group(one.text))
     if kind == "collective-permute":
         return operands
     if kind == "all-gather":
         return operands * (number - 1)
     share = (number - 1) / number
     return round(operands * share * (2 if kind == "all-reduce" else 1))
-
-
-def group_size(one: Instruction) -> int:
-    """How many devices take part in each group of a collective; 2 where the text does not say."""
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", one.text):
-        return int(found[2])
-    # As jax 0.12 prints it: the sizes of the mesh's axes, and those that are summed over.
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", one.text):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", one.text)
-    return len(listed[1].split(",")) if listed else 2
 
 
 def largest(text: str, number: int = 5) -> list[tuple[int, str, str, str]]:

@@ -18,7 +18,7 @@ from tunix.plan.account import COLLECTIVES, account, largest
 from tunix.util.atomic_io import write_text_atomic
 
 KEPT = Path("~/.cache/tunix/plans")
-VERSION = "1"
+VERSION = "3"
 """Part of every digest: raised where what is read of a program changes."""
 NUMBER = r"([\d.]+)\s*([KMGT]?)i?B?"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -38,6 +38,8 @@ class Compiled:
     """Memory traffic."""
     sent: dict[str, list[float]]
     """Kind of collective -> how many run, and the bytes that a device sends in them."""
+    sent_far: float
+    """Those of these bytes that leave the devices which a fast network joins."""
     buffers: list[list[Any]]
     """The largest arrays that it writes: bytes, type and shape, scope, line of tunix."""
     seconds: float
@@ -46,24 +48,25 @@ class Compiled:
     """The compiler's message where the program does not fit; `peak` is then what it asks for."""
 
 
-def compiled(lowered: jax.stages.Lowered, target: str) -> Compiled:
+def compiled(lowered: jax.stages.Lowered, target: str, near: int) -> Compiled:
     """Compiles a program, or returns what is known of it.
 
     Args:
         target: the devices' name: programs for other devices are others.
+        near: how many devices, in the order of the mesh, a fast network joins.
     """
     text = lowered.as_text()
-    said = (VERSION, jax.__version__, target, text)
+    said = (VERSION, jax.__version__, target, near, text)
     file = KEPT.expanduser() / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
     if file.is_file():
         return Compiled(**json.loads(file.read_text()))
-    found = _compiled(lowered)
+    found = _compiled(lowered, near)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(file, json.dumps(asdict(found)))
     return found
 
 
-def _compiled(lowered: jax.stages.Lowered) -> Compiled:
+def _compiled(lowered: jax.stages.Lowered, near: int) -> Compiled:
     start = time.perf_counter()
     try:
         program = lowered.compile()
@@ -83,6 +86,7 @@ def _compiled(lowered: jax.stages.Lowered) -> Compiled:
         flops=found.flops,
         bytes=found.bytes,
         sent={kind: [found.number(kind), found.sent(kind)] for kind in COLLECTIVES if found.number(kind)},
+        sent_far=found.sent_far(near),
         buffers=[list(one) for one in largest(text)],
         seconds=seconds,
     )
@@ -95,4 +99,4 @@ def _refused(message: str, seconds: float) -> Compiled:
     # A TPU's compiler lists the largest allocations: size, shape, and the operation that they belong to.
     listed = re.findall(rf"Size: {NUMBER}\s+(?:Operator: op_name=\"([^\"]*)\"[^\n]*\s+)?Shape: ([\w\[\],]+)", message)
     buffers = [[int(float(n) * UNITS[unit]), shape, scope, ""] for n, unit, scope, shape in listed[:5]]
-    return Compiled(peak, 0, 0.0, 0.0, {}, buffers, seconds, message.splitlines()[0][:300])
+    return Compiled(peak, 0, 0.0, 0.0, {}, 0.0, buffers, seconds, message.splitlines()[0][:300])

@@ -5,13 +5,13 @@ peak and of what it does not read. Times are rooflines from published peaks: no 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tunix.plan.compiling import Compiled, compiled
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Subject
-from tunix.plan.topology import Chip
+from tunix.plan.topology import BETWEEN_HOSTS, Chip
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Target:
     """Bytes that programs may take on each."""
     chip: Chip | None = None
     """Published figures; None where they are not known."""
-    link: float = 0.0
-    """Bytes that a device sends to others a second."""
+    near: int = 1
+    """How many of them, in the order of the mesh, a fast network joins."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Need:
     seconds: float | None = None
     """Roofline of one run; None where the devices' figures are not known."""
     bound: str = ""
-    """What that is bound by: `compute`, `memory` or `links`."""
+    """What that is bound by: `compute`, `memory`, `links` or, between hosts of GPUs, `network`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,23 @@ def examined(subject: Subject, target: Target, tell: Callable[[str], None] = str
     return Verdict(target, subject.held, needs, subject.chosen)
 
 
+def with_arrays(found: Verdict, subject: Subject, target: Target) -> Verdict:
+    """A verdict with the largest arrays of the programs that a compiler refused without naming any.
+
+    Args:
+        subject: the same run on devices with more memory.
+        target: those devices.
+    """
+    refused = {one.name for one in found.needs if one.refused and not one.buffers}
+    buffers = {
+        program.name: compiled(program.lowered, target.name, target.near).buffers
+        for program in programs_of(subject)
+        if program.name in refused and program.lowered is not None
+    }
+    needs = [replace(one, buffers=buffers.get(one.name, one.buffers)) for one in found.needs]
+    return replace(found, needs=needs)
+
+
 def refuted(subject: Subject, target: Target) -> bool:
     """Whether the run does not fit: stops at the first program that is too large, and compiles none needlessly."""
     if sum(subject.held.values()) > target.limit:
@@ -122,7 +139,7 @@ def _needs(subject: Subject, target: Target, tell: Callable[[str], None] = str) 
             yield _by_arithmetic(program, held)
         else:
             tell(program.name)
-            yield _need(program, held, compiled(program.lowered, target.name), target)
+            yield _need(program, held, compiled(program.lowered, target.name, target.near), target)
 
 
 def _by_arithmetic(program: Program, held: dict[str, int]) -> Need:
@@ -168,7 +185,8 @@ def _roofline(found: Compiled, program: Program, target: Target) -> tuple[float 
     times = {
         "compute": flops / chip.flops,
         "memory": found.bytes / chip.bandwidth,
-        "links": sum(amount for _, amount in found.sent.values()) / target.link,
+        "links": sum(amount for _, amount in found.sent.values()) / chip.link,
+        "network": found.sent_far / BETWEEN_HOSTS,
     }
     bound = max(times, key=lambda name: times[name])
     return times[bound], bound

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 
 from tunix.errors import UserError
+from tunix.mesh import groups_of
 from tunix.plan import topology
 from tunix.plan.remedies import remedies, with_overrides
 from tunix.plan.subject import subject_of
-from tunix.plan.verdict import Target, Verdict, examined, refuted
+from tunix.plan.verdict import Target, Verdict, examined, refuted, with_arrays
 from tunix.recipe.recipe import Recipe
 
 Tell = Callable[[dict[str, Any]], None]
@@ -69,7 +70,13 @@ SOURCE = ("path", "init", "family", "preset", "sizes")
 
 def _verdict(recipe: Recipe, named: str | None, tell: Callable[[str], None]) -> Verdict:
     target, devices = _target(named)
-    return examined(subject_of(recipe, devices, target.limit), target, tell)
+    found = examined(subject_of(recipe, devices, float(target.limit)), target, tell)
+    larger = topology.roomiest(named) if named else None
+    if larger is None or not any(one.refused for one in found.needs):
+        return found
+    tell("it once more for chips with more memory, to name its arrays")
+    roomy, devices = _target(larger)
+    return with_arrays(found, subject_of(recipe, devices, float(target.limit)), roomy)
 
 
 def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> str | None:
@@ -78,7 +85,7 @@ def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> st
         tell({"trying": one.words})
         try:
             changed, (target, devices) = with_overrides(recipe, one.overrides), _target(one.topology or named)
-            if not refuted(subject_of(changed, devices, target.limit), target):
+            if not refuted(subject_of(changed, devices, float(target.limit)), target):
                 return one.words
         except UserError:  # a change that this recipe does not allow
             continue
@@ -88,14 +95,17 @@ def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> st
 def _target(named: str | None) -> tuple[Target, list[Any]]:
     """The devices of a topology, or those at hand, and what they have."""
     if named is not None:
+        topology.hasten(topology.chip_of(named).platform)
         devices = topology.devices_of(named)
         limit, chip = topology.limit_of(named), topology.chip_of(named)
-        return Target(named, len(devices), limit, chip, topology.link_of(named)), devices
+        return Target(named, len(devices), limit, chip, topology.near_of(named)), devices
     devices = jax.devices()
+    topology.hasten(devices[0].platform)
     stats = devices[0].memory_stats() or {}
     # Virtual devices of a CPU share its memory.
     limit = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    return Target(devices[0].device_kind, len(devices), int(limit)), devices
+    near = len(devices) // len(groups_of(devices))
+    return Target(devices[0].device_kind, len(devices), int(limit), near=near), devices
 
 
 if __name__ == "__main__":

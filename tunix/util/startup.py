@@ -1,7 +1,8 @@
 """What JAX is told before it takes a device: how much of a GPU's memory is ours, and where compiled programs are kept.
 
-No flags for the overlap of communication and computation are among it: XLA's compilers for GPUs and TPUs do that by
-themselves, and the flags that other libraries set leave our programs as they are (docs/log.md).
+No flags for the overlap of communication and computation are among it. The scheduler that hides latency is a GPU
+compiler's default by now (the flag leaves our programs as they are, on or off), and a TPU's compiler refuses those that
+are usually set for it on other chips than v5e, for fear of wrong results (docs/log.md).
 """
 
 import os
