@@ -44,7 +44,7 @@ def ask(
     topology: str | None,
     deadline: float = DEADLINE,
     remedies: bool = True,
-    tell: Callable[[str], None] = str,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The plan of a recipe, all of its stages included.
 

@@ -4,7 +4,8 @@ A program runs beside everything that the run holds meanwhile: the need of the r
 peak and of what it does not read. Times are rooflines from published peaks: no run can be faster on that device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,9 @@ from tunix.plan.compiling import Compiled, compiled
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Subject
 from tunix.plan.topology import BETWEEN_HOSTS, Chip
+
+AT_ONCE = 2
+"""Programs that are compiled at a time: each takes a gigabyte or two of the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,17 @@ class Verdict:
         return {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": work / peak / seconds}
 
 
-def examined(subject: Subject, target: Target, tell: Callable[[str], None] = str) -> Verdict:
+def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lambda _: None) -> Verdict:
     """Compiles all programs of a run.
 
     Args:
         tell: receives the name of each program before it is compiled.
     """
-    needs = sorted(_needs(subject, target, tell), key=lambda one: one.total, reverse=True)
-    return Verdict(target, subject.held, needs, subject.chosen)
+    held = subject.held
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        needs = list(pool.map(lambda program: _need_of(program, held, target, tell), programs_of(subject)))
+    needs.sort(key=lambda one: one.total, reverse=True)
+    return Verdict(target, held, needs, subject.chosen)
 
 
 def with_arrays(found: Verdict, subject: Subject, target: Target) -> Verdict:
@@ -128,21 +135,19 @@ def refuted(subject: Subject, target: Target) -> bool:
     """Whether the run does not fit: stops at the first program that is too large, and compiles none needlessly."""
     if sum(subject.held.values()) > target.limit:
         return True
-    return any(one.refused or one.total > target.limit for one in _needs(subject, target))
+    # Those that arithmetic knows come first.
+    found = sorted(programs_of(subject), key=lambda one: one.lowered is not None)
+    needs = (_need_of(program, subject.held, target) for program in found)
+    return any(one.refused or one.total > target.limit for one in needs)
 
 
-def _needs(subject: Subject, target: Target, tell: Callable[[str], None] = str) -> Iterator[Need]:
-    """What each program needs; those that arithmetic knows come first."""
-    held, found = subject.held, programs_of(subject)
-    for program in sorted(found, key=lambda one: one.lowered is not None):
-        if program.lowered is None:
-            yield _by_arithmetic(program, held)
-        else:
-            tell(program.name)
-            yield _need(program, held, compiled(program.lowered, target.name, target.near), target)
-
-
-def _by_arithmetic(program: Program, held: dict[str, int]) -> Need:
+def _need_of(
+    program: Program, held: dict[str, int], target: Target, tell: Callable[[str], None] = lambda _: None
+) -> Need:
+    """What a program needs, by its compiler where it has to be asked."""
+    if program.lowered is not None:
+        tell(program.name)
+        return _need(program, held, compiled(program.lowered, target.name, target.near), target)
     own = {"caches": program.caches, "copies": program.peak - program.caches}
     kinds = {**held, **{name: size for name, size in own.items() if size}}
     return Need(program.name, sum(kinds.values()), kinds)

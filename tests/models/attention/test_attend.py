@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models.attention.test_chunked import inputs, rows
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH
 from tunix.models.attention import attend as table
@@ -58,6 +59,34 @@ def test_training_prefill_and_decoding_make_one_call(monkeypatch):
     (spec,) = (spec for spec in asked["kernel"] if spec.window)
     whole = (spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, spec.softcap, spec.branched, spec.platform)
     assert whole == (4, 1, 16, "float32", 20.0, False, "cpu")
+
+
+@pytest.mark.parametrize("parents", [False, True], ids=["documents", "shared prompts"])
+def test_a_kernel_is_given_whole_blocks(parents, monkeypatch):
+    lengths: list[int] = []
+
+    def kernel(compute, q, *rest, **settings):
+        lengths.append(q.shape[1])
+        return compute(q, *rest, **settings)
+
+    forward, backward = (partial(kernel, one) for one in (einsum.forward, einsum.backward))
+    monkeypatch.setitem(
+        table.BY_NAME, "kernel", Implementation("kernel", lambda _: None, forward, backward, kernel=True)
+    )
+    q, k, v, pull = inputs("float32")
+    view = rows(parents)
+
+    def result(name: str):
+        def mixed(q, k, v):
+            return attend(q, k, v, view._replace(attention=name, window=11), scale=0.4)
+
+        found, back = jax.vjp(mixed, q, k, v)
+        return found, *back(pull)
+
+    for one, other in zip(result("kernel"), result("einsum"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    assert q.shape[1] % 128
+    assert set(lengths) == {-(-q.shape[1] // 128) * 128}
 
 
 def test_the_implementation_that_is_wanted_or_why_not(monkeypatch):

@@ -1,5 +1,6 @@
 """The TPU kernel beside the einsums, its text run on a CPU (Pallas's interpret mode): values and gradients."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -87,4 +88,5 @@ def test_what_the_kernel_lacks():
     assert splash.lacks(spec) == "it needs a TPU"
     assert splash.unfit(spec) is None
     assert "columns" in str(splash.unfit(spec_of(q, k, rows(parents=True)._replace(window=8), None)))
-    assert "no multiple of 128" in str(splash.unfit(spec_of(q[:, 1:], k[:, 1:], rows(parents=False), None)))
+    part = replace(spec, queries=100)
+    assert "parts of rows of 100 tokens are no multiple of 128" in str(splash.unfit(part))

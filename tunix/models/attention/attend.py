@@ -20,18 +20,21 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import device_in_use, partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, splash
-from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
+from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
 from tunix.util.loops import switch
 
 CONTEXT = "context"
 """The mesh axis over which the tokens of rows are split."""
 KEPT = ("mixed", "lse")
 """Names of what the backward pass reads of the forward pass, besides q, k and v."""
+NOWHERE = -3
+"""The segment of what fills a row: no implementation gives another this number."""
 SHORT = 1024
 """Tokens of a row up to which the einsums are taken where no kernel is: the scores of so short rows cost less than the
 chunks' loops."""
@@ -102,7 +105,20 @@ def attend(
     specs = [spec_of(q, k, one, softcap, sinks=sinks is not None) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
     call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks is not None)
-    return _past_sinks(_attend(call, q, k, v, (views[0].ids, views[0].positions, views[0].parents), kind), sinks)
+    tokens, length = (views[0].ids, views[0].positions, views[0].parents), q.shape[1]
+    if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
+        (q, k, v), tokens = _filled((q, k, v), tokens)
+    mixed, lse = _attend(call, q, k, v, tokens, kind)
+    return _past_sinks((mixed[:, :length], lse[:, :length]), sinks)
+
+
+def _filled(rows: tuple[jax.Array, ...], tokens: tuple[jax.Array | None, ...]) -> tuple:
+    """Rows that end with whole blocks, as kernels want them; what is added is a segment of its own."""
+
+    def fill(x: jax.Array, value: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+
+    return jax.tree.map(partial(fill, value=0), rows), jax.tree.map(partial(fill, value=NOWHERE), tokens)
 
 
 def _past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Float[Array, "B T N H"]:

@@ -98,6 +98,10 @@ class Segments(NamedTuple):
         return seen & (distance < self.window)
 
 
+LANES = 128
+"""Tokens of which kernels make blocks: `attend` fills rows up to a multiple of it for them."""
+
+
 class ByKind(NamedTuple):
     """The views of all kinds of layers and which one applies, for a scan over layers of several kinds."""
 

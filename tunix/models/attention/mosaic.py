@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import device_in_use
-from tunix.models.attention.inputs import AttentionSpec, DMixed, Gradients, Mixed, Segments, merged
+from tunix.models.attention.inputs import LANES, AttentionSpec, DMixed, Gradients, Mixed, Segments, merged
 
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
@@ -53,6 +53,8 @@ def unfit(spec: AttentionSpec) -> str | None:
         return "it reads no cache"
     if spec.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16, not {spec.dtype}"
+    if spec.queries != spec.keys and spec.queries % LANES:
+        return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.sinks:
         return "its backward pass takes no gradient by the log-sum-exp, which sinks have"
     return None

@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from tunix.models.attention.inputs import (
+    LANES,
     AttentionSpec,
     DMixed,
     Gradients,
@@ -29,7 +30,6 @@ from tunix.models.attention.inputs import (
     scaled,
 )
 
-LANES = 128
 """Rows are whole numbers of these; so are blocks."""
 BLOCK = 512
 """Queries and keys of a block at most."""
@@ -56,8 +56,8 @@ def unfit(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call on any device."""
     if spec.cached:
         return "it reads no cache"
-    if spec.queries % LANES:
-        return f"rows of {spec.queries} tokens are no multiple of {LANES}"
+    if spec.queries != spec.keys and spec.queries % LANES:
+        return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.branched and spec.window is not None:
         return "its windows count columns, and between a prompt and its completion there may be others"
     return None
