@@ -30,7 +30,6 @@ from tunix.models.attention.inputs import (
     scaled,
 )
 
-"""Rows are whole numbers of these; so are blocks."""
 BLOCK = 512
 """Queries and keys of a block at most."""
 NOBODY = -2
