@@ -14,6 +14,7 @@ import pytest
 from jaxtyping import PRNGKeyArray
 
 from tests.trainers import PLAIN, sequences, trainer
+from tunix.algorithms.kto.loss import BASELINE, LABEL
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.models import vocab_chunks
@@ -28,13 +29,14 @@ from tunix.util.exact import jit
 
 ROWS, LENGTH = 8, 32
 CONFIG = replace(PLAIN, vocab_size=512)
+CRITIC = "ppo's critic"
 NAMED = ("old_logprobs", "sampler_logprobs", "advantages", "returns", "old_values")
 """What losses read of each token of a rollout."""
 
 
 def client_for(name: str) -> Trainer:
     """On eight devices, with what the algorithm's loss reads: a reference, a value head, a teacher."""
-    heads = {"has_scalar_head": name in ("ppo", "reward"), "has_lm_head": name != "reward"}
+    heads = {"has_scalar_head": name in ("ppo", "reward", CRITIC), "has_lm_head": name not in ("reward", CRITIC)}
     client = trainer(CONFIG, devices=8, mesh=MeshConfig(fsdp=8), rows=ROWS, length=LENGTH, reference=True, **heads)
     spec = client.learner.spec
     client.learner.teacher = Teacher(
@@ -47,10 +49,21 @@ def batch_for(name: str) -> Batch:
     """Eight full rows, one to a device."""
     pairs, noise = name in ("dpo", "reward"), np.random.default_rng(0)
     made = [
-        replace(one, per_token={key: noise.normal(size=len(one.tokens)).astype(np.float32) for key in NAMED})
+        replace(
+            one,
+            per_token={key: noise.normal(size=len(one.tokens)).astype(np.float32) for key in NAMED},
+            per_sequence={LABEL: 1.0, BASELINE: 0.1} if name == "kto" else {},
+        )
         for one in sequences(2 * ROWS, longest=LENGTH // 2, vocab=CONFIG.vocab_size)
     ]
     return pack(made, len(made), LENGTH, True, sequences_per_example=1 + pairs, multiple=ROWS)
+
+
+def objective_of(name: str) -> Loss:
+    """The loss of an algorithm as it is configured by default."""
+    known = name.partition("'")[0]
+    algorithm = algorithm_class(known)(ALGORITHMS[known][0]())
+    return algorithm.value_objective if name == CRITIC else algorithm.objective
 
 
 def compiled(learner: Learner, batch: Batch, loss: Loss) -> Account:
@@ -79,7 +92,8 @@ def matrices(client: Trainer) -> int:
 
 
 # How often each matrix of a layer is gathered in a pass, and how many tables of heads in a step.
-CASES = {"sft": (2, 1), "dpo": (3, 2), "grpo": (2, 1), "ppo": (2, 1), "reward": (2, 0), "distill": (2, 2)}
+CASES = {"sft": (2, 1), "dpo": (3, 2), "kto": (3, 2), "grpo": (2, 1), "ppo": (2, 1), CRITIC: (2, 0), "reward": (2, 0)}
+CASES |= {"distill": (2, 2)}
 SMALLEST = 4 * CONFIG.d_model * CONFIG.num_kv_heads * CONFIG.head_dim * 7 // 8
 """Bytes sent of the smallest matrix; collectives of numbers of tokens, sequences or norms are smaller."""
 
@@ -87,8 +101,8 @@ SMALLEST = 4 * CONFIG.d_model * CONFIG.num_kv_heads * CONFIG.head_dim * 7 // 8
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_matrices_are_gathered_and_their_gradients_summed_once_in_each_pass(name: str):
-    client, algorithm, batch = client_for(name), algorithm_class(name)(ALGORITHMS[name][0]()), batch_for(name)
-    found = compiled(client.learner, batch, algorithm.objective)
+    client, batch = client_for(name), batch_for(name)
+    found = compiled(client.learner, batch, objective_of(name))
     gathered, tables = CASES[name]
     passes = len(client.learner.spec.microbatcher.place(batch).rows["tokens"])
     table, ring = 4 * CONFIG.vocab_size * CONFIG.d_model, 7 / 8
