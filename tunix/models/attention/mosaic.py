@@ -8,6 +8,7 @@ place (`attend.py`).
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, reduce
@@ -155,6 +156,8 @@ def _kernel() -> Any:
     from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
 
     FLAGS.mark_as_parsed()  # tokamax reads its settings from absl's flags, which refuse to be read before.
+    # It tells every call that nobody has tuned it for, with all its arguments.
+    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
     return PallasMosaicGpuFlashAttention()
 
 
