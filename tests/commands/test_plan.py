@@ -59,12 +59,22 @@ def shown(monkeypatch: pytest.MonkeyPatch, found: Plan, **options: Any) -> str:
 
 def test_the_screen_says_what_fits_and_what_it_costs(monkeypatch: pytest.MonkeyPatch):
     text = shown(monkeypatch, Plan([verdict(True)]))
-    assert "runs/plan on 1 x h100:1: fits: 20.0 GiB of 24.0 GiB during `step`, 4.0 GiB to spare" in text
+    assert "runs/plan on h100:1: fits: 20.0 GiB of 24.0 GiB during `step`, 4.0 GiB to spare" in text
     assert "attention: mosaic" in text
     assert "3.0 GiB  bf16[28,16,2048]  models/scan.py:77, while/body/dot_general" in text
     assert "predicted, not measured: a step of 0.5 s at the least, 2,000 trained tokens/s, MFU 25%" in text
     (row,) = (line for line in text.splitlines() if line.startswith("  step "))
     assert row.split() == ["step", "20.00", "1", "x", "2.0", "1", "0.5", "500,", "compute", "21"]
+
+
+def test_devices_at_hand_are_counted():
+    found = verdict(True) | {"devices": "NVIDIA H100 80GB HBM3", "number": 8}
+    assert command.place(found) == "8 x NVIDIA H100 80GB HBM3"
+
+
+def test_large_and_small_predictions_are_readable():
+    text = command.predicted({"step_seconds": 1350.4, "tokens_per_second": 874.2, "mfu": 0.0042})
+    assert "a step of 1,350 s at the least, 874 trained tokens/s, MFU 0.4%" in text
 
 
 def test_the_screen_says_what_does_not_fit_and_what_would(monkeypatch: pytest.MonkeyPatch):
@@ -124,7 +134,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_change_that_would(monkeypat
     with pytest.raises(UserError) as error:
         command.require_fit(recipe(), fresh=False)
     for words in (
-        "runs/plan on 1 x h100:1: does not fit: 20.0 GiB of 16.0",
+        "runs/plan on h100:1: does not fit: 20.0 GiB of 16.0",
         "It fits with: model.remat=block",
         "--no-plan",
     ):

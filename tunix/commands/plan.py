@@ -84,7 +84,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
         if not verdict["fits"]:
             remedy = suggestion(found, number)
             raise UserError(
-                f"{stage_of(recipe, number).output} on {verdict['number']} x {verdict['devices']}: {summary(verdict)}. "
+                f"{stage_of(recipe, number).output} on {place(verdict)}: {summary(verdict)}. "
                 f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; "
                 "`tunix run --no-plan` tries it all the same."
             )
@@ -115,7 +115,7 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
 def _show(found: Plan, recipe: Recipe, console: Console) -> None:
     for number, verdict in enumerate(found.verdicts):
         name = stage_of(recipe, number).output
-        console.print(f"[bold]{name}[/] on {verdict['number']} x {verdict['devices']}: {summary(verdict)}")
+        console.print(f"[bold]{name}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
         _show_memory(verdict, console)
@@ -126,6 +126,12 @@ def _show(found: Plan, recipe: Recipe, console: Console) -> None:
             console.print(suggestion(found, number))
     if found.late:
         console.print("the deadline ended this plan: what is missing was not compiled in time (--deadline)")
+
+
+def place(verdict: dict[str, Any]) -> str:
+    """A topology as it was asked for, such as `h100:8`; of devices at hand their number and kind."""
+    devices = verdict["devices"]
+    return devices if ":" in devices else f"{verdict['number']} x {devices}"
 
 
 def summary(verdict: dict[str, Any]) -> str:
@@ -153,9 +159,11 @@ def suggestion(found: Plan, stage: int) -> str:
 
 def predicted(prediction: dict[str, float]) -> str:
     """The prediction in a sentence."""
+    seconds, share = prediction["step_seconds"], prediction["mfu"]
     return (
-        f"predicted, not measured: a step of {prediction['step_seconds']:.3g} s at the least, "
-        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {prediction['mfu']:.0%}, if rows are full and "
+        f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
+        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
+        "rows are full and "
         "every device reaches its published peaks"
     )
 
