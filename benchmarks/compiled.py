@@ -78,6 +78,8 @@ CASES: dict[str, Case] = {
     "qwen-16k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 16_384, ONE, devices=1, before="26.2 GiB, 3,966 GB"),
     "qwen-64k-h100": Case("qwen3-0.6b", "h100:1", 1, 65_536, ONE, before="223.1 GiB, 99,514 GB"),
     "qwen-64k-v5p": Case("qwen3-0.6b", "v5p:2x2x1", 1, 65_536, ONE, devices=1, before="220.4 GiB: refused"),
+    "qwen-128k-h100": Case("qwen3-0.6b", "h100:8", 1, 131_072, MeshConfig(context=8)),
+    "qwen-128k-v5p": Case("qwen3-0.6b", "v5p:2x2x2", 1, 131_072, MeshConfig(context=8)),
     "gemma-16k-h100": Case("gemma3-1b", "h100:1", 1, 16_384, ONE, before="168 TFLOP, 1,359 GB"),
     "gemma-16k-v5p": Case("gemma3-1b", "v5p:2x2x1", 1, 16_384, ONE, devices=1),
     "llama-8b-h100": Case("llama3.1-8b", "h100:8", 8, 4096, EIGHT, before="20.9 GiB, 1,355 GB, sent 96.8 GB"),
@@ -129,9 +131,9 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Compiles each case in a process of its own and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which of them")
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES), help="which of them")
     parser.add_argument("--dump", type=Path, help="a folder for the optimized programs")
-    parser.add_argument("--one", choices=CASES, help="used by the benchmark itself")
+    parser.add_argument("--one", choices=CASES, metavar="CASE", help="used by the benchmark itself")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measured(arguments.one, arguments.dump)))

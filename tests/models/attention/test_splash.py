@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
 from tests.marks import slow
 from tunix.models.attention import einsum, splash
@@ -90,3 +92,18 @@ def test_what_the_kernel_lacks():
     assert "columns" in str(splash.unfit(spec_of(q, k, rows(parents=True)._replace(window=8), None)))
     part = replace(spec, queries=100)
     assert "parts of rows of 100 tokens are no multiple of 128" in str(splash.unfit(part))
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "window"), [(2048, 1, None), (2048, 2, None), (2048, 1, 512), (1536, 1, 700), (640, 1, 1)]
+)
+def test_blocks_that_are_visited_are_those_of_the_kernels_own_masks(length: int, parts: int, window: int | None):
+    shape, sizes = (length, length), splash._sizes(length // parts)
+    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    settings = {"head_shards": 1, "q_seq_shards": parts}
+    by_q, _ = info.process_mask(masks.MultiHeadMask([mask] * 2), (sizes.block_q, sizes.block_kv), **settings)
+    blocks = (sizes.block_q_dkv, sizes.block_kv_dkv)
+    by_kv, _ = info.process_mask_dkv(masks.MultiHeadMask([mask] * 2), blocks, **settings)
+    found = splash._masks(length, parts, 2, window)
+    jax.tree.map(np.testing.assert_array_equal, tuple(found.by_q), tuple(by_q))
+    jax.tree.map(np.testing.assert_array_equal, tuple(found.by_kv), tuple(by_kv))
