@@ -233,7 +233,8 @@ def _met(one: Instruction, axis: int, inputs: int, outputs: int) -> int:
         found = re.search(rf"\b{key}=([\dx_\-]+)", window)
         return [int(number) for number in (found[1].split("x")[axis] if found else usual).split("_")]
 
-    window = re.search(r"window=\{([^}]*)\}", one.text)[1]
+    stated = re.search(r"window=\{([^}]*)\}", one.text)
+    window = stated[1] if stated else ""
     (size,), (stride,), (low, *_) = of("size", "1"), of("stride", "1"), of("pad", "0_0")
     (spread,), (step,) = of("lhs_dilate", "1"), of("rhs_dilate", "1")
     places = (output * stride - low + element * step for output in range(outputs) for element in range(size))

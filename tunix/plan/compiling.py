@@ -76,6 +76,7 @@ def _compiled(lowered: jax.stages.Lowered, near: int) -> Compiled:
         return _refused(str(error), time.perf_counter() - start)
     seconds, text, memory = time.perf_counter() - start, program.as_text(), program.memory_analysis()
     assert text is not None, "a program for devices has a text"
+    assert memory is not None, "and its compiler an analysis of its memory"
     found = account(text)
     # Backends that do not report a peak: what is there at the end, and all temporaries.
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -102,7 +102,7 @@ def step(
     # Records hold arrays, so they are made while the program is traced.
     def run(state: tuple, frozen: tuple, batch: tuple, key: PRNGKeyArray) -> tuple:
         base, reference, states = frozen
-        told = None if states is None else TeacherStates(*states, softcap)
+        told = None if states is None else TeacherStates(states[0], states[1], softcap)
         new, metrics = compute.step(
             TrainState(*state), FrozenInputs(base, reference, told), Microbatches(*batch), key, loss
         )
@@ -191,7 +191,8 @@ def slots(model: Model, mesh: Mesh, number: int, length: int, piece: int, dtype:
         caches = jax.eval_shape(lambda: empty(model.config, number, length, piece, dtype))
     axes: Axes = ("rows", "kv_heads", None, None)
     placed = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, axes), caches)
-    return State(placed, _placed(mesh, (number, model.config.d_model), model.dtype, ("rows", None)))
+    hidden = _placed(mesh, (number, model.config.d_model), model.dtype, ("rows", None))
+    return State(placed, cast(jax.Array, hidden))
 
 
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, steps: int) -> jax.stages.Lowered:

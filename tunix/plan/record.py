@@ -29,6 +29,7 @@ from tunix.protocols import Saving
 from tunix.rollout.collect import Collector, Judge
 from tunix.rollout.engine.programs import State
 from tunix.rollout.engine.shapes import ROWS
+from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs
 from tunix.run.loop import Stream
 from tunix.run.streams import open_stream
@@ -182,7 +183,7 @@ class Recorder:
         of = "reference" if other else "policy"
         return self.logprobs([sequence], of)[0]
 
-    def rewards(self, number: int) -> list[float]:
+    def rewards(self, number: int) -> list[Score]:
         """Random rewards, so that groups differ."""
         return self._random.uniform(size=number).tolist()
 

@@ -17,7 +17,7 @@ Axes: B rows, T time, N query heads, K kv heads, H head dim.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def attend(
     tokens, length = (views[0].ids, views[0].positions, views[0].parents), q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         (q, k, v), tokens = _filled((q, k, v), tokens)
-    mixed, lse = _attend(call, q, k, v, tokens, kind)
+    mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind))
     return _past_sinks((mixed[:, :length], lse[:, :length]), sinks)
 
 
