@@ -85,8 +85,14 @@ def test_every_recipe_of_preferences_runs_tiny_and_tells_them_apart(path: Path):
     assert [one["step"] for one in rows] == list(range(21))
     evaluated = [one for one in rows if "eval/loss" in one]
     assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
-    gained = evaluated[-1]["eval/rewards/accuracy"] - evaluated[0]["eval/rewards/accuracy"]
-    assert gained > 0.1 or path.stem == "dpo_pydoc"  # real text wants more: tests/run/test_learning_preferences.py
+    first, end = evaluated[0], evaluated[-1]
+    if last(path).algorithm.has_lm_head:
+        gained = end["eval/rewards/accuracy"] - first["eval/rewards/accuracy"]
+        assert gained > 0.1 or path.stem == "dpo_pydoc"  # real text wants more: tests/run/test_learning_preferences.py
+    else:
+        # A new scalar head: the accuracy over 64 pairs was 0.55 to 0.73 by seed and mesh, the margin 0.35 to 0.80.
+        assert first["eval/rewards/margin"] == 0.0
+        assert end["eval/rewards/margin"] > 0.2
     for one in rows[1:]:
         assert one["compile/count"] == 0
         assert math.isfinite(one["train/grad_norm"])
