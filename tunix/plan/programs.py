@@ -19,7 +19,7 @@ from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
 from tunix.models.kv_cache import LAYERS, TOP, Weights, empty, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.programs import State, decode, prefill
-from tunix.rollout.engine.request import flow
+from tunix.rollout.engine.slots import Slots
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
@@ -199,7 +199,7 @@ def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, steps: in
     """A dispatch of the engine: up to `steps` tokens in each slot."""
     nothing = np.int32(0)
     with jax.set_mesh(mesh):
-        return decode.lower(model, steps, weights, state, flow([None] * state.hidden.shape[0]), nothing, nothing)
+        return decode.lower(model, steps, weights, state, Slots(state.hidden.shape[0], 1).flow(), nothing, nothing)
 
 
 def prefilling(model: Model, mesh: Mesh, weights: Weights, rows: State, chunk: int) -> jax.stages.Lowered:

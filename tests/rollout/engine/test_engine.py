@@ -1,5 +1,6 @@
 """What the engine promises beyond right numbers: independence of company, shared prompts, turns, stops, few shapes."""
 
+import weakref
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -13,6 +14,7 @@ from tests.rollout.engine.test_engine_parity import prompts, random_params, smal
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN
 from tunix.errors import UserError
+from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.protocols import Sampler
 from tunix.rollout.engine import engine as engine_file
@@ -345,3 +347,17 @@ def test_sizes_and_weights_that_are_missing(params):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match="publish"):
         engine_file.Engine(MODEL, mesh, slots=1, length=8).run([])
+
+
+def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.MonkeyPatch):
+    engine = small_engine(MODEL, params)
+    old = [weakref.ref(x) for x in jax.tree.leaves(engine.weights)]
+    made = engine_file._unstack
+
+    def watched(model: Model, given: dict) -> Weights:
+        assert all(one() is None for one in old)
+        return made(model, given)
+
+    monkeypatch.setattr(engine_file, "_unstack", watched)
+    engine.publish({name: x + 0 for name, x in params.items()}, 2)
+    assert engine.version == 2

@@ -25,9 +25,10 @@ from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.prefill import Piece, Prefix, Rows, append, compute
 from tunix.rollout.engine.programs import State, blank, decode, put, resize, take
-from tunix.rollout.engine.request import Decode, Episode, Request, flow
+from tunix.rollout.engine.request import Decode, Episode, Request, StopText
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import Sizes, batches, narrowed
+from tunix.rollout.engine.slots import Slots
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Completion, Reply, Sampling, Workload
 from tunix.util.exact import jit
@@ -116,6 +117,8 @@ class Engine:
         copied, frozen = self._base, bool(adapter or adapters)
         with jax.set_mesh(self.mesh):
             if copied is None or not frozen or not self._holds(base):
+                # The old copy goes first: there is never room for two.
+                self.weights = self._base = copied = None
                 copied = self._base = self._copy(base, frozen=frozen)
                 self._base_of = {name: weakref.ref(x) for name, x in base.items()}
             views = _unstack(self.model, adapter)
@@ -240,17 +243,17 @@ class _Run:
         self.reply, self.on_tokens, self.version = reply, on_tokens, engine.version
         numbers = [engine.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
         given = enumerate(zip(requests, numbers, strict=True))
-        episodes = [Episode(x, number, engine.length, engine.decode, adapter) for number, (x, adapter) in given]
+        episodes = [Episode(x, number, _stop_text(x, engine.decode), adapter) for number, (x, adapter) in given]
         self.waiting = deque(episodes)
         self.expected = Counter(_prompt_key(x) for x in requests)
         self.prefixes: dict[tuple, Prefix] = {}
-        self.slots: list[Episode | None] = []
+        self.slots = Slots(0, engine.length)
         self.length = 0
         self.state: State | None = None
         self.done: list[Completion | None] = [None] * len(episodes)
 
     def finish(self) -> list[Completion]:
-        while self.waiting or any(self.slots):
+        while self.waiting or self.slots.running:
             self._admit()
             self._dispatch()
         assert all(self.done)
@@ -258,17 +261,17 @@ class _Run:
 
     def _admit(self) -> None:
         """Fills free slots from the queue, and fits the number of slots and the cache length to the requests."""
-        running = [episode for episode in self.slots if episode is not None]
-        free = self.sizes.slots - len(running)
-        new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        self._fit(len(running) + len(new), max(episode.held for episode in running + new))
+        running = len(self.slots.running)
+        new = [self.waiting.popleft() for _ in range(min(self.sizes.slots - running, len(self.waiting)))]
+        held = [len(episode.request.prompt) for episode in new] + [self.slots.held]
+        self._fit(running + len(new), max(held))
         if not new:
             return
         self._compute(new)
         sources: dict[int, tuple[Rows, np.ndarray]] = {}
         for episode in new:
-            slot, key = self.slots.index(None), _prompt_key(episode.request)
-            self.slots[slot], prefix = episode, self.prefixes[key]
+            slot, key = self.slots.admit(episode), _prompt_key(episode.request)
+            prefix = self.prefixes[key]
             episode.prompt_logprobs = prefix.logprobs
             rows, source = sources.setdefault(id(prefix.rows), (prefix.rows, np.full(len(self.slots), -1, np.int32)))
             source[slot] = prefix.row
@@ -296,18 +299,17 @@ class _Run:
             held: tokens of the longest one.
         """
         width, length = self.sizes.width(number), max(self.length, self.sizes.bucket(held + 1))
-        if self.state is None or not any(self.slots):
+        if self.state is None or not self.slots.running:
             if (width, length) != (len(self.slots), self.length):
                 self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
-                self.slots = [None] * width
+                self.slots = Slots(width, self.engine.length)
                 self.length = length
             return
         # One size after the other, so that few changes of shape are compiled.
         while len(self.slots) > width:
-            used = [slot for slot, episode in enumerate(self.slots) if episode is not None]
-            fewer = narrowed(len(self.slots))
+            used, fewer = self.slots.running, narrowed(len(self.slots))
             self._resize(used + [0] * (fewer - len(used)), self.length)
-            self.slots = [self.slots[slot] for slot in used] + [None] * (fewer - len(used))
+            self.slots = self.slots.moved(used, fewer)
         self._lengthen(length)
 
     def _lengthen(self, length: int) -> None:
@@ -321,31 +323,35 @@ class _Run:
 
     def _dispatch(self) -> None:
         """Samples some tokens in every slot, and ends or continues the requests whose turn is over."""
-        running = [episode for episode in self.slots if episode is not None]
+        running = self.slots.running
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
-        looks = watched or any(episode.request.sampling.stop_strings for episode in running)
-        room = self.length - max(episode.held for episode in running)
-        most = np.int32(min(self.engine.steps, SHORT if looks else self.engine.steps, room))
+        looks = watched or self.slots.cut_by_text
+        most = np.int32(min(SHORT if looks else self.engine.steps, self.engine.steps, self.length - self.slots.held))
         enough = np.int32(self._enough(len(running)))
         assert self.state is not None
         self.state, sampled = decode(
-            self.model, self.engine.steps, self.weights, self.state, flow(self.slots), most, enough
+            self.model, self.engine.steps, self.weights, self.state, self.slots.flow(), most, enough
         )
-        draws, counts = jax.device_get(sampled)
+        ended = self.slots.take(*jax.device_get(sampled))
+        self._show(running)
         answered = []
-        for slot, episode in enumerate(self.slots):
-            if episode is None:
-                continue
-            new = episode.take(jax.tree.map(lambda x, slot=slot: x[:, slot], draws), int(counts[slot]), self.version)
-            if self.on_tokens is not None and len(new):
-                self.on_tokens(episode.number, new)
-            if episode.ended and (piece := self._answer(episode)) is not None:
+        for slot in ended:
+            episode = self.slots.episodes[slot]
+            assert episode is not None
+            if (piece := self._answer(slot, episode)) is not None:
                 answered.append((slot, piece))
-            elif episode.ended:
-                self.done[episode.number] = episode.completion()
-                self.slots[slot] = None
+            else:
+                self.done[episode.number] = self.slots.completion(slot, self.version)
+                self.slots.release(slot)
         if answered:
             self._observe(answered)
+
+    def _show(self, running: Sequence[int]) -> None:
+        """Hands the new tokens to whoever reads along."""
+        for slot in running if self.on_tokens is not None else ():
+            new, episode = self.slots.new(slot), self.slots.episodes[slot]
+            if len(new) and self.on_tokens is not None and episode is not None:
+                self.on_tokens(episode.number, new)
 
     def _enough(self, running: int) -> int:
         """The number of running slots at which a dispatch ends."""
@@ -354,19 +360,17 @@ class _Run:
         narrower = narrowed(len(self.slots))
         return narrower if narrower < running else 0
 
-    def _answer(self, episode: Episode) -> Piece | None:
+    def _answer(self, slot: int, episode: Episode) -> Piece | None:
         """The tokens to append to the cache before the next turn; None where the episode has ended."""
         if self.reply is None or episode.ended != "stop":
             return None
-        observation = self.reply(episode.number, episode.completion())
-        tokens = None if observation is None else episode.observe(np.asarray(observation, np.int32), self.version)
-        return None if tokens is None else Piece(tokens, episode.held - len(tokens), episode.adapter)
+        observation = self.reply(episode.number, self.slots.completion(slot, self.version))
+        return None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
 
     def _observe(self, answered: list[tuple[int, Piece]]) -> None:
         """Appends observations to their slots."""
         # Slots must not move before their pieces are appended, so only the length is fitted.
-        episodes = [episode for episode in self.slots if episode is not None]
-        self._lengthen(self.sizes.bucket(max(episode.held for episode in episodes) + 1))
+        self._lengthen(self.sizes.bucket(self.slots.held + 1))
         assert self.state is not None
         for batch in batches(range(len(answered)), lambda item: self.sizes.cut(len(answered[item][1].tokens))):
             slots = np.array([answered[item][0] for item in batch], np.int32)
@@ -375,6 +379,12 @@ class _Run:
             source = np.full(len(self.slots), -1, np.int32)
             source[slots] = np.arange(len(slots))
             self.state = put(self.state, rows, source)
+
+
+def _stop_text(request: Request, decode: Decode | None) -> StopText | None:
+    """What looks for a request's stop strings."""
+    strings = request.sampling.stop_strings
+    return StopText(strings, decode) if strings and decode is not None else None
 
 
 def _prompt_key(request: Request) -> tuple:

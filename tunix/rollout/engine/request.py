@@ -1,7 +1,8 @@
-"""One request on its way through the engine: the sampled tokens, an environment's observations, and how it ends.
+"""One request on its way through the engine: its turns, the stop strings that end them, and its completion.
 
-Tokens arrive several at a time. Stop strings are looked for here, token by token, so that the number that arrives at
-once changes nothing; tokens that were sampled after a stop string are dropped.
+Stop strings are looked for in the tail of a turn's text, so that a token costs the same however long the turn is. The
+first token that completes one ends the turn, so that the number that arrives at once changes nothing; tokens that were
+sampled after it are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from typing import Literal
 
 import numpy as np
 
-from tunix.rollout.engine.programs import Flow
-from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
 from tunix.types import Completion, Sampling
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
+SPARE = 8
+"""Tokens by which the tail of a text is longer than a stop string has bytes: characters of several tokens, and the
+spaces that a tokenizer takes off the first one."""
 
 
 @dataclass(frozen=True)
@@ -34,132 +36,97 @@ class Request:
     """Name of the loaded adapter that answers; None for the weights alone."""
 
 
+class StopText:
+    """Looks for stop strings in one turn after the other."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode):
+        """Looks for any of these, of which there is at least one."""
+        self._strings, self._decode = strings, decode
+        self._longest = max(map(len, strings))
+        # A token has at least a byte, unless it is one that is not shown.
+        self._reach = max(len(string.encode()) for string in strings) + SPARE
+        self._start = 0
+
+    def restart(self) -> None:
+        """A turn begins."""
+        self._start = 0
+
+    def find(self, turn: np.ndarray, new: int) -> int | None:
+        """How many tokens of the turn there are when a stop string is complete; None where there is none.
+
+        Args:
+            turn: `[T]` all of its tokens.
+            new: how many of them were not looked at before, at the end.
+        """
+        if not self._within(turn[self._start :]):
+            self._advance(turn)
+            return None
+        return next(end for end in range(len(turn) - new + 1, len(turn) + 1) if self._within(turn[self._start : end]))
+
+    def _within(self, tokens: np.ndarray) -> bool:
+        text = self._decode(tokens.tolist())
+        return any(string in text for string in self._strings)
+
+    def _advance(self, turn: np.ndarray) -> None:
+        """Shortens the tail, while its text can still hold all but the last character of a stop string."""
+        start = len(turn) - self._reach
+        if start >= self._start + 3 * self._reach and len(self._decode(turn[start:].tolist())) >= self._longest:
+            self._start = start
+
+
 @dataclass
 class Episode:
-    """A request that is being answered."""
+    """A request that is being answered; its tokens are in its slot."""
 
     request: Request
     number: int
     """Its index among the requests of one call of `Engine.run`."""
-    length: int
-    """Tokens of prompt and completion at most."""
-    decode: Decode | None
-    """Token ids -> text, for stop strings."""
+    stop_text: StopText | None
+    """What looks for its stop strings; None where it has none."""
     adapter: int = 0
     """Number of the request's adapter, from 1; 0 for none."""
-    tokens: list[int] = field(default_factory=list)
-    """Tokens after the prompt, sampled and observed."""
-    logprobs: list[float] = field(default_factory=list)
-    """Log-prob of each of these tokens; 0 where it was observed."""
-    versions: list[int] = field(default_factory=list)
-    """Version of the weights for each of these tokens."""
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """The `[A]` most likely ids and their log-probs at each of these tokens."""
+    """`[T A]` most likely ids and their log-probs, piece by piece."""
     turns: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    """Start and end of each turn in `tokens`; the last one grows until an environment answers."""
+    """Start and end of each turn among the tokens after the prompt; the end of the last one is 0 while it goes on."""
     prompt_logprobs: np.ndarray | None = None
     """`[T]` log-probs of the prompt's tokens; None where the request does not want them."""
     ended: Literal["stop", "length"] | None = None
     """Why the current turn has ended; None while it goes on."""
 
-    @property
-    def held(self) -> int:
-        """Tokens of the prompt and after it, which the cache has to hold."""
-        return len(self.request.prompt) + len(self.tokens)
+    def keep_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Keeps the alternatives `[T A]` of some tokens, where the request wants them."""
+        if n := self.request.sampling.top_logprobs:
+            self.top.append((ids[:, :n].copy(), logprobs[:, :n].copy()))
 
-    @property
-    def drawn(self) -> int:
-        """Sampled tokens over all turns."""
-        return sum(end - start for start, end in self.turns)
+    def end_turn(self, why: Literal["stop", "length"], end: int) -> None:
+        """Ends the current turn after so many tokens."""
+        self.ended, self.turns[-1] = why, (self.turns[-1][0], end)
 
-    @property
-    def left(self) -> int:
-        """Tokens that may still be sampled."""
-        return min(self.request.sampling.max_tokens - self.drawn, self.length - self.held)
-
-    def take(self, draws: Draw, count: int, version: int) -> np.ndarray:
-        """Appends the first `count` sampled tokens, up to the end of the turn; returns those that were appended.
-
-        Args:
-            draws: the request's sampled tokens, `[St ...]`.
-            count: how many of them are real.
-            version: of the weights that they were sampled from.
-        """
-        settings, before = self.request.sampling, len(self.tokens)
-        for step in range(count):
-            token = int(draws.tokens[step])
-            self.tokens.append(token)
-            self.logprobs.append(float(draws.logprobs[step]))
-            if settings.top_logprobs:
-                n = settings.top_logprobs
-                self.top.append((np.asarray(draws.top_ids[step, :n]), np.asarray(draws.top_logprobs[step, :n])))
-            self.turns[-1] = (self.turns[-1][0], len(self.tokens))
-            if token in settings.stop_ids or self._has_stop_string():
-                self.ended = "stop"
-                break
-        if self.ended is None and self.left <= 0:
-            self.ended = "length"
-        self.versions += [version] * (len(self.tokens) - before)
-        return np.array(self.tokens[before:], np.int32)
-
-    def observe(self, observation: np.ndarray, version: int) -> np.ndarray | None:
-        """Appends an observation and opens the next turn; returns the tokens to append to the cache, whose last one is
-        token `held`.
-
-        The last token before the observation is among them: its state was lost where tokens after it were dropped.
-        Returns None, and ends the episode by its length, where nothing could be sampled after the observation.
-        """
-        if self.request.sampling.max_tokens <= self.drawn or self.held + len(observation) >= self.length:
-            self.ended = "length"
-            return None
-        last = self.tokens[-1]
-        self.tokens += observation.tolist()
-        self.logprobs += [0.0] * len(observation)
-        self.versions += [version] * len(observation)
+    def open_turn(self, start: int, end: int) -> None:
+        """Opens a turn after an observation, which stands at `start` to `end`."""
         n = self.request.sampling.top_logprobs
-        if n:
-            self.top += [(np.zeros(n, np.int32), np.zeros(n, np.float32))] * len(observation)
-        self.turns.append((len(self.tokens), len(self.tokens)))
+        self.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
+        self.turns.append((end, 0))
         self.ended = None
-        return np.array([last, *observation.tolist()], np.int32)
+        if self.stop_text is not None:
+            self.stop_text.restart()
 
-    def completion(self) -> Completion:
-        """The completion so far; the current turn has ended."""
+    def completion(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> Completion:
+        """The completion so far, whose current turn has ended."""
         assert self.ended is not None
         top = None
         if n := self.request.sampling.top_logprobs:
-            ids, logprobs = zip(*self.top, strict=True) if self.top else ((), ())
-            top = np.array(ids, np.int32).reshape(-1, n), np.array(logprobs, np.float32).reshape(-1, n)
+            pieces = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)), *self.top]
+            ids, likely = (np.concatenate(part) for part in zip(*pieces, strict=True))
+            top = ids.astype(np.int32), likely.astype(np.float32)
         return Completion(
-            tokens=np.array(self.tokens, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
+            tokens=tokens,
+            logprobs=logprobs,
             finish=self.ended,
-            versions=np.array(self.versions, np.int32),
+            versions=np.full(len(tokens), version, np.int32),
             sampling=self.request.sampling,
             turns=tuple(self.turns),
             top=top,
             prompt_logprobs=self.prompt_logprobs,
         )
-
-    def _has_stop_string(self) -> bool:
-        stops = self.request.sampling.stop_strings
-        if not stops or self.decode is None:
-            return False
-        text = self.decode(self.tokens[self.turns[-1][0] :])
-        return any(stop in text for stop in stops)
-
-
-def flow(slots: Sequence[Episode | None]) -> Flow:
-    """The slots' arrays for the device; slots without an episode are idle."""
-    running = [(slot, episode) for slot, episode in enumerate(slots) if episode is not None]
-    held, left, drawn, index, adapter = np.zeros((5, len(slots)), np.int32)
-    seeds = np.zeros((len(slots), 2), np.uint32)
-    stops = np.full((len(slots), MOST_STOPS), -1, np.int32)
-    settings = [Sampling()] * len(slots)
-    for slot, episode in running:
-        request = episode.request
-        held[slot], left[slot], drawn[slot], index[slot] = episode.held, episode.left, episode.drawn, request.index
-        seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-        settings[slot], adapter[slot] = request.sampling, episode.adapter
-        stops[slot, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
-    return Flow(held, left, drawn, seeds, index, adapter, stops, Transform.of(settings))

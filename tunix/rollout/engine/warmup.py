@@ -13,8 +13,8 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.programs import State, blank, decode, prefill, put, resize, take
-from tunix.rollout.engine.request import flow
 from tunix.rollout.engine.shapes import ROWS, Sizes, narrowed
+from tunix.rollout.engine.slots import Slots
 from tunix.types import Workload
 
 
@@ -44,7 +44,7 @@ class Warmth:
         """Compiles a dispatch, and the changes from its shape to the next ones."""
         nothing = np.int32(0)
         state = self._blank(width, length)
-        state, _ = decode(self.model, self.steps, self.weights, state, flow([None] * width), nothing, nothing)
+        state, _ = decode(self.model, self.steps, self.weights, state, Slots(width, 1).flow(), nothing, nothing)
         if width > 1:
             self._resize(state, narrowed(width), length)
         self._lengthen(state, width, length)

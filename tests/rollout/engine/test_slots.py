@@ -1,0 +1,133 @@
+"""The slots on the host: what a dispatch sampled is written down by arrays, and stop strings are looked for in a tail."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tunix.rollout.engine.request import Episode, Request, StopText
+from tunix.rollout.engine.sampling import MOST_TOP, Draw
+from tunix.rollout.engine.slots import Slots
+from tunix.types import Sampling
+
+LENGTH = 400
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A toy tokenizer whose ids are of no, one, two or three characters."""
+    return "".join(("", "a", "ab", "bca")[token % 4] for token in tokens)
+
+
+def episode(number: int, prompt: int = 3, **settings) -> Episode:
+    request = Request(np.ones(prompt, np.int32), Sampling(**settings), seed=7, index=number)
+    strings = request.sampling.stop_strings
+    return Episode(request, number, StopText(strings, text_of) if strings else None)
+
+
+def draws(tokens: np.ndarray) -> Draw:
+    """What a dispatch returns for these tokens `[St Sl]`."""
+    shape = (*tokens.shape, MOST_TOP)
+    ids = np.broadcast_to(np.arange(MOST_TOP), shape) + 100 * tokens[..., None]
+    return Draw(tokens, -tokens.astype(np.float32), ids.astype(np.int32), -ids.astype(np.float32))
+
+
+def filled(*episodes: Episode, number: int = 4) -> Slots:
+    slots = Slots(number, LENGTH)
+    for one in episodes:
+        slots.admit(one)
+    return slots
+
+
+def test_tokens_of_several_dispatches_are_written_one_behind_the_other():
+    slots = filled(episode(0, max_tokens=5), episode(1, max_tokens=9, top_logprobs=2), number=3)
+    tokens = np.arange(1, 13, dtype=np.int32).reshape(4, 3)
+    assert slots.take(draws(tokens), np.array([4, 2, 0])) == []
+    assert slots.new(1).tolist() == [2, 5]
+    assert slots.flow().held.tolist() == [7, 5, 0]
+    assert slots.flow().left.tolist() == [1, 7, 0]
+    assert slots.take(draws(tokens + 20), np.array([1, 4, 0])) == [0]
+    done = slots.completion(0, 6)
+    assert (done.tokens.tolist(), done.finish, done.turns) == ([1, 4, 7, 10, 21], "length", ((0, 5),))
+    assert (done.logprobs.tolist(), done.versions.tolist()) == ([-1.0, -4.0, -7.0, -10.0, -21.0], [6] * 5)
+    slots.release(0)
+    assert slots.running == [1]
+    assert slots.take(draws(tokens + 40), np.array([0, 3, 0])) == [1]
+    done = slots.completion(1, 6)
+    assert done.tokens.tolist() == [2, 5, 22, 25, 28, 31, 42, 45, 48]
+    assert done.top is not None
+    np.testing.assert_array_equal(done.top[0], 100 * done.tokens[:, None] + [0, 1])
+
+
+def test_a_stop_id_ends_a_turn_and_an_observation_opens_the_next():
+    slots = filled(episode(0, max_tokens=30, stop_ids=(9,)))
+    tokens = np.array([[5], [9]], np.int32).repeat(4, axis=1)
+    assert slots.take(draws(tokens), np.array([2, 0, 0, 0])) == [0]
+    assert slots.completion(0, 1).finish == "stop"
+    piece = slots.observe(0, np.array([11, 12], np.int32))
+    assert piece is not None
+    # The prompt's three tokens and the first sampled one are held already.
+    assert (piece.tokens.tolist(), piece.start) == ([9, 11, 12], 4)
+    assert slots.flow().left[0] == 28
+    assert slots.take(draws(tokens), np.array([2, 0, 0, 0])) == [0]
+    done = slots.completion(0, 1)
+    assert (done.tokens.tolist(), done.turns) == ([5, 9, 11, 12, 5, 9], ((0, 2), (4, 6)))
+    assert done.logprobs.tolist() == [-5.0, -9.0, 0.0, 0.0, -5.0, -9.0]
+
+
+def test_an_observation_that_leaves_no_room_ends_the_episode():
+    slots = filled(episode(0, max_tokens=LENGTH, stop_ids=(9,)))
+    tokens = np.full((1, 4), 9, np.int32)
+    assert slots.take(draws(tokens), np.array([1, 0, 0, 0])) == [0]
+    assert slots.observe(0, np.zeros(LENGTH - 4, np.int32)) is None
+    assert slots.completion(0, 1).finish == "length"
+
+
+def test_slots_that_move_keep_everything():
+    slots = filled(*(episode(number, prompt=number + 1, max_tokens=9) for number in range(4)))
+    slots.take(draws(np.arange(8, dtype=np.int32).reshape(2, 4)), np.array([2, 1, 2, 1]))
+    moved = slots.moved([1, 2], 3)
+    assert [one.number if one else None for one in moved.episodes] == [1, 2, None]
+    assert moved.flow().held.tolist() == [3, 5, 0]
+    assert moved.take(draws(np.full((7, 3), 50, np.int32)), np.array([3, 7, 0])) == [1]
+    assert moved.completion(1, 1).tokens.tolist() == [2, 6, *[50] * 7]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 50])
+@pytest.mark.parametrize("strings", [("bcabca",), ("aaaa", "cabb"), ("aabaa",)])
+def test_stop_strings_end_where_the_whole_text_first_has_one(strings: tuple[str, ...], size: int):
+    rng = np.random.default_rng(size)
+    for _ in range(40):
+        turn = rng.choice(4, 300, p=(0.55, 0.15, 0.15, 0.15)).astype(np.int32)
+        first = next((n for n in range(301) if any(x in text_of(turn[:n].tolist()) for x in strings)), None)
+        looks, found = StopText(strings, text_of), None
+        for end in range(size, 301, size):
+            found = looks.find(turn[:end], size)
+            if found is not None:
+                break
+        assert found == (first if first is not None and first <= 300 // size * size else None)
+
+
+def test_looking_for_a_stop_string_costs_the_same_however_long_the_turn_is():
+    sizes = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        sizes.append(len(tokens))
+        return "x" * len(tokens)
+
+    looks, turn = StopText(("</answer>",), decode), np.zeros(4096, np.int32)
+    for end in range(8, 4097, 8):
+        assert looks.find(turn[:end], 8) is None
+    assert max(sizes) < 100
+    assert len(sizes) < 1.5 * 512
+
+
+def test_what_is_behind_a_stop_string_is_dropped():
+    slots = filled(episode(0, max_tokens=30, stop_strings=("bcabca",), top_logprobs=1))
+    tokens = np.array([1, 3, 3, 2, 2, 2], np.int32)[:, None].repeat(4, axis=1)
+    assert slots.take(draws(tokens), np.array([6, 0, 0, 0])) == [0]
+    done = slots.completion(0, 1)
+    assert (done.tokens.tolist(), done.finish) == ([1, 3, 3], "stop")
+    assert slots.flow().held[0] == 6
+    assert slots.flow().drawn[0] == 3
+    assert done.top is not None
+    assert len(done.top[0]) == 3
