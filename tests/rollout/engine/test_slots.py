@@ -1,4 +1,4 @@
-"""The slots on the host: what a dispatch sampled is written down by arrays, and stop strings are looked for in a tail."""
+"""The slots on the host: sampled tokens are written down by arrays, and stop strings are looked for in a tail."""
 
 from collections.abc import Sequence
 
