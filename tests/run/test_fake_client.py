@@ -3,6 +3,7 @@
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.rollout.rewards.base import Reward
+from tunix.run import loop as loop_file
 from tunix.run.evaluation import Evaluation
 from tunix.run.loop import Job, Loop
 from tunix.run.recorder import Recorder
@@ -137,12 +139,10 @@ def test_a_queue_may_stand_between_sampling_and_learning(name: str):
     assert not {"publish", "sample"} & set(client.calls)
 
 
-def test_a_whole_loop(tmp_path: Path):
-    """Steps, evaluations and checkpoints of a run; the second loop goes on from where the first was saved."""
-    client = FakeClient()
-    display = Display("run", 4, 0)
-    job = Job(
-        folder=tmp_path,
+def job_in(folder: Path, client: FakeClient, saving: CheckpointConfig, display: Display) -> Job:
+    """Four steps of supervised fine-tuning."""
+    return Job(
+        folder=folder,
         client=client,
         work=Work(PLAIN),
         algorithm=made("sft", {}),
@@ -150,10 +150,16 @@ def test_a_whole_loop(tmp_path: Path):
         total=4,
         evaluation=Evaluation(made("sft", {}), [given(9)]),
         eval_every=2,
-        save_every=2,
-        samples=Samples([], [], client, None, SAMPLING, tmp_path / "samples.jsonl", display),
+        saving=saving,
+        samples=Samples([], [], client, None, SAMPLING, folder / "samples.jsonl", display),
         exports_adapter=False,
     )
+
+
+def test_a_whole_loop(tmp_path: Path):
+    """Steps, evaluations and checkpoints of a run; the second loop goes on from where the first was saved."""
+    client, display = FakeClient(), Display("run", 4, 0)
+    job = job_in(tmp_path, client, CheckpointConfig(every=2), display)
     with closing(Checkpoints(tmp_path / "checkpoints", CheckpointConfig())) as checkpoints:
         loop = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), Work(PLAIN)), None)
         loop.run()
@@ -161,6 +167,28 @@ def test_a_whole_loop(tmp_path: Path):
         again = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), Work(PLAIN)), 2)
         assert (again.step, job.stream.get_state()) == (2, {"next": 3})
     assert client.calls.count("step of policy") == 4
+
+
+@pytest.mark.parametrize(
+    ("saving", "saved"),
+    [
+        ({"every": None}, [4]),
+        ({"every": 3}, [3, 4]),
+        ({"every": None, "every_minutes": 2.5}, [3, 4]),
+        ({"every": 2, "every_minutes": 2.5}, [2, 4]),
+        ({"every": None, "every_minutes": 0.5}, [1, 2, 3, 4]),
+    ],
+)
+def test_checkpoints_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: dict[str, Any], saved: list[int]):
+    """Each step takes a minute; the checkpoint after the last step is written in any case."""
+    client, display = FakeClient(), Display("run", 4, 0)
+    job = job_in(tmp_path, client, CheckpointConfig(keep=9, **saving), display)
+    with closing(Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=9))) as checkpoints:
+        loop = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), Work(PLAIN)), None)
+        loop._saved_at = 0.0
+        monkeypatch.setattr(loop_file, "time", SimpleNamespace(monotonic=lambda: 60.0 * loop.step))
+        loop.run()
+        assert checkpoints.steps() == saved
 
 
 class Listed:

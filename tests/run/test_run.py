@@ -33,6 +33,8 @@ from tests.tiny_runs import (
 )
 from tunix.cli import main
 from tunix.recipe.recipe import Recipe
+from tunix.trainer import export as export_file
+from tunix.trainer.learner import Learner
 
 ROOT = Path(__file__).parents[2]
 EVERY_UPDATE = {
@@ -310,6 +312,22 @@ def test_an_adapter_on_an_adapter_ends_in_a_whole_folder(tmp_path: Path):
     # A run whose last stage has not come to its end has no weights to give, though its first stage has.
     shutil.rmtree("moved/1_sft")
     assert main(["score", "moved", "held.jsonl", "--out", "none.jsonl"]) == 2
+
+
+def test_an_export_reads_parameters_alone_in_the_bytes_that_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_recipe(tmp_path / "r.yaml", {"model.dtype": "bfloat16", "steps": 2})
+    train("r.yaml")
+    read, load = {}, export_file.load_params
+
+    def watched(path: Path, target: dict) -> dict:
+        read.update(load(path, target))
+        return read
+
+    monkeypatch.setattr(export_file, "load_params", watched)
+    monkeypatch.setattr(Learner, "__init__", lambda *_, **__: pytest.fail("moments are made with a learner"))
+    assert main(["export", "run", "out"]) == 0
+    assert {str(x.dtype) for x in read.values()} == {"bfloat16"}
+    assert files(tmp_path / "out") == files(tmp_path / "run/export")
 
 
 # --- The same losses, however it is computed ------------------------------------------------------------------------

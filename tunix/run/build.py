@@ -90,7 +90,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         total=total,
         evaluation=evaluation,
         eval_every=recipe.eval.every,
-        save_every=recipe.checkpoint.every,
+        saving=recipe.checkpoint,
         samples=samples_of(recipe, evaluation, client, inputs, folder, display),
         exports_adapter=recipe.adapter is not None and inputs.source.stands_alone,
         scorer=scorer,

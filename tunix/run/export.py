@@ -13,7 +13,8 @@ from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.run.build import client_of
+from tunix.run.build import settings_of
+from tunix.trainer.build import stored_policy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import refuse_taken
@@ -60,9 +61,11 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         adapter_section, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter_section})
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        client = client_of(recipe, source, build_mesh(MeshConfig()), chosen, algorithm)
-        checkpoints.restore(chosen, client)
-        report_merging(client.export(out, adapter=adapter, packed=packed), recipe, display)
+        mesh = build_mesh(MeshConfig())
+        settings = settings_of(recipe, source, mesh, chosen, algorithm)
+        policy = stored_policy(settings, source, mesh, adapter=adapter, packed=packed)
+        checkpoints.restore(chosen, policy)
+        report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
         display.say(f"step {chosen} of {run} is in {out}")
 
 

@@ -6,6 +6,7 @@ The device never waits for the host: a step's metrics are read only after the ne
 
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tunix.run.evaluation import Evaluation
 from tunix.run.recorder import Recorder
 from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
+from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
 
@@ -59,7 +61,7 @@ class Job:
     """Maximum steps of the whole run; there are fewer if the last epoch is exhausted before."""
     evaluation: Evaluation
     eval_every: int
-    save_every: int
+    saving: CheckpointConfig
     samples: Samples
     exports_adapter: bool
     """Whether the adapter is exported alone, since its base can be found again; else it is merged."""
@@ -87,7 +89,7 @@ class Loop:
         self.job, self.checkpoints, self.recorder = job, checkpoints, recorder
         self.step = 0
         """Number of updates done."""
-        self._saved = 0
+        self._saved, self._saved_at = 0, time.monotonic()
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._position: dict[str, Any] = {}
         self._reached: str | None = None
@@ -149,8 +151,16 @@ class Loop:
         if self.finished:
             self.recorder.flush()
             job.samples.take(self.step)
-        if self.finished or self.step % job.save_every == 0:
+        if self.finished or self._save_is_due:
             self._save()
+
+    @property
+    def _save_is_due(self) -> bool:
+        """Whether a checkpoint is due, by steps or by time."""
+        saving = self.job.saving
+        by_steps = saving.every is not None and self.step % saving.every == 0
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return by_steps or (saving.every_minutes is not None and minutes >= saving.every_minutes)
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""
@@ -188,7 +198,7 @@ class Loop:
             record = {"data": self._position, "algorithm": self.job.algorithm.get_state(), "reached": self._reached}
             record["seconds"] = self.recorder.seconds
             self.checkpoints.save(self.step, self.job.client, record, metrics if step == self.step else {})
-            self._saved = self.step
+            self._saved, self._saved_at = self.step, time.monotonic()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
 from tunix.rollout.engine.shapes import usual_slots
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.export import Exporter
+from tunix.trainer.export import Exporter, StoredPolicy
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import Microbatcher
@@ -87,6 +87,31 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
         exporter=_exporter(settings, source, spec.model),
         critic=_critic(settings, spec, params, frozen) if settings.critic == "own" else None,
     )
+
+
+def stored_policy(
+    settings: ClientSettings, source: Source, mesh: Mesh, *, adapter: bool = False, packed: bool = False
+) -> StoredPolicy:
+    """The policy of a run's checkpoints, to be exported.
+
+    Weights that are written as they were trained are read in the dtype that they are written in, which is that of the
+    computation: 2 bytes each for bfloat16.
+
+    Args:
+        adapter: whether the adapter is exported alone; then its base is not read.
+        packed: whether rounded weights are packed.
+
+    Raises:
+        UserError: the source's weights are missing or do not fit.
+    """
+    spec = spec_of(settings, source, mesh, memory_of(list(mesh.devices.flat)))
+    trained, _ = stored(settings, spec.model)
+    frozen: Params = {}
+    if settings.adapter is None and not (spec.model.simulated or packed):
+        trained = dict.fromkeys(trained, spec.model.dtype)
+    elif settings.adapter is not None and not adapter:
+        _, frozen = _weights(settings, source, spec.model, mesh)
+    return StoredPolicy(_exporter(settings, source, spec.model), spec, trained, frozen)
 
 
 def spec_of(settings: ClientSettings, source: Source, mesh: Mesh, memory: float | None) -> TrainerSpec:

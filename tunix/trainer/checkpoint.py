@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tunix.errors import UserError
 from tunix.protocols import Client, Saving
@@ -25,6 +25,15 @@ BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
 UNFINISHED = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp.*)")
 """Names of unfinished folders that a dead process left: ours, and Orbax's from runs of earlier versions."""
+
+
+@runtime_checkable
+class Loading(Protocol):
+    """Whatever restores a client's state, or a part of it."""
+
+    def load(self, path: Path) -> None:
+        """Restores what `Client.save` wrote there."""
+        ...
 
 
 class Checkpoints:
@@ -73,8 +82,8 @@ class Checkpoints:
             _write_json(part / "metrics/metrics", {BEST: metrics.get(BEST)})
         self._writing = self._thread.submit(self._finish, step, part, saving)
 
-    def restore(self, step: int, client: Client) -> dict[str, Any]:
-        """Restores the client to a step and returns the record that was saved with it.
+    def restore(self, step: int, client: Loading) -> dict[str, Any]:
+        """Restores a client, or a part of its state, to a step and returns the record that was saved with it.
 
         Raises:
             UserError: the checkpoint does not hold this client's state (another model, optimizer or adapter), would

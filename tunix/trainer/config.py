@@ -54,8 +54,11 @@ class OptimizerConfig(Config):
 class CheckpointConfig(Config):
     """How often checkpoints of the train state are written, and which are kept."""
 
-    every: Positive = 100
-    """Steps between checkpoints; the last step is always saved."""
+    every: Positive | None = 100
+    """Steps between checkpoints; null for none by steps. The last step is always saved."""
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Minutes after which a checkpoint is written whatever the steps, so that a large model's are no more frequent than
+    a lost quarter of an hour is worth, e.g. 15; null for none by time."""
     keep: Positive = 3
     """Number of most recent checkpoints to keep; older ones are deleted."""
     best: bool = True

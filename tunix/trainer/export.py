@@ -1,18 +1,21 @@
-"""Exports a learner's weights as a Hugging Face folder, or its adapter alone as a PEFT folder."""
+"""Exports trained weights as a Hugging Face folder, or its adapter alone as a PEFT folder."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
 
+from tunix.config import DType
 from tunix.hf.model_folder import save_folder
 from tunix.hf.peft_adapter import save_adapter
 from tunix.lora.adapt import merge, merge_rounded
 from tunix.models.model import Params
 from tunix.models.on_grid import rounded
 from tunix.models.quantization.rules import Rules
-from tunix.trainer.learner import Learner
+from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.state_files import load_params
 from tunix.util.exact import jit
 
 
@@ -29,11 +32,28 @@ class Exporter:
     fingerprint: str | None = None
     """Fingerprint of that base (`hf.base_fingerprint`), as text; None where no folder holds the base."""
 
-    def __call__(self, path: Path, learner: Learner, adapter: bool = False, packed: bool = False) -> float | None:
+    def __call__(
+        self,
+        path: Path,
+        spec: TrainerSpec,
+        params: Params,
+        frozen: Params,
+        *,
+        adapter: bool = False,
+        packed: bool = False,
+    ) -> float | None:
         """Writes a Hugging Face folder, an adapter merged into its base; or the adapter alone as a PEFT folder.
 
         A model trained with simulated rounding is written with its rounded weights, or `packed` into few bits. A reward
         model is written as a sequence classifier.
+
+        Args:
+            path: the new folder.
+            spec: the model, its adapter and its devices.
+            params: the weights that were trained.
+            frozen: the others; not read where the adapter is written alone.
+            adapter: writes the adapter alone.
+            packed: writes rounded weights in few bits.
 
         Returns:
             The relative change that merging made to the matrices of a quantized base; None where none was merged.
@@ -41,7 +61,7 @@ class Exporter:
         Raises:
             ValueError: `adapter` without a trained adapter, or `packed` without rounding rules.
         """
-        spec, scores = learner.spec, not learner.spec.model.has_lm_head
+        scores = not spec.model.has_lm_head
         if packed and self.rules is None:
             raise ValueError("there are no rounded weights to pack: train with rules")
         if adapter and spec.adapter is None:
@@ -49,22 +69,51 @@ class Exporter:
         if adapter:
             assert spec.adapter is not None
             about = {"base": self.base, "scores": scores, "fingerprint": self.fingerprint}
-            save_adapter(path, learner.state.params, spec.adapter, spec.model.config, **about)
+            save_adapter(path, params, spec.adapter, spec.model.config, **about)
             return None
-        whole, moved = (learner.params, None) if packed else _merged(learner)
+        params = {**frozen, **params}
+        whole, moved = (params, None) if packed else _merged(spec, params)
         about = {"source": self.files, "dtype": spec.model.dtype, "scores": scores, "rules": self.rules}
         save_folder(path, spec.model.config, whole, packed=packed, **about)
         return moved
 
 
-def _merged(learner: Learner) -> tuple[Params, float | None]:
+class StoredPolicy:
+    """A policy as checkpoints hold it, to be exported: its parameters alone, without optimizer, critic or sampler."""
+
+    def __init__(self, exporter: Exporter, spec: TrainerSpec, dtypes: Mapping[str, DType], frozen: Params):
+        """Reads nothing yet.
+
+        Args:
+            exporter: writes the folder.
+            spec: the model, its adapter and its devices.
+            dtypes: of the trained parameters by name, as they are to be read.
+            frozen: the others.
+        """
+        self._exporter, self._spec, self._frozen = exporter, spec, frozen
+        self._target = spec.model.abstract(dtypes, spec.mesh)
+        self._params: Params = {}
+
+    def load(self, path: Path) -> None:
+        """Reads the parameters of a checkpoint's `state` folder.
+
+        Raises:
+            Unreadable: it holds another model's parameters, or is damaged.
+        """
+        self._params = load_params(path, self._target)
+
+    def export(self, path: Path, *, adapter: bool = False, packed: bool = False) -> float | None:
+        """Writes what was loaded; see `Exporter.__call__`."""
+        return self._exporter(path, self._spec, self._params, self._frozen, adapter=adapter, packed=packed)
+
+
+def _merged(spec: TrainerSpec, params: Params) -> tuple[Params, float | None]:
     """`(weights, moved)`: all weights with the adapter merged and matrices rounded; the relative change of a quantized
     base by merging, or None."""
-    spec = learner.spec
     if spec.adapter is None:
         with jax.set_mesh(spec.mesh):
-            return rounded(spec.model, learner.params)[0] if spec.model.simulated else learner.params, None
+            return rounded(spec.model, params)[0] if spec.model.simulated else params, None
     if spec.model.quantization is None:
-        return jit(partial(merge, adapter=spec.adapter))(learner.params), None
+        return jit(partial(merge, adapter=spec.adapter))(params), None
     with jax.set_mesh(spec.mesh):
-        return merge_rounded(learner.params, spec.adapter, spec.model.dtype)
+        return merge_rounded(params, spec.adapter, spec.model.dtype)

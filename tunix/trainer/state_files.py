@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tunix.errors import UserError
+from tunix.models.model import Params
 from tunix.trainer.step import TrainState
 
 
@@ -58,6 +59,22 @@ def load_state(path: Path, like: TrainState) -> TrainState:
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
     _compare_types(path, stored, target)
     return state
+
+
+def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Params:
+    """Reads the trained parameters alone from what `save_state` wrote, in the dtypes and sharding of `target`.
+
+    Raises:
+        Unreadable: the folder holds another model's parameters, or is damaged.
+    """
+    tree = {"params": dict(target)}
+    how = ocp.checkpoint_utils.construct_restore_args(tree)
+    with ocp.PyTreeCheckpointer() as reader:
+        try:
+            wanted = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
+            return reader.restore(path.absolute(), wanted)["params"]
+        except Exception as error:  # tensorstore raises a bare Exception for a damaged file
+            raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _compare_types(where: Path, stored: Mapping[str, Any], target: Mapping[str, Any]) -> None:

@@ -153,7 +153,8 @@ class Trainer:
 
     def export(self, path: Path, adapter: bool = False, packed: bool = False) -> float | None:
         """Writes a Hugging Face folder, or the trained adapter alone as a PEFT folder; see `Exporter`."""
-        return self.exporter(path, self.learner, adapter, packed)
+        learner = self.learner
+        return self.exporter(path, learner.spec, learner.state.params, learner.frozen, adapter=adapter, packed=packed)
 
     def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
         """A digest of every bit of the weights, independent of their sharding."""
