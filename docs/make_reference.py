@@ -31,7 +31,7 @@ from tunix.models.families.table import FAMILIES, SIZE_NAMES
 from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.config import RolloutConfig
+from tunix.rollout.config import RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
@@ -55,6 +55,7 @@ SECTIONS: dict[str, type[Config]] = {
     "reward": RewardConfig,
     "reward functions": RewardFunction,
     "rollout": RolloutConfig,
+    "rollout mesh": RolloutMeshConfig,
     "rollout environment": EnvironmentConfig,
     "optimizer": OptimizerConfig,
     "mesh": MeshConfig,

@@ -28,6 +28,7 @@ from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherState
 from tunix.trainer.teacher import compute_states
 from tunix.types import Batch, Loss
 from tunix.util.exact import jit
+from tunix.util.sizes import bytes_of
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""
@@ -182,7 +183,14 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
 
 def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
-    return {name: x for name, x in weights.top.items() if name in TOP and name in base and base[name].dtype == x.dtype}
+    return {name: x for name, x in weights.top.items() if name in TOP and name in base and _alike(base[name], x)}
+
+
+def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
+    """Whether two arrays of one shape have one dtype and one place."""
+    assert one.sharding is not None
+    assert other.sharding is not None
+    return one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, len(one.shape))
 
 
 def slots(model: Model, mesh: Mesh, number: int, length: int, piece: int, dtype: DType) -> State:
@@ -217,18 +225,6 @@ def gradient_bytes(params: Shapes, batch: BatchShape) -> int:
         return own
     wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in params.items()}
     return own + bytes_of(wide)
-
-
-def bytes_of(tree: object) -> int:
-    """Bytes that a tree of shapes takes on each device; 4-bit numbers are two to a byte."""
-    return sum(_bytes(x) for x in jax.tree.leaves(tree))
-
-
-def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    name = str(x.dtype)
-    bits = 4 if name.endswith("int4") else 2 if name.endswith("int2") else 8 * x.dtype.itemsize
-    return -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
 
 
 def _on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

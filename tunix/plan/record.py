@@ -23,7 +23,7 @@ from tunix.data.packing import pack
 from tunix.data.sources import Rows
 from tunix.hf.source import Source
 from tunix.plan import programs
-from tunix.plan.programs import BatchShape, bytes_of
+from tunix.plan.programs import BatchShape
 from tunix.plan.subject import Frozen, Sampled, Subject, Trained
 from tunix.protocols import Saving
 from tunix.rollout.collect import Collector, Judge
@@ -36,6 +36,7 @@ from tunix.run.streams import open_stream
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.perf import training_flops
 from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
+from tunix.util.sizes import bytes_of
 
 MOST_STEPS = 64
 """Steps after which an algorithm that has not updated its policy is taken as it is; PPO may warm its critic up."""
@@ -322,12 +323,12 @@ def _computing(subject: Subject, sampled: Sampled, width: int, rows: int, caches
     chunk, short = sizes.cuts(work.prompt_length)[-1], sizes.bucket(work.prompt_length)
 
     def state(number: int, length: int) -> State:
-        return programs.slots(spec.model, spec.mesh, number, length, sizes.piece, sizes.dtype)
+        return programs.slots(spec.model, sampled.mesh, number, length, sizes.piece, sizes.dtype)
 
     copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
     slots, prompts = state(width, sizes.bucket(work.length)), state(rows, short)
-    decode = programs.decoding(spec.model, spec.mesh, sampled.weights, slots, sampled.steps)
-    prefill = programs.prefilling(spec.model, spec.mesh, sampled.weights, prompts, chunk)
+    decode = programs.decoding(spec.model, sampled.mesh, sampled.weights, slots, sampled.steps)
+    prefill = programs.prefilling(spec.model, sampled.mesh, sampled.weights, prompts, chunk)
     held = bytes_of(prompts)
     decoding = Program("decode", copy, decode, caches=bytes_of(slots), besides=twice, tokens=width)
     filling = Program("prefill", copy, prefill, caches=held, besides=caches + twice - held, tokens=rows * chunk)
@@ -343,4 +344,4 @@ def _caches(subject: Subject, rows: int, length: int) -> int:
     """Bytes of caches, on each device."""
     spec, sampled = subject.policy.spec, subject.sampled
     assert sampled is not None, "only what samples has caches"
-    return bytes_of(programs.slots(spec.model, spec.mesh, rows, length, sampled.sizes.piece, sampled.sizes.dtype))
+    return bytes_of(programs.slots(spec.model, sampled.mesh, rows, length, sampled.sizes.piece, sampled.sizes.dtype))

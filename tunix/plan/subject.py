@@ -7,31 +7,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
-from tunix.config import DType, ModelConfig
+from tunix.config import DType, ModelConfig, RowKind
 from tunix.data.types import Prompt
 from tunix.hf.given_adapter import settled
 from tunix.mesh import build_mesh
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model, is_own
 from tunix.plan import programs
-from tunix.plan.programs import Shapes, bytes_of
+from tunix.plan.programs import Shapes
 from tunix.plan.structure import structure
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.attention import attention_line
 from tunix.run.build import settings_of
-from tunix.run.describe import remat_line
+from tunix.run.describe import remat_line, sampling_line
 from tunix.run.devices import mesh_of
 from tunix.run.evaluation import Evaluation
 from tunix.run.streams import workload_of
 from tunix.run.teacher import divided
-from tunix.trainer.build import ClientSettings, critic_spec_of, engine_of, spec_of, stored
+from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec_of, stored
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.spec import TrainerSpec
 from tunix.types import Sampling, Workload
+from tunix.util.sizes import bytes_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Frozen:
 class Sampled:
     """What the engine holds."""
 
+    mesh: Mesh
     sizes: Sizes
     steps: int
     weights: Weights
@@ -135,6 +138,8 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     branched = settings.microbatcher.unit > 1
     attention = attention_line(source.decoder, recipe.model, mesh, settings.length, branched=branched)
     policy = _trained(settings, spec_of(settings, source, mesh, memory))
+    samples = algorithm.train_on == RowKind.PROMPT
+    sampling = sampling_line(recipe.rollout, policy.spec, memory) if samples else None
     critic = _trained(settings, critic_spec_of(settings, policy.spec)) if settings.critic == "own" else None
     return Subject(
         recipe,
@@ -143,9 +148,9 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         critic,
         _reference(algorithm, settings, policy),
         _teacher(recipe, policy.spec, devices),
-        _sampled(recipe, algorithm, settings, policy),
+        _sampled(recipe, algorithm, settings, policy, memory),
         _judge(recipe, policy.spec),
-        tuple(filter(None, (why if mesh.size > 1 else None, attention, remat_line(policy.spec)))),
+        tuple(filter(None, (why if mesh.size > 1 else None, attention, remat_line(policy.spec), sampling))),
     )
 
 
@@ -194,17 +199,19 @@ def _judge(recipe: Recipe, policy: TrainerSpec) -> Frozen | None:
     return Frozen(model, params, policy.microbatcher)
 
 
-def _sampled(recipe: Recipe, algorithm: Algorithm, settings: ClientSettings, policy: Trained) -> Sampled | None:
+def _sampled(
+    recipe: Recipe, algorithm: Algorithm, settings: ClientSettings, policy: Trained, memory: float | None
+) -> Sampled | None:
     """The engine of a run that samples, or shows samples."""
     spec, work = policy.spec, _workload(recipe, algorithm)
     if work is None:
         return None
-    engine = engine_of(spec, policy.params, settings.slots, settings.longest)
-    weights = programs.views(spec.model, spec.mesh, policy.all)
+    engine = sampler_of(settings, spec, memory)
+    weights = programs.views(spec.model, engine.mesh, policy.all)
     kept = programs.shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
     copied, matters = bytes_of(weights) - bytes_of(kept), work.requests > recipe.eval.samples
-    return Sampled(engine.sizes, engine.steps, weights, work, copied, matters)
+    return Sampled(engine.mesh, engine.sizes, engine.steps, weights, work, copied, matters)
 
 
 def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:

@@ -1,11 +1,20 @@
 """The recipe's section `rollout`. Loads without jax."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from tunix.config import Config, Positive
 from tunix.rollout.environments.config import EnvironmentConfig
+
+
+class RolloutMeshConfig(Config):
+    """How the devices of the policy are used to sample: a copy of the weights on each `tensor` of them, and the slots
+    split over the copies."""
+
+    tensor: Positive = 1
+    """Devices that share one copy of the weights; 1 for a whole copy on each. Divides the model's heads, kv heads, ffn
+    and vocabulary."""
 
 
 class RolloutConfig(Config):
@@ -17,6 +26,8 @@ class RolloutConfig(Config):
     """Texts that end a completion, in addition to the model's stop tokens."""
     slots: Positive | None = None
     """Completions that are sampled at a time; null: as many as fill this kind of device. Never changes a result."""
+    mesh: RolloutMeshConfig | Literal["auto"] = "auto"
+    """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
     1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone causes some."""
@@ -24,6 +35,11 @@ class RolloutConfig(Config):
     """The environment that answers the model between its turns; null for single-turn completions."""
     samples: Annotated[int, Field(ge=0)] = 1
     """Groups of completions of each step that are written to samples.jsonl."""
+
+    @property
+    def devices(self) -> RolloutMeshConfig | None:
+        """How the devices are divided; None for auto."""
+        return None if self.mesh == "auto" else self.mesh
 
     @model_validator(mode="before")
     @classmethod

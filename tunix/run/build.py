@@ -20,7 +20,7 @@ from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, Player
 from tunix.run.attention import attention_of
-from tunix.run.describe import overview, products_line, remat_line
+from tunix.run.describe import overview, products_line, remat_line, sampling_line
 from tunix.run.devices import mesh_of
 from tunix.run.inputs import Inputs, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
@@ -51,7 +51,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     play = Player(environment, inputs.tokenizer, kwargs) if environment else None
     sampling = sampling_of(recipe, inputs, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
-    mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory_of(devices))
+    memory = memory_of(devices)
+    mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory)
     length, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
     branched = microbatcher.unit > 1
     model, attention = attention_of(inputs.source.decoder, recipe.model, mesh, length, branched=branched)
@@ -74,6 +75,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     spec = client.learner.spec
     lines = (products_line(spec.model, recipe.quantization, mesh), attention, remat_line(spec))
     display.say("; ".join(filter(None, lines)))
+    if algorithm.train_on == RowKind.PROMPT and (line := sampling_line(recipe.rollout, spec, memory)) is not None:
+        display.say(line)
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display
@@ -165,6 +168,7 @@ def settings_of(
         critic_learning_rate=recipe.algorithm.learning_rate_of_critic,
         longest=recipe.data.max_length if samples else None,
         slots=recipe.rollout.slots,
+        sampler_mesh=recipe.rollout.devices,
         decode=None if tokenizer is None else tokenizer.decode,
     )
 

@@ -8,10 +8,12 @@ from tunix.models.model import Model
 from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
+from tunix.rollout.config import RolloutConfig
 from tunix.run.inputs import Inputs
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import readable
+from tunix.trainer.sampler_mesh import sampler_mesh
 from tunix.trainer.spec import TrainerSpec
 from tunix.util import startup
 
@@ -54,6 +56,11 @@ def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
         return hardware.line(rules.kinds, model.dtype, platform, simulated=True)
     rounding = model.quantization
     return hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
+
+
+def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None) -> str | None:
+    """How the devices are divided to sample; None where they are not divided otherwise than for training."""
+    return sampler_mesh(spec.mesh, rollout.devices, spec.model, memory)[1]
 
 
 def remat_line(spec: TrainerSpec) -> str | None:

@@ -20,6 +20,7 @@ from tunix.models.model import Model, Params, is_own
 from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler
+from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
 from tunix.rollout.engine.shapes import usual_slots
@@ -31,6 +32,7 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.reference import initial_reference
 from tunix.trainer.remat import chosen, held_by
+from tunix.trainer.sampler_mesh import sampler_mesh, split_slots
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
 
@@ -62,6 +64,8 @@ class ClientSettings:
     """Maximum tokens of a prompt and its completion; None for `length`."""
     slots: int | None = None
     """Completions that are sampled at a time; None for the default of this kind of device."""
+    sampler_mesh: RolloutMeshConfig | None = None
+    """How the devices are divided to sample; None for the fewest to a copy of the weights that have room for it."""
     decode: Decode | None = None
     """Token ids -> text, in which stop strings are searched."""
 
@@ -76,14 +80,16 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
         UserError: weights are missing or do not fit, or this device does not support the requested types.
     """
     check_unrounded(source.folder, source.rules, settings.rules)
-    spec = spec_of(settings, source, mesh, memory_of(list(mesh.devices.flat)))
+    memory = memory_of(list(mesh.devices.flat))
+    spec = spec_of(settings, source, mesh, memory)
+    sampler = sampler or sampler_of(settings, spec, memory)
     params, frozen = _weights(settings, source, spec.model, mesh)
     return local_client(
         spec,
         params,
         frozen,
         keep_reference=settings.reference,
-        sampler=sampler or engine_of(spec, params, settings.slots, settings.longest, settings.decode),
+        sampler=sampler,
         exporter=_exporter(settings, source, spec.model),
         critic=_critic(settings, spec, params, frozen) if settings.critic == "own" else None,
     )
@@ -186,12 +192,24 @@ def local_client(
     return Trainer(learner, sampler or engine_of(spec, params), exporter, critic)
 
 
+def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> Engine:
+    """The engine of a client, on the learner's devices; no weights are read.
+
+    Raises:
+        UserError: its mesh or its slots do not divide.
+    """
+    mesh, _ = sampler_mesh(spec.mesh, settings.sampler_mesh, spec.model, memory)
+    trained, _ = stored(settings, spec.model)
+    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh)
+
+
 def engine_of(
     spec: TrainerSpec,
     params: Collection[str],
     slots: int | None = None,
     length: int | None = None,
     decode: Decode | None = None,
+    mesh: Mesh | None = None,
 ) -> Engine:
     """An engine on the learner's devices.
 
@@ -200,10 +218,15 @@ def engine_of(
         slots: completions at a time; None for the default of this kind of device.
         length: maximum tokens of a prompt and its completion; None for the length of a row.
         decode: token ids -> text, for stop strings.
+        mesh: how the devices are divided to sample; None as they are for training.
+
+    Raises:
+        UserError: the slots are not split evenly over the mesh.
     """
-    slots = slots or usual_slots(spec.mesh.devices.flat[0].platform)
+    mesh = mesh or spec.mesh
+    slots = split_slots(slots, mesh)
     moving = () if spec.adapter is None else tuple(params)
-    return Engine(spec.model, spec.mesh, slots=slots, length=length or spec.length, decode=decode, moving=moving)
+    return Engine(spec.model, mesh, slots=slots, length=length or spec.length, decode=decode, moving=moving)
 
 
 def _model(settings: ClientSettings, source: Source) -> Model:

@@ -128,7 +128,9 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
     for axis in ("fsdp", "tensor"):
         width, sizes = mesh.shape[axis], demand.split_by(axis)
         if whole := [f"{size} {WORDS[name]}" for name, size in sizes.items() if size % width]:
-            wrong.append(f"{key}: {axis} {width} does not divide {', '.join(whole)}; {_near(axis, width, sizes)}")
+            wrong.append(
+                f"{key}: {axis} {width} does not divide {', '.join(whole)}; {near_divisors(axis, width, sizes)}"
+            )
     for problem in _uneven(demand, row_shards(mesh)):
         wrong.append(f"{key}: rows are split over data {mesh.shape['data']} x fsdp {mesh.shape['fsdp']}, but {problem}")
     wrong += [f"{key}: context {problem}" for problem in _unsplit(demand, mesh.shape["context"])]
@@ -155,7 +157,7 @@ def _rest(part: int) -> int:
     return part % PART if part > PART else 0
 
 
-def _near(axis: str, width: int, sizes: dict[str, int]) -> str:
+def near_divisors(axis: str, width: int, sizes: dict[str, int]) -> str:
     """The divisors of all sizes next to a width: `tensor 2 or 4 would`."""
     common = math.gcd(*sizes.values())
     fitting = [size for size in range(1, common + 1) if common % size == 0]

@@ -138,8 +138,9 @@ def _truncated(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float
     before = jnp.cumsum(mass, axis=-1) - mass
     # At top_p = 1 rounding must not cut the tail.
     kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    rows = jnp.arange(scores.shape[0])[:, None]
-    return jnp.where(jnp.zeros(scores.shape, bool).at[rows, order].set(kept), scores, -jnp.inf)
+    # Mapped over rows, so that each stays with the devices that hold it.
+    back = jax.vmap(lambda kept, order: jnp.zeros(vocab, bool).at[order].set(kept, unique_indices=True))
+    return jnp.where(back(kept, order), scores, -jnp.inf)
 
 
 def _most_likely(scores: Float[Array, "B V"], asked: Bool[Array, ""]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:

@@ -1,0 +1,93 @@
+"""The mesh on which a policy samples: the devices of its training, with copies of the weights on few of them each.
+
+Training splits weights over `fsdp` and gathers a matrix before it is multiplied, which costs little for thousands of
+tokens. A sampler multiplies by every matrix for one token of each slot: gathering them would cost many times as much.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.errors import UserError
+from tunix.mesh import AXES, groups_of, row_shards
+from tunix.models.model import Model
+from tunix.rollout.config import RolloutMeshConfig
+from tunix.rollout.engine.shapes import usual_slots
+from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
+from tunix.util.sizes import bytes_of
+
+SHARE = 0.25
+"""Share of a device's memory that a copy of the weights may take: beside it are the state of training, of which `auto`
+leaves half of the memory, and the caches."""
+
+
+def sampler_mesh(
+    mesh: Mesh, config: RolloutMeshConfig | None, model: Model, memory: float | None
+) -> tuple[Mesh, str | None]:
+    """The mesh that samples, and what it is in a line; None where it is that of training, or a single device.
+
+    Args:
+        mesh: that of training.
+        config: how the recipe divides it; None for the fewest devices to a copy of the weights that have room for it.
+        model: what is sampled from.
+        memory: bytes of a device; None where that is not known, and a copy is taken to fit.
+
+    Raises:
+        UserError: the sizes do not divide the devices or the model.
+    """
+    sizes = Demand(model.config).split_by("tensor")
+    tensor = _fewest(mesh, sizes, model, memory) if config is None else _checked(mesh, sizes, config.tensor)
+    shape = (mesh.size // tensor, 1, 1, tensor)
+    if mesh.size == 1 or mesh.devices.shape == shape:
+        return mesh, None
+    each = "each" if tensor == 1 else f"each {tensor}"
+    line = (
+        f"sampling: a copy of the weights on {each} of {mesh.size} device(s), {_bytes(model) / 1e9:.3g} GB in all of it"
+    )
+    return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
+
+
+def split_slots(slots: int | None, mesh: Mesh) -> int:
+    """Slots that are split evenly over the copies of the weights.
+
+    Args:
+        slots: as the user wants them; None for as many as this kind of device usually has.
+
+    Raises:
+        UserError: they are not; with the next numbers that would be.
+    """
+    copies = row_shards(mesh)
+    if slots is None:
+        return -(-usual_slots(mesh.devices.flat[0].platform) // copies) * copies
+    if slots % copies:
+        below = slots // copies * copies
+        near = " or ".join(str(number) for number in (below, below + copies) if number)
+        raise UserError(
+            f"rollout.slots: {slots} slots are not split evenly over {copies} copies of the weights; {near} would be"
+        )
+    return slots
+
+
+def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | None) -> int:
+    """The fewest devices to a copy that have room for it; as many as can be where none have."""
+    near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
+    common = math.gcd(near, *sizes.values())
+    fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
+    room = [tensor for tensor in fitting if memory is None or _bytes(model) / tensor <= SHARE * memory]
+    return room[0] if room else fitting[-1]
+
+
+def _checked(mesh: Mesh, sizes: dict[str, int], tensor: int) -> int:
+    named = {"devices": mesh.size, **sizes}
+    if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
+        near = near_divisors("tensor", tensor, named)
+        raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {near}")
+    return tensor
+
+
+def _bytes(model: Model) -> int:
+    """Bytes of a copy of the weights in the compute dtype; quantized ones stay as they are."""
+    dtypes = {name: model.kinds.get(name, jnp.dtype(model.dtype)) for name in model.shapes}
+    return bytes_of([jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in model.shapes.items()])
