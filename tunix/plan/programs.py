@@ -183,7 +183,9 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
 
 def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
-    return {name: x for name, x in weights.top.items() if name in TOP and name in base and _alike(base[name], x)}
+    return {
+        name: x for name, x in weights.top.items() if name in TOP and name in base and _alike(base[name], cast(Any, x))
+    }
 
 
 def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:

@@ -111,13 +111,13 @@ def stored_policy(
         UserError: the source's weights are missing or do not fit.
     """
     spec = spec_of(settings, source, mesh, memory_of(list(mesh.devices.flat)))
-    trained, _ = stored(settings, spec.model)
+    dtypes, _ = stored(settings, spec.model)
     frozen: Params = {}
     if settings.adapter is None and not (spec.model.simulated or packed):
-        trained = dict.fromkeys(trained, spec.model.dtype)
+        dtypes = {name: spec.model.dtype for name in dtypes}
     elif settings.adapter is not None and not adapter:
         _, frozen = _weights(settings, source, spec.model, mesh)
-    return StoredPolicy(_exporter(settings, source, spec.model), spec, trained, frozen)
+    return StoredPolicy(_exporter(settings, source, spec.model), spec, dtypes, frozen)
 
 
 def spec_of(settings: ClientSettings, source: Source, mesh: Mesh, memory: float | None) -> TrainerSpec:

@@ -3,7 +3,7 @@
 A slot holds an episode's tokens after its prompt, sampled and observed, until the episode ends. What a dispatch has to
 know of the slots is a `Flow`, which is kept up to date here.
 
-Axes: Sl slots, St decode steps, T tokens after a prompt.
+Axes: Sl slots, St decode steps, T time.
 """
 
 from collections.abc import Sequence
@@ -154,7 +154,8 @@ class Slots:
         if found is not None:
             self._count(slot, start + found - end)
         kept = int(self._written[slot]) - before
-        episode.keep_top(draws.top_ids[:kept, slot], draws.top_logprobs[:kept, slot])
+        top = (np.asarray(of_step[:kept, slot]) for of_step in (draws.top_ids, draws.top_logprobs))
+        episode.keep_top(*top)
         return found is not None
 
     def _count(self, slots: slice | int, tokens: np.ndarray | int) -> None:
