@@ -21,6 +21,7 @@ from tunix.lora.multi_lora import LoadedAdapter
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, is_adapter
 from tunix.models.quantization.formats import Quantization
+from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.request import Request
 from tunix.trainer.build import local_client
@@ -141,13 +142,13 @@ def test_draws_replies_and_a_mesh_change_nothing():
 def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
     model, base, beside = setting(PLAIN, names=("wide", "narrow"))
     engine, computed = mixed_engine(model, base, beside), []
-    real = engine_file.compute
+    real = batch_file.compute
 
     def spy(model, weights, prompts, adapters, *rest):
         computed.extend(zip(map(len, prompts), adapters, strict=True))
         return real(model, weights, prompts, adapters, *rest)
 
-    monkeypatch.setattr(engine_file, "compute", spy)
+    monkeypatch.setattr(batch_file, "compute", spy)
     (prompt,) = prompts(96, (9,))
     names = ["wide", None, "narrow", "wide", None, "narrow", "wide"]
     engine.run([Request(prompt, Sampling(max_tokens=3), 0, i, name) for i, name in enumerate(names)])

@@ -111,10 +111,11 @@ def stored_policy(
         UserError: the source's weights are missing or do not fit.
     """
     spec = spec_of(settings, source, mesh, memory_of(list(mesh.devices.flat)))
-    dtypes, _ = stored(settings, spec.model)
+    dtypes: dict[str, DType] = stored(settings, spec.model)[0]
     frozen: Params = {}
     if settings.adapter is None and not (spec.model.simulated or packed):
-        dtypes = {name: spec.model.dtype for name in dtypes}
+        written: DType = spec.model.dtype
+        dtypes = dict.fromkeys(dtypes, written)
     elif settings.adapter is not None and not adapter:
         _, frozen = _weights(settings, source, spec.model, mesh)
     return StoredPolicy(_exporter(settings, source, spec.model), spec, dtypes, frozen)

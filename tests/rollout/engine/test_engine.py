@@ -17,6 +17,7 @@ from tunix.errors import UserError
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.protocols import Sampler
+from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
@@ -132,13 +133,13 @@ def test_requests_of_one_prompt_differ_and_seeds_repeat(engine):
 def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     """Seven samples through three slots: the prefix outlives the slots that were filled first."""
     computed = []
-    real = engine_file.compute
+    real = batch_file.compute
 
     def spy(model, weights, prompts, *rest):
         computed.extend(len(prompt) for prompt in prompts)
         return real(model, weights, prompts, *rest)
 
-    monkeypatch.setattr(engine_file, "compute", spy)
+    monkeypatch.setattr(batch_file, "compute", spy)
     here.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
     assert computed == [20, 9]
 
