@@ -90,6 +90,8 @@ def last(run: str = "run") -> dict[str, Any]:
             ["data.on_overflow=error", "data.completion_length=28"],
             ["row 1 of train.jsonl", "data.prompt_length 4", "on_overflow"],
         ),
+        (["rollout.mesh={tensor: 4}"], ["rollout.mesh: tensor 4 does not divide 2 kv heads; tensor 2 would"]),
+        (["rollout.slots=12"], ["rollout.slots: 12 slots are not split evenly over 8 copies", "8 or 16 would be"]),
         (["rollout.mismatch_tolerance=-1"], ["rollout.mismatch_tolerance", "is not a number above 0"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[0] else "",
