@@ -7,6 +7,7 @@ Axes: Sl slots, St decode steps.
 
 import argparse
 import time
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -36,7 +37,8 @@ def milliseconds(slots: int, steps: int, strings: tuple[str, ...], dispatches: i
         table.admit(Episode(request, number, StopText(strings, decode) if strings else None))
     letters = np.random.default_rng(0).integers(97, 120, (steps, slots)).astype(np.int32)
     likely = np.zeros((steps, slots, MOST_TOP))
-    draws = Draw(letters, np.zeros(letters.shape, np.float32), likely.astype(np.int32), likely.astype(np.float32))
+    host: tuple[Any, ...] = (letters, np.zeros(letters.shape, np.float32), likely.astype(np.int32), likely)
+    draws = Draw(*host)
     counts, found = np.full(slots, steps, np.int32), []
     for _ in range(dispatches):
         start = time.perf_counter()
