@@ -1,0 +1,226 @@
+"""Keys and values in pages: a sequence holds the pages that its tokens need, and sequences with one prompt share them.
+
+A layer has pools of pages. New tokens are written to their places (`Writes`), then read what came before them: while
+decoding, each slot its pages by a `Table`; a piece of prompts its own tokens by attention within rows, and pages of
+earlier tokens by `Visits`. The einsums here serve every platform; `attend.attend_cached` is the call.
+
+A page is read in full, and what is behind a sequence's last token hidden: pages start as zeros and hold only what was
+written, so nothing in them is ever not a number.
+
+Axes: B rows, C tokens at a time, Q queries of a block, N query heads, K kv heads, J query heads of a kv head, H head
+dim, Pg pages, Pt tokens of a page, Co columns of a page table, Vi visits, s shards of the rows.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.models.attention.inputs import HIDDEN, Mixed, Segments, grouped, scaled, ungrouped
+
+TOGETHER = 8
+"""Pages that the einsums multiply at a time: enough for all cores, few enough for their caches."""
+BLOCK_Q = 64
+"""Queries of a piece that visit a page together, at most."""
+NOWHERE = 1 << 30
+"""A page that does not exist: what is written there is dropped."""
+
+
+class Pages(NamedTuple):
+    """The cache of one layer; the keys' head dim stands before their tokens, as a batched product on a CPU wants it."""
+
+    keys: Float[Array, "Pg K H Pt"]
+    values: Float[Array, "Pg K Pt H"]
+
+    @property
+    def size(self) -> int:
+        """Pt."""
+        return self.values.shape[2]
+
+
+class Table(NamedTuple):
+    """Which pages each slot holds for one kind of layer; column j has the tokens of page `first + j` of the sequence."""
+
+    pages: Int[Array, "B Co"]
+    """-1 where the slot holds none."""
+    first: Int[Array, "B"]
+    """0, or more where a window has left the first pages behind."""
+
+
+class Writes(NamedTuple):
+    """The place of each new token."""
+
+    pages: Int[Array, "B C"]
+    """NOWHERE for tokens that nobody will read again."""
+    offsets: Int[Array, "B C"]
+
+
+class Visits(NamedTuple):
+    """Which pages of earlier tokens the queries of pieces see: each visit is of a block of queries to a page."""
+
+    blocks: Int[Array, "s Vi"]
+    """The block of queries, within its row."""
+    pages: Int[Array, "s Vi"]
+    starts: Int[Array, "s Vi"]
+    """Position of the page's first token."""
+    owners: Int[Array, "s Vi"]
+    """The segment whose tokens the page holds."""
+    number: Int[Array, "s"]
+    """How many visits there are; the rest is padding."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotsView:
+    """One new token of each slot: it is written, then sees its slot's pages up to itself."""
+
+    writes: Writes
+    positions: Int[Array, "B C"]
+    table: Table
+    window: int | None = field(default=None, metadata={"static": True})
+    """Positions that a query sees, itself included; None for all of its sequence."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PieceView:
+    """Pieces of prompts, packed in rows: tokens see their segment, and the pages of its tokens before the piece."""
+
+    writes: Writes
+    ids: Int[Array, "B C"]
+    """The segment of each token, 0 for padding."""
+    positions: Int[Array, "B C"]
+    begins: Int[Array, "B C"]
+    """Position of the first token of each token's segment in the piece: those before it are in pages."""
+    visits: Visits
+    window: int | None = field(default=None, metadata={"static": True})
+    """Positions that a query sees, itself included; None for all of its sequence."""
+
+    @property
+    def segments(self) -> Segments:
+        """The view within the piece, where positions count from a segment's first token."""
+        return Segments(self.ids, self.positions - self.begins, window=self.window)
+
+
+CachedView = SlotsView | PieceView
+
+
+def block_of(length: int) -> int:
+    """Q: queries of a piece of this length, a power of two, that visit a page together."""
+    return min(BLOCK_Q, length)
+
+
+def written(pages: Pages, writes: Writes, k: Float[Array, "B C K H"], v: Float[Array, "B C K H"]) -> Pages:
+    """The pages with new tokens in them."""
+    at, offsets = writes.pages.reshape(-1), writes.offsets.reshape(-1)
+    k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    keys = pages.keys.at[at, :, :, offsets].set(k.astype(pages.keys.dtype), mode="drop")
+    return Pages(keys, pages.values.at[at, :, offsets].set(v.astype(pages.values.dtype), mode="drop"))
+
+
+def of_slots(
+    q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
+) -> Mixed:
+    """Attention of one query of each slot over the slot's pages; slots without pages mix nothing."""
+    table, size, (rows, columns) = view.table, pages.size, view.table.pages.shape
+    queries, positions = grouped(scaled(q, scale), pages.keys.shape[1]), view.positions[:, 0]
+    held = (table.pages >= 0).reshape(-1)
+    (places,) = jnp.nonzero(held, size=-(-rows * columns // TOGETHER) * TOGETHER, fill_value=rows * columns)
+
+    def one(index: jax.Array, found: tuple) -> tuple:
+        place = jax.lax.dynamic_slice_in_dim(places, index * TOGETHER, TOGETHER)
+        row, column = jnp.minimum(place // columns, rows - 1), place % columns
+        at = (table.first[row] + column) * size + jnp.arange(size)[:, None]
+        seen = _within(positions[row], at, view.window).T & (place < rows * columns)[:, None]
+        part = _visited(queries[row], seen[:, None], pages, table.pages[row, column], softcap)
+        return tuple(all.at[place].set(x, mode="drop") for all, x in zip(found, part, strict=True))
+
+    empty = queries.shape[1:-1]
+    start = (jnp.full((rows * columns, *empty), HIDDEN), *(jnp.zeros((rows * columns, *x)) for x in (empty, queries.shape[1:])))
+    found = jax.lax.fori_loop(0, -(-jnp.sum(held) // TOGETHER), one, start)
+    peaks, masses, sums = (x.reshape(rows, columns, *x.shape[1:]) for x in found)
+    # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
+    peak = jnp.max(peaks, axis=1)
+    share = jnp.exp(peaks - peak[:, None])
+    return _settled(peak, jnp.sum(share * masses, axis=1), jnp.sum(share[..., None] * sums, axis=1), q.dtype)
+
+
+def before_piece(
+    q: Float[Array, "B C N H"], pages: Pages, view: PieceView, *, scale: float, softcap: float | None
+) -> Mixed:
+    """Attention of the queries of one piece to pages of tokens before it; -inf-like log-sums where there are none."""
+    (_, length, heads, dim), size, visits = q.shape, pages.size, view.visits
+    width = block_of(length)
+    blocks = length // width
+    queries = grouped(scaled(q, scale).reshape(blocks, width, heads, dim), pages.keys.shape[1])
+    owners, positions, begins = (x.reshape(blocks, width) for x in (view.ids, view.positions, view.begins))
+
+    def one(index: jax.Array, found: tuple) -> tuple:
+        block, page, start, owner = (x[0, index] for x in visits[:4])
+        at = start + jnp.arange(size)
+        seen = _within(positions[block][:, None], at, view.window) & (at < begins[block][:, None])
+        seen &= (owners[block] == owner)[:, None]
+        part = _visited(queries[block][None], seen[None], pages, page[None], softcap)
+        old = tuple(x[block] for x in found)
+        new = _joined(old, tuple(x[0] for x in part))
+        return tuple(all.at[block].set(x) for all, x in zip(found, new, strict=True))
+
+    shape = queries.shape[:-1]
+    start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
+    mixed, lse = _settled(*jax.lax.fori_loop(0, visits.number[0], one, start), q.dtype)
+    return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
+
+
+def copied(pages: Pages, sources: Int[Array, "Pg"], targets: Int[Array, "Pg"], number: Int[Array, ""]) -> Pages:
+    """The pages after the first `number` copies of one page to another."""
+
+    def one(index: jax.Array, pages: Pages) -> Pages:
+        return Pages(*(x.at[targets[index]].set(x[sources[index]]) for x in pages))
+
+    return jax.lax.fori_loop(0, number, one, pages)
+
+
+def _within(position: jax.Array, at: jax.Array, window: int | None) -> jax.Array:
+    seen = at <= position
+    return seen if window is None else seen & (at > position - window)
+
+
+def _visited(
+    queries: Float[Array, "g K J Q H"],
+    seen: Bool[Array, "g Q Pt"],
+    pages: Pages,
+    which: Int[Array, "g"],
+    softcap: float | None,
+) -> tuple[Float[Array, "g K J Q"], Float[Array, "g K J Q"], Float[Array, "g K J Q H"]]:
+    """What some queries find in a page each: the highest score, the mass relative to it, and the values' sum, float32."""
+    number, kv_heads, _, _, dim = queries.shape
+    keys, values = (x[which].astype(queries.dtype) for x in pages)
+    flat = queries.reshape(number, kv_heads, -1, dim)
+    scores = jnp.einsum("gKQH,gKHp->gKQp", flat, keys, preferred_element_type=jnp.float32)
+    scores = scores.reshape(*queries.shape[:-1], -1)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen[:, None, None], scores, HIDDEN)
+    peak = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - peak[..., None])
+    flat = weights.astype(values.dtype).reshape(number, kv_heads, -1, weights.shape[-1])
+    sums = jnp.einsum("gKQp,gKpH->gKQH", flat, values, preferred_element_type=jnp.float32)
+    return peak, jnp.sum(weights, axis=-1), sums.reshape(queries.shape)
+
+
+def _joined(one: tuple, other: tuple) -> tuple:
+    """What is found in two sets of pages from what is found in each."""
+    peak = jnp.maximum(one[0], other[0])
+    shares = [jnp.exp(part[0] - peak) for part in (one, other)]
+    mass = sum(share * part[1] for share, part in zip(shares, (one, other), strict=True))
+    return peak, mass, sum(share[..., None] * part[2] for share, part in zip(shares, (one, other), strict=True))
+
+
+def _settled(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:
+    """The mean of the values and the log-sum-exp; where nothing was seen, zeros and HIDDEN."""
+    any_seen = peak > HIDDEN
+    mass = jnp.where(any_seen, mass, 1.0)
+    mixed = jnp.where(any_seen[..., None], sums / mass[..., None], 0.0).astype(dtype)
+    return ungrouped(mixed), ungrouped((peak + jnp.log(mass))[..., None])[..., 0]
