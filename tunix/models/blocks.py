@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import constrain
-from tunix.models.attention.attend import attend
-from tunix.models.attention.inputs import ByKind, Cache, CacheView, Segments
+from tunix.models.attention.attend import attend, attend_cached
+from tunix.models.attention.inputs import ByKind, Segments
+from tunix.models.attention.pages import CachedView, Pages
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Norm, Projection, TokenKeys, rotate
 
@@ -26,7 +27,7 @@ PARTS = ("mixer", "ffn")
 
 RopeTables = tuple[jax.Array, jax.Array]
 """cos and sin `[B T H/2]`."""
-View = Segments | ByKind | CacheView
+View = Segments | ByKind | CachedView
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
 Auxiliary = dict[str, Float[Array, ""]]
 """Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
@@ -40,9 +41,9 @@ class Mixer(Protocol):
         x: Float[Array, "B T D"],
         rope: RopeTables,
         view: View,
-        cache: Cache | None = None,
+        cache: Pages | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    ) -> tuple[Float[Array, "B T D"], Pages | None]:
         """The mixed tokens for normed inputs, and the updated cache where one is given."""
         ...
 
@@ -76,18 +77,19 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         rope: RopeTables,
         view: View,
-        cache: Cache | None = None,
+        cache: Pages | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    ) -> tuple[Float[Array, "B T D"], Pages | None]:
         q, k, v = self.q(x, dropout_keys), self.k(x, dropout_keys), self.v(x, dropout_keys)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
-        if isinstance(view, CacheView):
-            assert cache is not None, "a view of a cache comes with the cache"
-            k, v = cache = view.write(cache, k, v)
-        mixed = attend(q, k, v, view, scale=self.config.scale, softcap=self.config.attention_softcap)
+        how = {"scale": self.config.scale, "softcap": self.config.attention_softcap}
+        if isinstance(view, Segments | ByKind):
+            return self.o(attend(q, k, v, view, **how), dropout_keys), None
+        assert cache is not None, "a view of pages comes with the pages"
+        mixed, cache = attend_cached(q, k, v, cache, view, **how)
         return self.o(mixed, dropout_keys), cache
 
 
@@ -130,16 +132,16 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         rope: RopeTables,
         view: View,
-        cache: Cache | None = None,
+        cache: Pages | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
+    ) -> tuple[Float[Array, "B T D"], Pages | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
 
         Args:
             x: the residual stream.
             rope: cos and sin of the tokens' positions, for this layer's kind.
             view: which tokens see each other, within this layer's window.
-            cache: the mixer's cache of earlier tokens, only with a `CacheView`.
+            cache: the mixer's pages of earlier tokens, only with a `CachedView`.
             dropout_keys: a key for each token, by which adapters drop inputs.
         """
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)

@@ -1,22 +1,21 @@
 """The decoder with a cache of keys and values: new tokens attend to earlier ones without recomputing them.
 
 Weights are stored layer by layer (`unstack`), because layers run unrolled here: a scan would copy the caches. Each
-layer has keys `[B K H T]` and values `[B K T H]`; local layers have a ring, in which position p is in column p mod T.
-New tokens are written first and attend afterwards, so the ring is as long as the window and the longest piece together.
+layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens.
 
-Axes: B rows, C tokens at a time, T time (columns of a cache), D model width, N query heads, K kv heads, H head dim, L
-layers.
+Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tunix.config import DType
 from tunix.mesh import Axes, constrain
-from tunix.models.attention.inputs import Cache, CacheView, placed
+from tunix.models.attention.pages import CachedView, Pages
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
 from tunix.models.layers import rms_norm, rope_tables
@@ -82,58 +81,50 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     return tuple(map(of_layer, weights.layers))
 
 
-def columns(config: DecoderConfig, layer: int, length: int, piece: int) -> int:
-    """T of a layer's cache for sequences of `length`, where at most `piece` tokens are new at a time.
+def empty(config: DecoderConfig, numbers: Sequence[int], size: int, dtype: DType) -> tuple[Pages, ...]:
+    """Empty pages, those of each layer.
 
-    A ring forgets position p when p + T is written: `piece` columns more than the window keep what the first new token
-    still sees, and what a sequence sees after its last `piece` tokens are cut off.
+    Args:
+        config: of the decoder.
+        numbers: Pg for each kind of layer, over all shards of the rows.
+        size: Pt.
+        dtype: of keys and values.
     """
-    window = config.kinds[layer].window
-    return length if window is None else min(length, window + piece)
 
+    def one(number: int) -> Pages:
+        heads, dim = config.num_kv_heads, config.head_dim
+        keys, values = jnp.zeros((number, heads, dim, size), dtype), jnp.zeros((number, heads, size, dim), dtype)
+        return Pages(*(constrain(x, "rows", "kv_heads", None, None) for x in (keys, values)))
 
-def empty(config: DecoderConfig, rows: int, length: int, piece: int, dtype: DType) -> tuple[Cache, ...]:
-    """Empty caches, one for each layer."""
-
-    def one(layer: int) -> Cache:
-        outer, size = (rows, config.num_kv_heads), columns(config, layer, length, piece)
-        keys, values = (*outer, config.head_dim, size), (*outer, size, config.head_dim)
-        return placed(jnp.zeros(keys, dtype)), placed(jnp.zeros(values, dtype))
-
-    return tuple(one(layer) for layer in range(config.num_layers))
+    return tuple(one(numbers[config.distinct_kinds.index(kind)]) for kind in config.kinds)
 
 
 def extend(
     model: Model,
     weights: Weights,
-    caches: tuple[Cache, ...],
+    caches: tuple[Pages, ...],
     tokens: Int[Array, "B C"],
-    start: Int[Array, "B"],
-    count: Int[Array, "B"],
+    positions: Int[Array, "B C"],
+    views: Sequence[CachedView],
     adapters: Int[Array, "B"] | None = None,
-) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
-    """Hidden states of new tokens after the final norm, and the caches with them.
+) -> tuple[Float[Array, "B C D"], tuple[Pages, ...]]:
+    """Hidden states of new tokens after the final norm, and the pages with them.
 
     Args:
-        tokens: the new ones of each row, padded on the right.
-        start: tokens that each row's cache holds already.
-        count: how many of a row's tokens are real, 0 to C; padding is not written, and its states mean nothing.
+        tokens: one new token of each slot, or packed pieces of prompts.
+        positions: of each token in its sequence; states of padding mean nothing.
+        views: where the tokens are written and what they see, for each kind of layer.
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
     """
     c = model.config
-    offsets = jnp.arange(tokens.shape[1], dtype=start.dtype)
-    positions, real = start[:, None] + offsets, offsets < count[:, None]
-    ropes = {rope: rope_tables(positions, rope, c.head_dim) for rope in dict.fromkeys(x.rope for x in c.distinct_kinds)}
-    views: dict[tuple[int, int | None], CacheView] = {}
+    ropes = [rope_tables(positions, kind.rope, c.head_dim) for kind in c.distinct_kinds]
     x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
     new = []
     for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):
-        place = (cache[1].shape[2], kind.window)
-        if place not in views:
-            views[place] = _view(positions, real, start + count, *place)
-        block = model.layer(_of_rows(own, adapters))
-        x, cache, _ = block(x, ropes[kind.rope], views[place], cache)
-        new.append(cache)
+        number = c.distinct_kinds.index(kind)
+        x, pages, _ = model.layer(_of_rows(own, adapters))(x, ropes[number], views[number], cache)
+        assert pages is not None, "a layer with a view of pages returns its pages"
+        new.append(pages)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
 
@@ -143,12 +134,3 @@ def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
         return own
     return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in own.items()}
 
-
-def _view(
-    positions: Int[Array, "B C"], real: Bool[Array, "B C"], end: Int[Array, "B"], size: int, window: int | None
-) -> CacheView:
-    """The view that new tokens have of a cache of `size` columns."""
-    last = end[:, None] - 1
-    # Column j holds the latest position p <= last with p = j mod T; a negative one where nothing was written yet.
-    held = last - (last - jnp.arange(size, dtype=last.dtype)) % size
-    return CacheView(jnp.where(real, positions % size, size), positions, held, window)

@@ -1,4 +1,4 @@
-"""Attention: the one call that training, prefill and decoding make, and the table of its implementations.
+"""Attention: the calls that training, prefill and decoding make, and the table of its implementations.
 
 To add a kernel, write one file, `models/attention/NAME.py`, with three functions, and one line of `IMPLEMENTATIONS`:
 
@@ -6,11 +6,9 @@ To add a kernel, write one file, `models/attention/NAME.py`, with three function
     def forward(q, k, v, view, *, scale, softcap)    # `Mixed`: what `einsum.forward` returns
     def backward(q, k, v, view, result, d_mixed, *, scale, softcap)    # `Gradients`
 
-or, for prefill and decoding, with `cached` in place of the last two.
-
 The derivative is taken here, around the choice among kinds of layers, and keeps q, k, v and the result: a kernel's
-forward pass never runs twice, whatever else is recomputed. Rows of training and the cache of decoding may then be
-computed by different code, whose log-probs have to agree (the metrics `mismatch/*`).
+forward pass never runs twice, whatever else is recomputed. Prompts are computed by the same code as rows of training;
+tokens that are decoded read pages (`pages.py`), and their log-probs have to agree (the metrics `mismatch/*`).
 
 Axes: B rows, T time, N query heads, K kv heads, H head dim.
 """
@@ -25,8 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import device_in_use, partition, platform, shards
-from tunix.models.attention import chunked, einsum, mosaic, splash
-from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, CacheView, Gradients, Mixed, Segments
+from tunix.models.attention import chunked, einsum, mosaic, pages, splash
+from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
+from tunix.models.attention.pages import CachedView, Pages, PieceView
 from tunix.util.loops import switch
 
 CONTEXT = "context"
@@ -41,7 +40,7 @@ chunks' loops."""
 
 
 class Implementation(NamedTuple):
-    """One way to compute attention within packed rows, with a cache, or both."""
+    """One way to compute attention within packed rows."""
 
     name: str
     lacks: Callable[[AttentionSpec], str | None]
@@ -55,9 +54,6 @@ class Implementation(NamedTuple):
     """Whether each device calls it for its own rows and heads; else it is written for all, and XLA splits it."""
     kernel: bool = False
     """Whether it is a device's own, to be compared with the einsums there before it is used (`gate.py`)."""
-    cached: Callable[..., Mixed] | None = None
-    """Called as `cached(q, k, v, view, scale=..., softcap=...)` with a `CacheView`, for prefill and decoding; None
-    where `lacks` refuses those."""
 
 
 class _Call(NamedTuple):
@@ -75,20 +71,20 @@ class _Call(NamedTuple):
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B _ _ _"],
-    v: Float[Array, "B _ _ _"],
-    view: Segments | ByKind | CacheView,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    view: Segments | ByKind,
     *,
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`softmax(scale q.k) v` over the keys that each query sees.
+    """`softmax(scale q.k) v` over the keys of the same rows that each query sees.
 
     Args:
         q: rotated queries.
-        k: rotated keys: `[B T K H]` of the same tokens, or the cache's `[B K H T]` with the new tokens in it.
-        v: values: `[B T K H]`, or the cache's `[B K T H]`.
+        k: rotated keys of the same tokens.
+        v: their values.
         view: which tokens see each other, the window, and which implementation computes it.
         scale: multiplies q.k.
         softcap: `softcap * tanh(scores / softcap)` before the mask.
@@ -97,19 +93,82 @@ def attend(
     Raises:
         ValueError: the implementation that the view names cannot compute the call.
     """
-    if isinstance(view, CacheView):
-        cached = implementation(spec_of(q, k, view, softcap, sinks=sinks is not None)).cached
-        assert cached is not None, "an implementation that takes a cache has the function for it"
-        return _past_sinks(cached(q, k, v, view, scale=scale, softcap=softcap), sinks)
+    return _past_sinks(_within_rows(q, k, v, view, scale, softcap, sinks=sinks is not None), sinks)
+
+
+def attend_cached(
+    q: Float[Array, "B C N H"],
+    k: Float[Array, "B C K H"],
+    v: Float[Array, "B C K H"],
+    cache: Pages,
+    view: CachedView,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+) -> tuple[Float[Array, "B C N H"], Pages]:
+    """Attention of new tokens to their sequences, whose earlier tokens are in pages; and the pages with the new ones.
+
+    Args:
+        q: rotated queries, one of each slot or those of packed pieces (`view`).
+        k: rotated keys of the same tokens.
+        v: their values.
+        cache: the layer's pages.
+        view: where the tokens are written and which pages they see.
+        scale: multiplies q.k.
+        softcap: `softcap * tanh(scores / softcap)` before the mask.
+        sinks: as in `attend`.
+    """
+    read = pages.before_piece if isinstance(view, PieceView) else pages.of_slots
+
+    def part(q, k, v, cache, view):
+        cache = pages.written(cache, view.writes, k, v)
+        return cache, read(q, cache, view, scale=scale, softcap=softcap)
+
+    cache, found = _at_each_device(part, q, k, v, cache, view)
+    if isinstance(view, PieceView):
+        found = merged(_within_rows(q, k, v, view.segments, scale, softcap, sinks=sinks is not None), found)
+    return _past_sinks(found, sinks), cache
+
+
+def _at_each_device(part: Callable, q, k, v, cache: Pages, view: CachedView) -> tuple[Pages, Mixed]:
+    """What each device of the mesh in use computes for the slots, or pieces, and heads that it has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return part(q, k, v, cache, view)
+    heads = "heads" if k.shape[2] % shards("heads") == 0 else None
+
+    def place(axes: tuple[str | None, ...], x: jax.Array) -> jax.sharding.PartitionSpec:
+        return partition(axes[: x.ndim], x.shape, mesh)
+
+    new = [place(("rows", None, heads, None), x) for x in (q, k, v)]
+    held = jax.tree.map(partial(place, ("rows", heads, None, None)), cache)
+    seen = jax.tree.map(partial(place, ("rows", None)), view)
+    results = held, (new[0], place(("rows", None, heads), q[..., 0]))
+    places = (*new, held, seen)
+    return jax.shard_map(part, mesh=mesh, in_specs=places, out_specs=results, check_vma=False)(q, k, v, cache, view)
+
+
+def _within_rows(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    view: Segments | ByKind,
+    scale: float,
+    softcap: float | None,
+    *,
+    sinks: bool,
+) -> Mixed:
+    """Attention within packed rows by the implementation that the view names, with a derivative."""
     views, kind, layers = view if isinstance(view, ByKind) else ((view,), None, ())
-    specs = [spec_of(q, k, one, softcap, sinks=sinks is not None) for one in views]
+    specs = [spec_of(q, k, one, softcap, sinks=sinks) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
-    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks is not None)
+    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks)
     tokens, length = (views[0].ids, views[0].positions, views[0].parents), q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         (q, k, v), tokens = _filled((q, k, v), tokens)
     mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind))
-    return _past_sinks((mixed[:, :length], lse[:, :length]), sinks)
+    return mixed[:, :length], lse[:, :length]
 
 
 def _filled(rows: tuple[jax.Array, ...], tokens: tuple[jax.Array | None, ...]) -> tuple:
@@ -170,23 +229,21 @@ def _described(spec: AttentionSpec, wanted: str) -> str:
 def spec_of(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,
-    view: Segments | CacheView,
+    view: Segments,
     softcap: float | None,
     *,
     sinks: bool = False,
 ) -> AttentionSpec:
     """The spec of a call of `attend`, on the mesh in use."""
-    cached, capability = isinstance(view, CacheView), getattr(device_in_use(), "compute_capability", None)
-    kv_heads, keys = (k.shape[1], k.shape[3]) if cached else (k.shape[2], k.shape[1])
+    capability = getattr(device_in_use(), "compute_capability", None)
     return AttentionSpec(
-        queries=q.shape[1] if cached else q.shape[1] // parts_of(q.shape[1]),
-        keys=keys,
+        queries=q.shape[1] // parts_of(q.shape[1]),
+        keys=k.shape[1],
         heads=q.shape[2],
-        kv_heads=kv_heads,
+        kv_heads=k.shape[2],
         head_dim=q.shape[3],
         dtype=str(q.dtype),
-        cached=cached,
-        branched=isinstance(view, Segments) and view.parents is not None,
+        branched=view.parents is not None,
         window=view.window,
         softcap=softcap,
         sinks=sinks,
@@ -279,7 +336,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("splash", splash.lacks, splash.forward, splash.backward, local=True, kernel=True),
     Implementation("mosaic", mosaic.lacks, mosaic.forward, mosaic.backward, local=True, kernel=True),
     Implementation("chunked", chunked.lacks, chunked.forward, chunked.backward, local=True),
-    Implementation("einsum", lambda spec: None, einsum.forward, einsum.backward, cached=einsum.cached),
+    Implementation("einsum", lambda spec: None, einsum.forward, einsum.backward),
 )
 """The implementations of attention, the fastest first; the last ones compute every call."""
 BY_NAME = {one.name: one for one in IMPLEMENTATIONS}

@@ -47,7 +47,7 @@ class _Blocks(NamedTuple):
 
 def lacks(spec: AttentionSpec) -> str | None:
     """Why a call cannot be computed here; None where it can."""
-    return "it reads no cache" if spec.cached else None
+    return None
 
 
 def forward(

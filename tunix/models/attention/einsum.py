@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from tunix.models.attention.inputs import (
     HIDDEN,
-    CacheView,
     DMixed,
     Gradients,
     Mixed,
@@ -71,21 +70,6 @@ def backward(
         return mixed, None if d_result[1] is None else lse
 
     return jax.vjp(again, q, k, v)[1](d_result)
-
-
-def cached(
-    q: Float[Array, "B C N H"],
-    k: Float[Array, "B K H T"],
-    v: Float[Array, "B K T H"],
-    view: CacheView,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Float[Array, "B C N H"], Float[Array, "B C N"]]:
-    """Attention of new queries over the whole cache, in whose layout both products read it without a transpose."""
-    queries = grouped(scaled(q, scale), k.shape[1])
-    mixed, lse = _block(queries, k.astype(q.dtype), v.astype(q.dtype), view.bias, "BKQH,BKHT->BKQT", softcap)
-    return ungrouped(mixed), ungrouped(lse[..., None])[..., 0]
 
 
 def _block(

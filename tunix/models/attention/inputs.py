@@ -1,14 +1,12 @@
 """What attention reads besides q, k and v: which tokens see each other, and the spec that selects an implementation.
 
-`Segments` is for training and scoring, where keys are in the same packed rows as their queries; `CacheView` is for
-prefill and decoding, where new tokens attend to a cache. A kernel's file imports from here, `attend.py` from it.
+Keys are in the same packed rows as their queries; `pages.py` has what prefill and decoding read of earlier tokens. A
+kernel's file imports from here, `attend.py` from it.
 
-Axes: B rows, T time (columns of a row or of a cache), Q queries of a block, C tokens at a time, N query heads, K kv
-heads, J query heads of a kv head, H head dim.
+Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, J query heads of a kv head, H head dim.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -16,14 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.mesh import constrain
-
 HIDDEN = -1e30
 """Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
-
-Cache = tuple[jax.Array, jax.Array]
-"""Keys `[B K H T]` and values `[B K T H]` of one layer: both products of attention read them without a transpose."""
-
 
 Mixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 """Each query's mean of the values it sees, and the log-sum-exp of its scores in float32: with it two such results over
@@ -39,9 +31,9 @@ class AttentionSpec:
     """The properties of one call of `attend` that are known while its program is traced."""
 
     queries: int
-    """Queries in a row, padding included, e.g. 1 while decoding; of those that are split over devices, a part's."""
+    """Queries in a row, padding included, e.g. 4096; of those that are split over devices, a part's."""
     keys: int
-    """Keys in a row, or columns of the cache, e.g. 4096."""
+    """Keys in a row, e.g. 4096."""
     heads: int
     """N, query heads."""
     kv_heads: int
@@ -50,10 +42,8 @@ class AttentionSpec:
     """H, e.g. 128."""
     dtype: str
     """Dtype of the queries, e.g. bfloat16."""
-    cached: bool
-    """True for keys `[B K H T]` and values `[B K T H]` of a cache, False for `[B T K H]` of rows (`Segments`)."""
     branched: bool
-    """Whether segments also see their parent's tokens (`Segments.parents`); never with a cache."""
+    """Whether segments also see their parent's tokens (`Segments.parents`)."""
     window: int | None
     """Positions that a query sees, itself included; None for all."""
     softcap: float | None
@@ -113,38 +103,6 @@ class ByKind(NamedTuple):
     """How many layers there are of each kind."""
 
 
-@dataclass(frozen=True)
-class CacheView:
-    """Where new tokens are written in a layer's cache, and what they see of it."""
-
-    columns: Int[Array, "B C"]
-    """The column that each token is written to; T, which does not exist, for padding."""
-    positions: Int[Array, "B C"]
-    """The tokens' positions in their sequence."""
-    held: Int[Array, "B T"]
-    """The position whose key each column holds; negative where nothing was written yet."""
-    window: int | None = None
-    """Positions that a query sees, itself included; None for all of its sequence."""
-
-    @cached_property
-    def bias(self) -> Float[Array, "B C T"]:
-        """Added to the scores: 0 where a column is seen, else HIDDEN. Computed once for all layers of a kind."""
-        distance = self.positions[:, :, None] - self.held[:, None]
-        seen = (distance >= 0) & (self.held >= 0)[:, None]
-        if self.window is not None:
-            seen &= distance < self.window
-        return jnp.where(seen, 0.0, HIDDEN)
-
-    def write(self, cache: Cache, k: Float[Array, "B C K H"], v: Float[Array, "B C K H"]) -> Cache:
-        """The cache with the keys and values of the new tokens."""
-        keys, values = cache
-        # Mapped over rows, so that a row's write stays with the devices that hold it.
-        put_keys = jax.vmap(lambda row, new, at: row.at[:, :, at].set(new, mode="drop"))
-        put_values = jax.vmap(lambda row, new, at: row.at[:, at].set(new, mode="drop"))
-        keys = put_keys(keys, k.transpose(0, 2, 3, 1).astype(keys.dtype), self.columns)
-        return placed(keys), placed(put_values(values, v.transpose(0, 2, 1, 3).astype(values.dtype), self.columns))
-
-
 def inner_products(result: Mixed, d_result: DMixed) -> Float[Array, "B T N"]:
     """What the gradient of a softmax takes off the gradient of each weight: `d_scores = weights (d_weights - this)`.
 
@@ -162,11 +120,6 @@ def merged(one: Mixed, other: Mixed) -> Mixed:
     shares = (jnp.exp(part - lse)[..., None] for _, part in (one, other))
     first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (one, other), strict=True))
     return (first + second).astype(one[0].dtype), lse
-
-
-def placed(cache: jax.Array) -> jax.Array:
-    """A cache constrained to its sharding on the mesh."""
-    return constrain(cache, "rows", "kv_heads", None, None)
 
 
 def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
