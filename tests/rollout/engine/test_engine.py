@@ -1,6 +1,7 @@
 """What the engine promises beyond right numbers: independence of company, shared prompts, turns, stops, few shapes."""
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -21,7 +22,6 @@ from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
-from tunix.rollout.engine.shapes import Sizes
 from tunix.trainer.perf import Compilations
 from tunix.types import Completion, Sampling, Workload
 
@@ -41,7 +41,7 @@ def params():
 
 def make() -> Engine:
     """The engine of the tests, without weights."""
-    return Engine(MODEL, one_device(), slots=3, length=64, chunk=16, steps=5, decode=text_of)
+    return Engine(MODEL, one_device(), slots=3, length=64, piece=16, page=8, steps=5, decode=text_of)
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +133,16 @@ def test_requests_of_one_prompt_differ_and_seeds_repeat(engine):
 def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     """Seven samples through three slots: the prefix outlives the slots that were filled first."""
     computed = []
-    real = batch_file.compute
+    real = batch_file.prefill
 
-    def spy(model, weights, prompts, *rest):
-        computed.extend(len(prompt) for prompt in prompts)
-        return real(model, weights, prompts, *rest)
+    def spy(model, weights, state, piece):
+        computed.extend(piece.positions[piece.ids > 0].tolist())
+        return real(model, weights, state, piece)
 
-    monkeypatch.setattr(batch_file, "compute", spy)
+    monkeypatch.setattr(batch_file, "prefill", spy)
     here.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
-    assert computed == [20, 9]
+    # Requests that enter later compute the last token again, from whose state they sample.
+    assert Counter(computed) == Counter([*range(20), *range(9), *[19] * 4, *[8] * 6])
 
 
 def test_sampled_frequencies_are_those_of_the_model(engine):
@@ -182,19 +183,6 @@ def test_nothing_compiles_after_warm_up(params):
     engine.publish(moved, 2)
     load(6)
     assert compilations.since_warmup == 0
-
-
-@pytest.mark.parametrize(("chunk", "length", "most"), [(16, 200, 130), (4, 300, 299), (512, 3000, 700), (64, 520, 33)])
-def test_the_prompts_that_are_warmed_up_for_are_all_there_can_be(chunk: int, length: int, most: int):
-    """Every prompt of up to `most` tokens, one by one; prompts that are cut alike have caches of one length."""
-    sizes = Sizes(slots=4, length=length, chunk=chunk, piece=chunk, dtype="float32")
-    expected: dict[int, set[int]] = {one: set() for one in sizes.lengths(length)}
-    caches: dict[tuple[int, int], int] = {}
-    for tokens in range(1, most + 1):
-        whole, rest = sizes.cut(tokens)
-        expected[sizes.bucket(tokens)] |= {rest, chunk} if whole else {rest}
-        assert caches.setdefault((whole, rest), sizes.bucket(tokens)) == sizes.bucket(tokens)
-    assert {one: set(sizes.prompt_cuts(most, one)) for one in expected} == expected
 
 
 def first_word(engine, prompt, **settings) -> Completion:
@@ -339,8 +327,8 @@ def test_bad_input_is_named(params, prompt, settings, message):
 
 
 def test_sizes_and_weights_that_are_missing(params):
-    with pytest.raises(ValueError, match="power of two"):
-        small_engine(MODEL, params, chunk=24)
+    with pytest.raises(ValueError, match="powers of two"):
+        small_engine(MODEL, params, piece=24)
     with pytest.raises(ValueError, match="slots=0"):
         small_engine(MODEL, params, slots=0)
     with pytest.raises(UserError, match="n is 0"):

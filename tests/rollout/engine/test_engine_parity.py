@@ -1,6 +1,6 @@
 """The engine against references: greedy tokens of transformers' generate, and log-probs of our own full forward.
 
-Chunks, steps and slots are small here, so that prompts are cut, rings of local layers wrap, caches grow and slots are
+Pieces, pages, steps and slots are small here, so that prompts are cut, windows leave pages behind and slots are
 refilled although sequences are short.
 """
 
@@ -24,7 +24,7 @@ from tunix.rollout.engine.engine import Engine
 from tunix.types import Completion, Sampling
 
 LENGTHS = (3, 17, 37, 9)
-"""Of the prompts: within a chunk of 16, two, three."""
+"""Of the prompts: within a piece of 16, two, three."""
 EOS = 2
 
 
@@ -33,8 +33,9 @@ def prompts(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
 
 
-def small_engine(model, params, *, mesh=None, slots=3, length=64, chunk=16, steps=5, **options):
-    engine = Engine(model, mesh or one_device(), slots=slots, length=length, chunk=chunk, steps=steps, **options)
+def small_engine(model, params, *, mesh=None, slots=3, length=64, piece=16, page=8, steps=5, **options):
+    sizes = {"slots": slots, "length": length, "piece": piece, "page": page, "steps": steps}
+    engine = Engine(model, mesh or one_device(), **sizes, **options)
     engine.publish(params, 1)
     return engine
 
@@ -85,7 +86,7 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
 def test_cached_logprobs_are_those_of_the_full_forward(config):
-    """At every position of prompts (in chunks) and completions; 59 tokens go round RICH's rings of 5 + 16 columns."""
+    """At every position of prompts (in pieces) and completions; RICH's window of 5 leaves six pages of 8 behind."""
     model = Model(config)
     params = random_params(model)
     assert_logprobs_of_full_forward(model, params, small_engine(model, params), temperature=0.8)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tunix.rollout.engine.programs import Flow
 from tunix.rollout.engine.request import Episode, Request, StopText
 from tunix.rollout.engine.sampling import MOST_TOP, Draw
 from tunix.rollout.engine.slots import Slots
@@ -33,25 +34,36 @@ def draws(tokens: np.ndarray) -> Draw:
 
 def filled(*episodes: Episode, number: int = 4) -> Slots:
     slots = Slots(number, LENGTH)
-    for one in episodes:
-        slots.admit(one)
+    for slot, one in enumerate(episodes):
+        slots.admit(slot, one)
+        slots.start(slot)
     return slots
+
+
+def take(slots: Slots, tokens: np.ndarray, counts: Sequence[int]) -> list[int]:
+    """A dispatch of all slots that sampled these tokens `[St Sl]`."""
+    return slots.take(np.arange(len(slots)), draws(tokens), np.array(counts))
+
+
+def flow(slots: Slots) -> Flow:
+    return slots.flow(np.arange(len(slots)))
 
 
 def test_tokens_of_several_dispatches_are_written_one_behind_the_other():
     slots = filled(episode(0, max_tokens=5), episode(1, max_tokens=9, top_logprobs=2), number=3)
     tokens = np.arange(1, 13, dtype=np.int32).reshape(4, 3)
-    assert slots.take(draws(tokens), np.array([4, 2, 0])) == []
+    assert take(slots, tokens, [4, 2, 0]) == []
     assert slots.new(1).tolist() == [2, 5]
-    assert slots.flow().held.tolist() == [7, 5, 0]
-    assert slots.flow().left.tolist() == [1, 7, 0]
-    assert slots.take(draws(tokens + 20), np.array([1, 4, 0])) == [0]
+    assert flow(slots).held.tolist() == [7, 5, 0]
+    assert flow(slots).left.tolist() == [1, 7, 0]
+    assert take(slots, tokens + 20, [1, 4, 0]) == [0]
     done = slots.completion(0, 6)
     assert (done.tokens.tolist(), done.finish, done.turns) == ([1, 4, 7, 10, 21], "length", ((0, 5),))
     assert (done.logprobs.tolist(), done.versions.tolist()) == ([-1.0, -4.0, -7.0, -10.0, -21.0], [6] * 5)
     slots.release(0)
-    assert slots.running == [1]
-    assert slots.take(draws(tokens + 40), np.array([0, 3, 0])) == [1]
+    assert slots.running.tolist() == [1]
+    assert slots.idle.tolist() == [True, False, True]
+    assert take(slots, tokens + 40, [0, 3, 0]) == [1]
     done = slots.completion(1, 6)
     assert done.tokens.tolist() == [2, 5, 22, 25, 28, 31, 42, 45, 48]
     assert done.top is not None
@@ -61,14 +73,16 @@ def test_tokens_of_several_dispatches_are_written_one_behind_the_other():
 def test_a_stop_id_ends_a_turn_and_an_observation_opens_the_next():
     slots = filled(episode(0, max_tokens=30, stop_ids=(9,)))
     tokens = np.array([[5], [9]], np.int32).repeat(4, axis=1)
-    assert slots.take(draws(tokens), np.array([2, 0, 0, 0])) == [0]
+    assert take(slots, tokens, [2, 0, 0, 0]) == [0]
     assert slots.completion(0, 1).finish == "stop"
-    piece = slots.observe(0, np.array([11, 12], np.int32))
-    assert piece is not None
+    new = slots.observe(0, np.array([11, 12], np.int32))
+    assert new is not None
     # The prompt's three tokens and the first sampled one are held already.
-    assert (piece.tokens.tolist(), piece.start) == ([9, 11, 12], 4)
-    assert slots.flow().left[0] == 28
-    assert slots.take(draws(tokens), np.array([2, 0, 0, 0])) == [0]
+    assert (new.tolist(), slots.held[0]) == ([9, 11, 12], 7)
+    assert (flow(slots).left[0], slots.left[0]) == (0, 28)
+    slots.start(0)
+    assert flow(slots).left[0] == 28
+    assert take(slots, tokens, [2, 0, 0, 0]) == [0]
     done = slots.completion(0, 1)
     assert (done.tokens.tolist(), done.turns) == ([5, 9, 11, 12, 5, 9], ((0, 2), (4, 6)))
     assert done.logprobs.tolist() == [-5.0, -9.0, 0.0, 0.0, -5.0, -9.0]
@@ -77,19 +91,27 @@ def test_a_stop_id_ends_a_turn_and_an_observation_opens_the_next():
 def test_an_observation_that_leaves_no_room_ends_the_episode():
     slots = filled(episode(0, max_tokens=LENGTH, stop_ids=(9,)))
     tokens = np.full((1, 4), 9, np.int32)
-    assert slots.take(draws(tokens), np.array([1, 0, 0, 0])) == [0]
+    assert take(slots, tokens, [1, 0, 0, 0]) == [0]
     assert slots.observe(0, np.zeros(LENGTH - 4, np.int32)) is None
     assert slots.completion(0, 1).finish == "length"
 
 
-def test_slots_that_move_keep_everything():
+def test_an_episode_that_leaves_its_slot_keeps_everything():
     slots = filled(*(episode(number, prompt=number + 1, max_tokens=9) for number in range(4)))
-    slots.take(draws(np.arange(8, dtype=np.int32).reshape(2, 4)), np.array([2, 1, 2, 1]))
-    moved = slots.moved([1, 2], 3)
-    assert [one.number if one else None for one in moved.episodes] == [1, 2, None]
-    assert moved.flow().held.tolist() == [3, 5, 0]
-    assert moved.take(draws(np.full((7, 3), 50, np.int32)), np.array([3, 7, 0])) == [1]
-    assert moved.completion(1, 1).tokens.tolist() == [2, 6, *[50] * 7]
+    take(slots, np.arange(8, dtype=np.int32).reshape(2, 4), [2, 1, 2, 1])
+    one = slots.park(2)
+    assert (one.number, slots.taken.tolist()) == (2, [0, 1, 3])
+    assert slots.admit(2, one).tolist() == [1, 1, 1, 2, 6]
+    assert slots.running.tolist() == [0, 1, 3]
+    slots.start(2)
+    # It comes last now: the first to leave again.
+    assert slots.running.tolist() == [0, 1, 3, 2]
+    assert flow(slots).held.tolist() == [3, 3, 5, 5]
+    assert flow(slots).drawn.tolist() == [2, 1, 2, 1]
+    assert take(slots, np.full((7, 4), 50, np.int32), [3, 7, 7, 0]) == [2]
+    done = slots.completion(2, 1)
+    assert (done.tokens.tolist(), done.finish) == ([2, 6, *[50] * 7], "length")
+    assert done.logprobs.tolist() == [-2.0, -6.0, *[-50.0] * 7]
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 50])
@@ -124,10 +146,10 @@ def test_looking_for_a_stop_string_costs_the_same_however_long_the_turn_is():
 def test_what_is_behind_a_stop_string_is_dropped():
     slots = filled(episode(0, max_tokens=30, stop_strings=("bcabca",), top_logprobs=1))
     tokens = np.array([1, 3, 3, 2, 2, 2], np.int32)[:, None].repeat(4, axis=1)
-    assert slots.take(draws(tokens), np.array([6, 0, 0, 0])) == [0]
+    assert take(slots, tokens, [6, 0, 0, 0]) == [0]
     done = slots.completion(0, 1)
     assert (done.tokens.tolist(), done.finish) == ([1, 3, 3], "stop")
-    assert slots.flow().held[0] == 6
-    assert slots.flow().drawn[0] == 3
+    assert flow(slots).held[0] == 6
+    assert flow(slots).drawn[0] == 3
     assert done.top is not None
     assert len(done.top[0]) == 3

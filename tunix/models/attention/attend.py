@@ -15,7 +15,7 @@ Axes: B rows, T time, N query heads, K kv heads, H head dim.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,32 +121,46 @@ def attend_cached(
     """
     read = pages.before_piece if isinstance(view, PieceView) else pages.of_slots
 
-    def part(q, k, v, cache, view):
+    def part(cache, q, k, v, view):
         cache = pages.written(cache, view.writes, k, v)
         return cache, read(q, cache, view, scale=scale, softcap=softcap)
 
-    cache, found = _at_each_device(part, q, k, v, cache, view)
+    cache, found = at_each_device(part, cache, q, k, v, view, mixes=True)
     if isinstance(view, PieceView):
         found = merged(_within_rows(q, k, v, view.segments, scale, softcap, sinks=sinks is not None), found)
     return _past_sinks(found, sinks), cache
 
 
-def _at_each_device(part: Callable, q, k, v, cache: Pages, view: CachedView) -> tuple[Pages, Mixed]:
-    """What each device of the mesh in use computes for the slots, or pieces, and heads that it has."""
+def at_each_device(part: Callable, cache: Pages, *more: Any, mixes: bool = False) -> Any:
+    """What each device of the mesh in use computes with its part of a layer's pages.
+
+    Args:
+        part: returns pages; or pages and `Mixed`.
+        cache: the pages, which are split over rows and kv heads.
+        more: arrays, or trees of them, that `part` is given too: over rows, and heads where they have so many axes.
+        mixes: whether there is a `Mixed`, for the queries that come first in `more`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return part(q, k, v, cache, view)
-    heads = "heads" if k.shape[2] % shards("heads") == 0 else None
+        return part(cache, *more)
+    heads = "heads" if cache.keys.shape[1] % shards("heads") == 0 else None
 
-    def place(axes: tuple[str | None, ...], x: jax.Array) -> jax.sharding.PartitionSpec:
+    def place(x: jax.Array) -> jax.sharding.PartitionSpec:
+        axes = ("rows", None) if x.ndim <= 2 else ("rows", None, heads, None)
         return partition(axes[: x.ndim], x.shape, mesh)
 
-    new = [place(("rows", None, heads, None), x) for x in (q, k, v)]
-    held = jax.tree.map(partial(place, ("rows", heads, None, None)), cache)
-    seen = jax.tree.map(partial(place, ("rows", None)), view)
-    results = held, (new[0], place(("rows", None, heads), q[..., 0]))
-    places = (*new, held, seen)
-    return jax.shard_map(part, mesh=mesh, in_specs=places, out_specs=results, check_vma=False)(q, k, v, cache, view)
+    # Views are opened up: their fields would not take places for arrays.
+    leaves, tree = jax.tree.flatten(more)
+    held = jax.tree.map(lambda x: partition(("rows", heads, None, None), x.shape, mesh), cache)
+    results = (held, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else held
+    at_home = jax.shard_map(
+        lambda cache, *leaves: part(cache, *jax.tree.unflatten(tree, leaves)),
+        mesh=mesh,
+        in_specs=(held, *map(place, leaves)),
+        out_specs=results,
+        check_vma=False,
+    )
+    return at_home(cache, *leaves)
 
 
 def _within_rows(

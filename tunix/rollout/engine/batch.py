@@ -1,11 +1,13 @@
 """Requests that are answered together, with continuous batching over slots.
 
-Requests wait in a queue. Free slots are filled from it (`prefill.py` computes each prompt once), one dispatch samples
-several tokens in all slots (`programs.decode`), and slots whose request has ended are freed, or continue with an
-environment's answer. Caches live as long as the batch: none outlasts the weights that filled it, and requests share a
-prompt only under the same adapter.
+Requests wait in a queue. Each enters a free slot as soon as there are pages for its prompt, its tokens are computed in
+pieces with those of others (`pieces.py`), and one dispatch after the other samples several tokens in all slots
+(`programs.decode`). Where pages run short, the request that came last leaves its slot and is computed again later.
 
-Axes: St decode steps.
+Requests with one prompt, under one adapter, share its pages. All pages live as long as the batch: none outlasts the
+weights that filled it.
+
+Axes: St decode steps, Sl slots, s shards of the rows.
 """
 
 from collections import Counter, deque
@@ -17,10 +19,11 @@ import numpy as np
 
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
-from tunix.rollout.engine.prefill import Piece, Prefix, Rows, append, compute
-from tunix.rollout.engine.programs import State, blank, decode, put, resize, take
+from tunix.rollout.engine.holdings import Copy, Holdings
+from tunix.rollout.engine.pieces import Job, Piece
+from tunix.rollout.engine.programs import State, blank, decode, prefill, score
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText
-from tunix.rollout.engine.shapes import Sizes, batches, narrowed
+from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.types import Completion, Reply
 
@@ -43,8 +46,6 @@ class Published:
     adapters: Mapping[str, int]
     """Number of each adapter, from 1, by name."""
     sizes: Sizes
-    steps: int
-    """St: tokens that a slot samples in one dispatch at most."""
     decode: Decode | None
     """Token ids -> text, for stop strings."""
 
@@ -56,7 +57,7 @@ class Batch:
         self, published: Published, requests: Sequence[Request], reply: Reply | None, on_tokens: OnTokens | None
     ):
         """Queues the requests; for the arguments see `Engine.run`."""
-        self.steps, self.version, self.sizes = published.steps, published.version, published.sizes
+        self.version, self.sizes = published.version, published.sizes.of_requests(len(requests))
         self.model, self.weights = published.model, published.weights
         self.reply, self.on_tokens = reply, on_tokens
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
@@ -64,138 +65,235 @@ class Batch:
         episodes = [Episode(x, number, _stop_text(x, published.decode), adapter) for number, (x, adapter) in given]
         self.waiting = deque(episodes)
         self.expected = Counter(_prompt_key(x) for x in requests)
-        self.prefixes: dict[tuple, Prefix] = {}
-        self.slots = Slots(0, self.sizes.length)
-        self.length = 0
-        self.state: State | None = None
+        self.leaders: dict[tuple, Job] = {}
+        """Jobs that compute a prompt, which others may follow."""
+        self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
+        self.slots, self.holdings = Slots(self.sizes.slots, self.sizes.length), Holdings(self.sizes)
+        self.state: State = blank(self.model, self.sizes)
         self.done: list[Completion | None] = [None] * len(episodes)
 
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
-        while self.waiting or self.slots.running:
+        while self.waiting or len(self.slots.taken):
             self._admit()
+            self._compute()
             self._dispatch()
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
 
     def _admit(self) -> None:
-        """Fills free slots from the queue, and fits the number of slots and the cache length to the requests."""
-        running = len(self.slots.running)
-        new = [self.waiting.popleft() for _ in range(min(self.sizes.slots - running, len(self.waiting)))]
-        held = [len(episode.request.prompt) for episode in new] + [self.slots.held]
-        self._fit(running + len(new), max(held))
-        if not new:
-            return
-        self._compute(new)
-        sources: dict[int, tuple[Rows, np.ndarray]] = {}
-        for episode in new:
-            slot, key = self.slots.admit(episode), _prompt_key(episode.request)
-            prefix = self.prefixes[key]
-            episode.prompt_logprobs = prefix.logprobs
-            rows, source = sources.setdefault(id(prefix.rows), (prefix.rows, np.full(len(self.slots), -1, np.int32)))
-            source[slot] = prefix.row
+        """Fills free slots from the queue, in its order, as far as there are pages."""
+        while self.waiting and (slot := self._place(self.waiting[0])) is not None:
+            self._enter(slot, self.waiting.popleft())
+
+    def _place(self, episode: Episode) -> int | None:
+        """A free slot with room for an episode: beside the pages of its prompt, or where most slots are free."""
+        home = self._home(_prompt_key(episode.request)) if episode.parked is None else None
+        idle = self.slots.idle.reshape(self.sizes.shards, -1)
+        taken = self.sizes.slots_of_shard - idle.sum(axis=1)
+        for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != home, taken[shard])):
+            tokens = len(episode.request.prompt) + (0 if episode.parked is None else len(episode.parked.tokens))
+            need = 1 if shard == home else -(-(tokens + 1) // self.sizes.page)
+            # Every slot at work may want one more page soon.
+            if idle[shard].any() and self.holdings.free(shard) >= need + taken[shard]:
+                return shard * self.sizes.slots_of_shard + int(idle[shard].argmax())
+        return None
+
+    def _home(self, key: tuple) -> int | None:
+        """The shard that has a prompt, or will have computed it."""
+        if key in self.holdings.prefixes:
+            return self.holdings.prefixes[key].shard
+        return self.holdings.shard(self.leaders[key].slot) if key in self.leaders else None
+
+    def _enter(self, slot: int, episode: Episode) -> None:
+        """Puts an episode into a slot, and queues what has to be computed for it."""
+        again, key = episode.parked is not None, _prompt_key(episode.request)
+        home = None if again else self._home(key)
+        tokens, shard = self.slots.admit(slot, episode), self.holdings.shard(slot)
+        wanted = episode.request.sampling.prompt_logprobs and episode.prompt_logprobs is None
+        job = Job(slot, tokens, 0, episode.adapter, episode.request.sampling if wanted else None)
+        if not again:
             self.expected[key] -= 1
-            if not self.expected[key]:
-                del self.prefixes[key]
-        for rows, source in sources.values():
-            rows.lengthen(self.model, self.sizes, self.length)
-            self.state = put(self.state, rows.state, source)
+        if home != shard:
+            self.holdings.cover(slot, 0, len(tokens), windows=False)
+            self.jobs[shard].append(job)
+            if not again:
+                self.leaders[key] = job
+        elif key in self.holdings.prefixes:
+            self.jobs[shard].append(self._last_token(job, key))
+        else:
+            leader = self.leaders[key]
+            held = self.holdings.held(leader.slot)
+            leader.copies += self.holdings.adopt(slot, held, len(tokens), windows=False)
+            leader.followers.append(slot)
 
-    def _compute(self, episodes: Sequence[Episode]) -> None:
-        """Computes the prefixes of prompts that occur for the first time."""
-        fresh = {_prompt_key(x.request): x for x in episodes if _prompt_key(x.request) not in self.prefixes}
-        prompts = [np.asarray(x.request.prompt, np.int32) for x in fresh.values()]
-        adapters, settings = [x.adapter for x in fresh.values()], [x.request.sampling for x in fresh.values()]
-        prefixes = compute(self.model, self.weights, prompts, adapters, settings, self.sizes)
-        self.prefixes |= zip(fresh, prefixes, strict=True)
+    def _last_token(self, job: Job, key: tuple) -> Job:
+        """What is left of a job whose prompt is kept: the state of its last token."""
+        prefix, episode = self.holdings.prefixes[key], self.slots.episodes[job.slot]
+        assert episode is not None
+        episode.prompt_logprobs = prefix.logprobs
+        copies = self.holdings.adopt(job.slot, prefix.held, len(job.tokens))
+        reads = self.holdings.share(prefix.shard, prefix.held)
+        if not self.expected[key]:
+            self.holdings.forget(key)
+        return Job(job.slot, job.tokens[-1:], len(job.tokens) - 1, job.adapter, copies=copies, reads=reads)
 
-    def _fit(self, number: int, held: int) -> None:
-        """Resizes slots and caches so that each of `number` requests has room for one more token; slots in use move to
-        the front.
+    def _compute(self) -> None:
+        """Computes what is queued, piece by piece; only one where many slots would wait for it."""
+        while any(self.jobs):
+            longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
+            length = next(size for size in reversed(self.sizes.pieces) if size >= min(longest, self.sizes.piece))
+            piece = Piece(self.holdings, length)
+            for row, jobs in enumerate(self.jobs):
+                piece.fill(row, jobs)
+            for job in piece.done:
+                piece.finish(job, self._follow(job))
+            self.state, hidden = prefill(self.model, self.weights, self.state, piece.inputs)
+            self._score(piece, hidden)
+            for job in piece.done:
+                self._start(job)
+            if 2 * len(self.slots.running) > self.sizes.slots:
+                break
 
-        Args:
-            number: requests that run next.
-            held: tokens of the longest one.
-        """
-        width, length = self.sizes.width(number), max(self.length, self.sizes.bucket(held + 1))
-        if self.state is None or not self.slots.running:
-            if (width, length) != (len(self.slots), self.length):
-                self.state = blank(self.model, width, length, self.sizes.piece, self.sizes.dtype)
-                self.slots = Slots(width, self.sizes.length)
-                self.length = length
+    def _follow(self, job: Job) -> list[Copy]:
+        """Gives the followers of a job their pages of layers with a window; returns the pages to copy."""
+        tokens, held = job.start, self.holdings.held(job.slot)
+        found = [self.holdings.adopt(slot, held, tokens, windows=True) for slot in job.followers]
+        return [copy for copies in found for copy in copies]
+
+    def _score(self, piece: Piece, hidden: jax.Array) -> None:
+        """Notes the log-probs of a piece's tokens, where they are wanted."""
+        if not any(part.job.scored for part in piece.parts):
             return
-        # One size after the other, so that few changes of shape are compiled.
-        while len(self.slots) > width:
-            used, fewer = self.slots.running, narrowed(len(self.slots))
-            self._resize(used + [0] * (fewer - len(used)), self.length)
-            self.slots = self.slots.moved(used, fewer)
-        self._lengthen(length)
+        targets, settings = piece.targets()
+        found = np.asarray(score(self.model, self.weights.top, hidden, targets, settings))
+        for job, row, begin, tokens in piece.parts:
+            if job.scored is not None:
+                job.logprobs.append(found[row, begin : begin + len(tokens)])
 
-    def _lengthen(self, length: int) -> None:
-        while self.length < length:
-            self._resize(range(len(self.slots)), self.sizes.bucket(self.length + 1))
-
-    def _resize(self, source: Sequence[int], length: int) -> None:
-        assert self.state is not None
-        self.state = resize(self.model, self.state, np.array(source, np.int32), length, self.sizes.piece)
-        self.length = length
+    def _start(self, job: Job) -> None:
+        """Starts the slots whose tokens a job has computed, and keeps its pages for requests that come later."""
+        logprobs = np.pad(np.concatenate(job.logprobs), (1, 0)) if job.logprobs else None
+        for slot in (job.slot, *job.followers):
+            self.slots.start(slot)
+            episode = self.slots.episodes[slot]
+            assert episode is not None
+            if logprobs is not None:
+                episode.prompt_logprobs = logprobs[: len(episode.request.prompt)]
+        if job.reads is not None:
+            self.holdings.drop(self.holdings.shard(job.slot), job.reads)
+        for key in [key for key, leader in self.leaders.items() if leader is job]:
+            del self.leaders[key]
+            if self.expected[key]:
+                self.holdings.keep(key, job.slot, job.start, logprobs)
 
     def _dispatch(self) -> None:
         """Samples some tokens in every slot, and ends or continues the requests whose turn is over."""
-        running = self.slots.running
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
-        looks = watched or self.slots.cut_by_text
-        most = np.int32(min(SHORT if looks else self.steps, self.steps, self.length - self.slots.held))
-        enough = np.int32(self._enough(len(running)))
-        assert self.state is not None
-        self.state, sampled = decode(self.model, self.steps, self.weights, self.state, self.slots.flow(), most, enough)
-        ended = self.slots.take(*jax.device_get(sampled))
+        most = min(SHORT if watched or self.slots.cut_by_text else self.sizes.steps, self.sizes.steps)
+        self._reserve(most)
+        running = self.slots.running
+        if not len(running):
+            return
+        slots = self._selected(running)
+        flow, tables = self.slots.flow(slots), self.holdings.tables(slots)
+        counts = np.int32(most), np.int32(self._enough(len(running)))
+        self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, tables, *counts)
+        ended = self.slots.take(slots, *jax.device_get(sampled))
         self._show(running)
-        answered = []
         for slot in ended:
             episode = self.slots.episodes[slot]
             assert episode is not None
-            if (piece := self._answer(slot, episode)) is not None:
-                answered.append((slot, piece))
-            else:
+            if not self._continue(slot, episode):
                 self.done[episode.number] = self.slots.completion(slot, self.version)
-                self.slots.release(slot)
-        if answered:
-            self._observe(answered)
+                self._release(slot)
 
-    def _show(self, running: Sequence[int]) -> None:
+    def _reserve(self, most: int) -> None:
+        """Takes the pages that the next tokens of all slots need; the last to come make room where there are too few."""
+        running = self.slots.running
+        goal = self.slots.held[running] + np.minimum(most, self.slots.left[running])
+        goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
+        for slot in self.holdings.short(running, goal).tolist():
+            if self.slots.episodes[slot] is None:
+                continue  # it has made room for another
+            held = int(self.slots.held[slot])
+            self.holdings.leave(slot, held)
+            while self.holdings.free(self.holdings.shard(slot)) < self.holdings.needs(slot, goals[slot]):
+                if self._make_room(self.holdings.shard(slot)) == slot:
+                    break
+            else:
+                self.holdings.cover(slot, held, goals[slot])
+
+    def _make_room(self, shard: int) -> int | None:
+        """Lets the pages of a prompt go that is wanted later; or takes the slot of the last to come, and returns it."""
+        for key, prefix in self.holdings.prefixes.items():
+            if prefix.shard == shard:
+                self.holdings.forget(key)
+                return None
+        there = [slot for slot in self.slots.taken.tolist() if self.holdings.shard(slot) == shard]
+        last = there[-1]
+        self._unqueue(last)
+        self.waiting.appendleft(self.slots.park(last))
+        self.holdings.release(last)
+        return last
+
+    def _unqueue(self, slot: int) -> None:
+        """Forgets what is queued for a slot; those that follow another came later, and have left before it."""
+        for jobs in self.jobs:
+            for job in list(jobs):
+                if slot in job.followers:
+                    job.followers.remove(slot)
+                    mine = [set(held.values()) for held in self.holdings.held(slot)]
+                    job.copies = [copy for copy in job.copies if copy.target not in mine[copy.kind]]
+                elif job.slot == slot:
+                    jobs.remove(job)
+                    self.leaders = {key: one for key, one in self.leaders.items() if one is not job}
+                    if job.reads is not None:
+                        self.holdings.drop(self.holdings.shard(slot), job.reads)
+
+    def _selected(self, running: np.ndarray) -> np.ndarray:
+        """The slots of the next dispatch, in the order of their shards: those at work, and idle ones to fill up."""
+        of_shard = [np.sort(running[running // self.sizes.slots_of_shard == shard]) for shard in range(self.sizes.shards)]
+        width = self.sizes.width(max(map(len, of_shard))) // self.sizes.shards
+
+        def filled(shard: int, mine: np.ndarray) -> np.ndarray:
+            every = np.arange(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
+            return np.sort(np.append(mine, np.setdiff1d(every, mine)[: width - len(mine)]))
+
+        return np.concatenate([filled(shard, mine) for shard, mine in enumerate(of_shard)]).astype(np.int32)
+
+    def _show(self, running: np.ndarray) -> None:
         """Hands the new tokens to whoever reads along."""
-        for slot in running if self.on_tokens is not None else ():
+        for slot in running.tolist() if self.on_tokens is not None else ():
             new, episode = self.slots.new(slot), self.slots.episodes[slot]
             if len(new) and self.on_tokens is not None and episode is not None:
                 self.on_tokens(episode.number, new)
 
     def _enough(self, running: int) -> int:
         """The number of running slots at which a dispatch ends."""
-        if self.waiting or self.reply is not None:
+        if self.waiting or self.reply is not None or any(self.jobs):
             return running - max(1, running // REFILL)
-        narrower = narrowed(len(self.slots))
-        return narrower if narrower < running else 0
+        return max((width for width in self.sizes.widths if width < running), default=0)
 
-    def _answer(self, slot: int, episode: Episode) -> Piece | None:
-        """The tokens to append to the cache before the next turn; None where the episode has ended."""
+    def _continue(self, slot: int, episode: Episode) -> bool:
+        """Whether an environment's answer opens another turn; its tokens are queued then."""
         if self.reply is None or episode.ended != "stop":
-            return None
+            return False
         observation = self.reply(episode.number, self.slots.completion(slot, self.version))
-        return None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
+        new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
+        if new is None:
+            return False
+        held, shard = int(self.slots.held[slot]), self.holdings.shard(slot)
+        while self.holdings.free(shard) < self.holdings.needs(slot, held):
+            if self._make_room(shard) == slot:
+                return True
+        self.holdings.cover(slot, held - len(new), held, windows=False)
+        self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter))
+        return True
 
-    def _observe(self, answered: list[tuple[int, Piece]]) -> None:
-        """Appends observations to their slots."""
-        # Slots must not move before their pieces are appended, so only the length is fitted.
-        self._lengthen(self.sizes.bucket(self.slots.held + 1))
-        assert self.state is not None
-        for batch in batches(range(len(answered)), lambda item: self.sizes.cut(len(answered[item][1].tokens))):
-            slots = np.array([answered[item][0] for item in batch], np.int32)
-            pieces = [answered[item][1] for item in batch]
-            rows, _ = append(self.model, self.weights, take(self.state, slots), pieces, self.sizes, [])
-            source = np.full(len(self.slots), -1, np.int32)
-            source[slots] = np.arange(len(slots))
-            self.state = put(self.state, rows, source)
+    def _release(self, slot: int) -> None:
+        self.slots.release(slot)
+        self.holdings.release(slot)
 
 
 def _stop_text(request: Request, decode: Decode | None) -> StopText | None:

@@ -1,9 +1,7 @@
 """The engine: requests in, completions out, with continuous batching over slots.
 
 It keeps a copy of the weights that were published last, and of their adapters; `batch.py` answers requests from them.
-Numbers of slots and cache lengths come from a small closed set (`shapes.py`), so that compiling ends.
-
-Axes: St decode steps.
+Numbers of slots, pages and tokens of a piece come from a small closed set (`shapes.py`), so that compiling ends.
 """
 
 import weakref
@@ -17,13 +15,13 @@ from jax.sharding import Mesh
 from tunix.config import DType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
-from tunix.mesh import sharding
+from tunix.mesh import row_shards, sharding
 from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import Sizes
+from tunix.rollout.engine.shapes import Sizes, enough_pages
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Completion, Reply, Sampling, Workload
 from tunix.util.exact import jit
@@ -42,7 +40,8 @@ class Engine:
         cache_dtype: DType | None = None,
         decode: Decode | None = None,
         moving: Collection[str] = (),
-        chunk: int = 256,
+        piece: int = 2048,
+        page: int = 128,
         steps: int = 32,
     ):
         """An engine without weights: `publish` gives it some.
@@ -55,17 +54,24 @@ class Engine:
             cache_dtype: of keys and values; None takes the model's.
             decode: token ids -> text, for stop strings.
             moving: names of tables that train along with an adapter, and so change with every `publish`.
-            chunk: tokens of a prompt that are computed at a time; a power of two.
-            steps: St, tokens that a slot samples in one dispatch at most.
+            piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
+            page: tokens of a page of the cache; a power of two.
+            steps: tokens that a slot samples in one dispatch at most.
 
         Raises:
-            ValueError: a size is not positive, or the chunk is no power of two.
+            ValueError: a size is not positive, the slots are not split evenly, or a piece or page is no power of two.
         """
-        if min(slots, length, chunk, steps) < 1 or chunk & (chunk - 1):
-            given = f"slots={slots} length={length} chunk={chunk} steps={steps}"
-            raise ValueError(f"sizes must be positive and the chunk a power of two, not {given}")
-        self.model, self.mesh, self.steps, self.decode, self.moving = model, mesh, steps, decode, moving
-        self.sizes = Sizes(slots, length, chunk, max(chunk, steps), cache_dtype or model.dtype)
+        shards = row_shards(mesh)
+        if min(slots, length, piece, page, steps) < 1 or piece & (piece - 1) or page & (page - 1) or slots % shards:
+            given = f"slots={slots} length={length} piece={piece} page={page} steps={steps}"
+            raise ValueError(
+                f"sizes must be positive, piece and page powers of two, and slots a multiple of {shards}, not {given}"
+            )
+        self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
+        windows = tuple(kind.window for kind in model.config.distinct_kinds)
+        pages = enough_pages(windows, slots // shards, length, page, steps)
+        dtype = cache_dtype or model.dtype
+        self.sizes = Sizes(slots, length, piece, page, steps, windows, pages, shards, dtype)
         self.weights: Weights | None = None
         self.version = 0
         self.adapters: dict[str, int] = {}
@@ -128,7 +134,7 @@ class Engine:
             ValueError: no weights were loaded.
         """
         with jax.set_mesh(self.mesh):
-            Warmth(self.sampled_model, self._loaded, self.sizes, self.steps, work)()
+            Warmth(self.sampled_model, self._loaded, self.sizes.of_requests(work.requests))()
 
     def sample(
         self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
@@ -161,8 +167,9 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
+        published = self._published
         with jax.set_mesh(self.mesh):
-            return Batch(self._published, requests, reply, on_tokens).finish()
+            return Batch(published, requests, reply, on_tokens).finish() if requests else []
 
     @property
     def sampled_model(self) -> Model:
@@ -183,7 +190,7 @@ class Engine:
     @property
     def _published(self) -> Published:
         return Published(
-            self.sampled_model, self._loaded, self.version, self.adapters, self.sizes, self.steps, self.decode
+            self.sampled_model, self._loaded, self.version, self.adapters, self.sizes, self.decode
         )
 
     @property

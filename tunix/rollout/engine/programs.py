@@ -1,13 +1,13 @@
-"""The engine's compiled programs: a few pure functions over slots, with shapes from a closed set.
+"""The engine's compiled programs: a few pure functions over slots and pages, with shapes from a closed set.
 
-`prefill` computes prompts in rows of their own, `put` copies rows into slots (one prompt's row into all slots of its
-group), `decode` samples tokens until slots have ended, `take` copies slots out so that `prefill` can append to them,
-and `resize` changes the number of slots and the length of their caches.
+`prefill` computes a piece of prompts into pages, `score` its log-probs where they are wanted, and `decode` samples
+tokens in some slots until they have ended.
 
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
 that prompts, observations and sampled tokens all leave a slot in the same condition.
 
-Axes: Sl slots, B rows (of a prefill), C tokens at a time, D model width, V vocabulary, St decode steps.
+Axes: Sl slots, Co columns of a page table, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of
+the rows.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from tunix.config import DType
 from tunix.mesh import constrain, platform
-from tunix.models.attention.inputs import Cache, placed
+from tunix.models.attention.attend import at_each_device
+from tunix.models.attention.pages import NOWHERE, Pages, PieceView, SlotsView, Table, Visits, Writes, copied
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
+from tunix.rollout.engine.pieces import Inputs
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
+from tunix.rollout.engine.shapes import Sizes
 from tunix.util.exact import jit
 
 Host = jax.Array | np.ndarray
 Found = TypeVar("Found")
 
+SCORED = 16
+"""Tokens of each row of a piece whose logits exist at a time."""
 IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's usual order on a CPU begins with everything that depends on nothing, which would keep the matrices of all
 layers dequantized at once; in this order each is dequantized when it is needed."""
@@ -63,15 +67,17 @@ def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Foun
 class State(NamedTuple):
     """The slots' arrays on the device."""
 
-    caches: tuple[Cache, ...]
+    caches: tuple[Pages, ...]
     """Keys and values of each layer."""
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
 
 
 class Flow(NamedTuple):
-    """The slots' arrays from the host, new at each dispatch."""
+    """What a dispatch reads of its slots, from the host."""
 
+    slots: Host
+    """`[Sl]` int32: the slots, in the order of their shards."""
     held: Host
     """`[Sl]` int32: tokens in the cache."""
     left: Host
@@ -98,76 +104,68 @@ class Steps(NamedTuple):
     counts: Int[Array, "Sl"]
 
 
-@partial(jit, static_argnames=("model", "rows", "length", "piece", "dtype"))
-def blank(model: Model, rows: int, length: int, piece: int, dtype: DType) -> State:
-    """Empty slots or rows."""
-    hidden = constrain(jnp.zeros((rows, model.config.d_model), model.dtype), "rows", None)
-    return State(empty(model.config, rows, length, piece, dtype), hidden)
+@partial(jit, static_argnames=("model", "sizes"))
+def blank(model: Model, sizes: Sizes) -> State:
+    """Slots without anything, and empty pages."""
+    hidden = constrain(jnp.zeros((sizes.slots, model.config.d_model), model.dtype), "rows", None)
+    numbers = [number * sizes.shards for number in sizes.pages]
+    return State(empty(model.config, numbers, sizes.page, sizes.dtype), hidden)
 
 
-@compiled(static_argnames="model", donate_argnames="rows")
-def prefill(
-    model: Model,
-    weights: Weights,
-    rows: State,
-    tokens: Int[Host, "B C"],
-    start: Int[Host, "B"],
-    count: Int[Host, "B"],
-    adapters: Int[Host, "B"],
-) -> tuple[State, Float[Array, "B C D"]]:
-    """Appends a chunk of `count` tokens to each row, which holds `start` tokens; also the chunk's hidden states."""
-    new = (jnp.asarray(x) for x in (tokens, start, count, adapters))
-    hidden, caches = extend(model, weights, rows.caches, *new)
-    last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)[:, 0]
-    return State(caches, last), hidden
+@compiled(static_argnames="model", donate_argnames="state")
+def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Float[Array, "s C D"]]:
+    """Computes a piece: its tokens are in pages then, and slots have their last states. Also all hidden states."""
+    piece = jax.tree.map(jnp.asarray, piece)
+    offsets = piece.positions % state.caches[0].size
+    views = [
+        PieceView(Writes(pages, offsets), piece.ids, piece.positions, piece.begins, Visits(*visits), kind.window)
+        for pages, visits, kind in zip(piece.pages, piece.visits, model.config.distinct_kinds, strict=True)
+    ]
+    hidden, caches = extend(model, weights, state.caches, piece.tokens, piece.positions, views, piece.adapters)
+    kinds = [model.config.distinct_kinds.index(kind) for kind in model.config.kinds]
+    caches = tuple(
+        _copied(cache, piece.sources[kind], piece.targets[kind], piece.copies[kind])
+        for cache, kind in zip(caches, kinds, strict=True)
+    )
+    last = _by_shard(piece.last, len(piece.adapters))
+    found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
+    new = jnp.where(piece.last[:, None] >= 0, found, state.hidden)
+    return State(caches, constrain(new, "rows", None)), hidden
 
 
 @partial(jit, static_argnames="model")
 def score(
-    model: Model, top: Params, hidden: Float[Array, "B C D"], targets: Int[Host, "B C"], transform: Transform
-) -> Float[Array, "B C"]:
-    """Log-probs of the tokens that follow the states of a chunk, under each row's transform."""
+    model: Model, top: Params, hidden: Float[Array, "s C D"], targets: Int[Host, "s C"], settings: Transform
+) -> Float[Array, "s C"]:
+    """Log-probs of the tokens that follow the states of a piece, under the settings `[s C]` of each."""
+    together = min(SCORED, targets.shape[1])
 
-    def column(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-        state, target = inputs
-        return logprobs(model.logits(top, state[:, None])[:, 0], target, transform)
+    def column(inputs: tuple) -> jax.Array:
+        states, targets, settings = inputs
+        rows = jax.tree.map(lambda x: x.reshape(-1), (targets, settings))
+        logits = model.logits(top, states)
+        return logprobs(logits.reshape(-1, logits.shape[-1]), *rows).reshape(targets.shape)
 
-    # One column at a time: logits of a whole chunk would be [B C V].
-    return jax.lax.map(column, (hidden.swapaxes(0, 1), targets.T)).T
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], -1, together, *x.shape[2:]).swapaxes(0, 1)
 
-
-@partial(jit, donate_argnames="state")
-def put(state: State, rows: State, source: Int[Host, "Sl"]) -> State:
-    """Copies row `source[s]` into slot s; where that is -1, the slot is unchanged. Rows may be shorter than slots."""
-    chosen, taken = jnp.maximum(source, 0), source >= 0
-
-    def one(slots: jax.Array, rows: jax.Array) -> jax.Array:
-        corner = slots[tuple(slice(size) for size in (slots.shape[0], *rows.shape[1:]))]
-        new = jnp.where(taken[:, None, None, None], rows[chosen], corner)
-        return placed(jax.lax.dynamic_update_slice(slots, new, (0, 0, 0, 0)))
-
-    hidden = jnp.where(taken[:, None], rows.hidden[chosen], state.hidden)
-    return State(jax.tree.map(one, state.caches, rows.caches), constrain(hidden, "rows", None))
+    # Few columns at a time: logits of a whole piece would be [s C V].
+    found = jax.lax.map(column, jax.tree.map(split, (hidden, jnp.asarray(targets), jax.tree.map(jnp.asarray, settings))))
+    return found.swapaxes(0, 1).reshape(targets.shape)
 
 
-@jit
-def take(state: State, slots: Int[Host, "B"]) -> State:
-    """Copies some slots into rows."""
-    return State(jax.tree.map(lambda x: placed(x[slots]), state.caches), state.hidden[slots])
+def _copied(cache: Pages, *copies: jax.Array) -> Pages:
+    """A layer's pages after the copies `[s ...]` of each shard."""
+
+    def part(cache: Pages, sources: jax.Array, targets: jax.Array, number: jax.Array) -> Pages:
+        return copied(cache, sources[0], targets[0], number[0])
+
+    return at_each_device(part, cache, *copies)
 
 
-@partial(jit, static_argnames=("model", "length", "piece"))
-def resize(model: Model, state: State, source: Int[Host, "Sl"], length: int, piece: int) -> State:
-    """Copies slots into caches of another length; slot s is the old slot `source[s]`."""
-
-    dtype: DType = "bfloat16" if state.caches[0][0].dtype == jnp.bfloat16 else "float32"
-    shapes = jax.eval_shape(lambda: empty(model.config, source.shape[0], length, piece, dtype))
-
-    def one(x: jax.Array, goal: jax.ShapeDtypeStruct) -> jax.Array:
-        moved = x[source]
-        return placed(jnp.pad(moved, [(0, new - old) for old, new in zip(moved.shape, goal.shape, strict=True)]))
-
-    return State(jax.tree.map(one, state.caches, shapes), constrain(state.hidden[source], "rows", None))
+def _by_shard(x: jax.Array, shards: int) -> jax.Array:
+    """An array over slots `[Sl ...]`, by their shards `[s Sl/s ...]`."""
+    return x.reshape(shards, -1, *x.shape[1:])
 
 
 @compiled(static_argnames=("model", "steps"), donate_argnames="state")
@@ -177,44 +175,61 @@ def decode(
     weights: Weights,
     state: State,
     flow: Flow,
+    tables: tuple[tuple[Host, Host], ...],
     most: Int[Host, ""],
     enough: Int[Host, ""],
 ) -> tuple[State, Steps]:
-    """Samples up to `most` <= `steps` (St) tokens in each slot that has some left.
+    """Samples up to `most` <= `steps` (St) tokens in each of some slots that has some left.
 
     Args:
         model: what is sampled from.
         steps: K.
         weights: the model's weights.
-        state: the slots.
-        flow: what the host knows of them.
+        state: all slots.
+        flow: what the host knows of those that take part.
+        tables: `[Sl Co]` and `[Sl]`, their pages for each kind of layer, up to the last token that may be sampled.
         most: tokens of a slot at most.
         enough: the dispatch ends as soon as no more slots than these are running.
     """
-    flow = jax.tree.map(jnp.asarray, flow)
+    flow, tables = jax.tree.map(jnp.asarray, (flow, tables))
     keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
-    adapters = jnp.asarray(flow.adapter)
-    blank_draw = jax.eval_shape(lambda: _draw(model, weights, state, flow, keys, drawn, left > 0))
+    adapters, size = jnp.asarray(flow.adapter), state.caches[0].size
+    hidden = state.hidden[flow.slots]
+    blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
-    start = (jnp.int32(0), state, left > 0, jnp.zeros_like(left), draws)
+    start = (jnp.int32(0), state.caches, hidden, left > 0, jnp.zeros_like(left), draws)
 
     def running(carry: tuple) -> jax.Array:
-        step, _, live, _, _ = carry
+        step, _, _, live, _, _ = carry
         return (step < most) & (jnp.sum(live) > enough)
 
     def one(carry: tuple) -> tuple:
-        step, state, live, count, draws = carry
-        new = _draw(model, weights, state, flow, keys, drawn + count, live)
+        step, caches, hidden, live, count, draws = carry
+        new = _draw(model, weights, hidden, flow, keys, drawn + count, live)
         draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
-        hidden, caches = extend(
-            model, weights, state.caches, new.tokens[:, None], flow.held + count, live.astype(jnp.int32), adapters
-        )
+        positions = (flow.held + count)[:, None]
+        views = [
+            _view(Table(*table), positions, live, size, kind.window)
+            for table, kind in zip(tables, model.config.distinct_kinds, strict=True)
+        ]
+        hidden, caches = extend(model, weights, caches, new.tokens[:, None], positions, views, adapters)
         count += live
         live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
-        return step + 1, State(caches, constrain(hidden[:, 0], "rows", None)), live, count, draws
+        return step + 1, caches, constrain(hidden[:, 0], "rows", None), live, count, draws
 
-    _, state, _, count, draws = jax.lax.while_loop(running, one, start)
-    return state, Steps(draws, count)
+    _, caches, hidden, _, count, draws = jax.lax.while_loop(running, one, start)
+    hidden = state.hidden.at[flow.slots].set(hidden, unique_indices=True)
+    return State(caches, constrain(hidden, "rows", None)), Steps(draws, count)
+
+
+def _view(
+    table: Table, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None
+) -> SlotsView:
+    """Where a new token of each slot goes, and what it sees; slots that are not at work write nothing."""
+    column = jnp.clip(positions // size - table.first[:, None], 0, table.pages.shape[1] - 1)
+    pages = jnp.take_along_axis(table.pages, column, axis=1)
+    pages = jnp.where(live[:, None] & (pages >= 0), pages, NOWHERE)
+    return SlotsView(Writes(pages, positions % size), positions, table, window)
 
 
 def _request_keys(flow: Flow) -> Key[Array, "Sl"]:
@@ -226,11 +241,11 @@ def _request_keys(flow: Flow) -> Key[Array, "Sl"]:
 def _draw(
     model: Model,
     weights: Weights,
-    state: State,
+    hidden: Float[Array, "Sl D"],
     flow: Flow,
     keys: Key[Array, "Sl"],
     number: Int[Array, "Sl"],
     live: jax.Array,
 ) -> Draw:
-    logits = model.logits(weights.top, state.hidden[:, None])[:, 0]
+    logits = model.logits(weights.top, hidden[:, None])[:, 0]
     return draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)

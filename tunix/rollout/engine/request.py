@@ -7,7 +7,7 @@ sampled after it are dropped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,25 @@ class StopText:
             self._start = start
 
 
+class Parked(NamedTuple):
+    """What a request has before it enters a slot: nothing yet, or all that it sampled before it had to leave one."""
+
+    tokens: np.ndarray
+    """`[T]` after the prompt, sampled and observed."""
+    logprobs: np.ndarray
+    """`[T]`."""
+    drawn: int
+    """How many of them were sampled."""
+    left: int
+    """Tokens that may still be sampled."""
+
+    @classmethod
+    def start(cls, request: Request, length: int) -> "Parked":
+        """A request that has nothing yet, with so many tokens for its prompt and completion."""
+        left = min(request.sampling.max_tokens, length - len(request.prompt))
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), 0, left)
+
+
 @dataclass
 class Episode:
     """A request that is being answered; its tokens are in its slot."""
@@ -91,6 +110,8 @@ class Episode:
     """Start and end of each turn among the tokens after the prompt; the end of the last one is 0 while it goes on."""
     prompt_logprobs: np.ndarray | None = None
     """`[T]` log-probs of the prompt's tokens; None where the request does not want them."""
+    parked: Parked | None = None
+    """What it had when it left a slot to others; None where it never had to, or is in a slot again."""
     ended: Literal["stop", "length"] | None = None
     """Why the current turn has ended; None while it goes on."""
 

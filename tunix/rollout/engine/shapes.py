@@ -1,24 +1,24 @@
 """The closed set of shapes that an engine uses, so that compiling ends.
 
-There are as many slots as the requests need, and NARROW times fewer when only the last requests are left. Cache lengths
-double. A prompt is cut into whole chunks and a rest, which is padded to a power of two; prompts that are cut into equal
-chunks share a dispatch in ROWS rows. `warmup.py` compiles all of these shapes.
+Slots are decoded all together, or NARROW and NARROW^2 times fewer where only the last requests are left. Prompts are
+computed in pieces of one of two sizes. What a sequence holds is counted in pages; a layer with a window keeps those of
+its window. `warmup.py` compiles all of these shapes: five programs, and two more where prompts are scored.
+
+Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tunix.config import DType
+from tunix.models.attention.pages import block_of
 
-ROWS = (16, 4, 1)
-"""Numbers of rows that a prefill may have."""
-SMALLEST = 16
-"""Tokens of the smallest padded rest of a prompt."""
-SHORTEST = 128
-"""Length of the shortest cache, in tokens."""
-NARROW = 4
-"""Factor between one number of slots that is compiled and the next smaller one."""
+NARROW = 8
+"""Factor between one number of slots that is decoded at a time and the next smaller one."""
+WIDTHS = 3
+"""How many of these numbers there are at most."""
+SHORT = 8
+"""How many times shorter the small pieces are."""
 SLOTS = {"cpu": 64}
 """Completions that are sampled at a time, by platform: more only cost memory."""
 SLOTS_ELSEWHERE = 256
@@ -35,76 +35,74 @@ class Sizes:
     """The shapes of one engine."""
 
     slots: int
-    """Requests that are answered at a time."""
+    """Requests that are answered at a time; the shards divide them."""
     length: int
     """Tokens of prompt and completion at most."""
-    chunk: int
-    """Tokens of a prefill at most, e.g. 256; a power of two."""
     piece: int
-    """Tokens that are added to a cache in one program at most: those of a chunk, or of a dispatch's steps."""
+    """Tokens that a shard computes of prompts at a time, at most, e.g. 2048; a power of two."""
+    page: int
+    """Pt, e.g. 128."""
+    steps: int
+    """St: tokens that a slot samples in one dispatch at most."""
+    windows: tuple[int | None, ...]
+    """Window of each kind of layer; None where it sees everything."""
+    pages: tuple[int, ...]
+    """Pages of each kind of layer, in each shard."""
+    shards: int
+    """Into how many shards the slots are split: each has its own pages, and computes its own pieces."""
     dtype: DType
-    """Dtype of the cache."""
+    """Dtype of keys and values."""
 
-    def width(self, requests: int) -> int:
-        """The number of slots for so many requests."""
-        width = self.slots
-        while requests <= narrowed(width) < width:
-            width = narrowed(width)
-        return width
+    def of_requests(self, number: int) -> "Sizes":
+        """The shapes for so many requests: fewer slots and pages where they need no more."""
+        slots = self.width(min(-(-number // self.shards), self.slots_of_shard))
+        most = enough_pages(self.windows, slots // self.shards, self.length, self.page, self.steps)
+        return replace(self, slots=slots, pages=tuple(map(min, self.pages, most)))
 
-    def widths(self, requests: int) -> list[int]:
-        """All numbers of slots that so many requests may need, falling."""
-        widths = [self.width(requests)]
-        while widths[-1] > 1:
-            widths.append(narrowed(widths[-1]))
-        return widths
+    @property
+    def slots_of_shard(self) -> int:
+        """Slots of each shard; those of a shard lie side by side."""
+        return self.slots // self.shards
 
-    def bucket(self, tokens: int) -> int:
-        """The length of a cache that holds `tokens`: 128, 256, 512, ... up to `length`."""
-        return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.length)
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of slots that are decoded at a time, falling."""
+        widths = [self.slots_of_shard]
+        while len(widths) < WIDTHS and widths[-1] > 1:
+            widths.append(-(-widths[-1] // NARROW))
+        return tuple(self.shards * width for width in widths)
 
-    def lengths(self, tokens: int) -> list[int]:
-        """All cache lengths that up to so many tokens may need, rising."""
-        lengths = [self.bucket(1)]
-        while lengths[-1] < self.bucket(tokens):
-            lengths.append(self.bucket(lengths[-1] + 1))
-        return lengths
+    def width(self, most: int) -> int:
+        """The number of slots to decode where no shard has more than `most` at work."""
+        return next(width for width in reversed(self.widths) if width >= most * self.shards)
 
-    def cut(self, tokens: int) -> tuple[int, int]:
-        """(whole chunks, padded size of what is left) of `tokens` >= 1 tokens; the rest is never empty."""
-        whole = (tokens - 1) // self.chunk
-        return whole, max(min(SMALLEST, self.chunk), 1 << (tokens - whole * self.chunk - 1).bit_length())
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Tokens of a piece, falling."""
+        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORT, 1))))
 
-    def cuts(self, tokens: int) -> list[int]:
-        """All padded sizes that pieces of up to so many tokens are computed in, rising."""
-        padded = [self.cut(1)[1]]
-        while padded[-1] < min(tokens, self.chunk):
-            padded.append(2 * padded[-1])
-        return padded
+    def columns(self, kind: int) -> int:
+        """Co of a kind of layer."""
+        return columns(self.windows[kind], self.length, self.page, self.steps)
 
-    def prompt_cuts(self, tokens: int, length: int) -> list[int]:
-        """All padded sizes for prompts of up to so many tokens whose caches are `length` long, rising."""
-        padded: set[int] = set()
-        for begin in range(0, tokens, self.chunk):
-            for size in self.cuts(tokens - begin):
-                number = min(begin + size, tokens)
-                if self.bucket(number) == length:
-                    padded |= {self.cut(number)[1], *([self.chunk] if begin else [])}
-        return sorted(padded)
+    def visits(self, piece: int, kind: int) -> int:
+        """Vi for a piece: each of its blocks may see all pages of one sequence."""
+        return piece // block_of(piece) * min(-(-self.length // self.page), self.columns(kind) + 1)
 
 
-def narrowed(width: int) -> int:
-    """The next smaller number of slots, e.g. 16 for 64."""
-    return -(-width // NARROW)
+def columns(window: int | None, length: int, page: int, steps: int) -> int:
+    """Pages that a slot holds at most while it decodes: of everything, or of the window before a dispatch and its steps."""
+    whole = -(-length // page)
+    return whole if window is None else min(whole, -(-(window + steps) // page) + 1)
 
 
-def batches(items: Sequence[int], key: Callable[[int], tuple]) -> Iterator[list[int]]:
-    """Batches of items with equal keys, in sizes of ROWS, so that every row of a batch is used."""
-    by_key: dict[tuple, list[int]] = defaultdict(list)
-    for item in items:
-        by_key[key(item)].append(item)
-    for group in by_key.values():
-        while group:
-            size = next(size for size in ROWS if size <= len(group))
-            yield group[:size]
-            group = group[size:]
+def enough_pages(windows: Sequence[int | None], slots: int, length: int, page: int, steps: int) -> tuple[int, ...]:
+    """Pages of each kind that so many slots need where each is as long as can be; a window's never fall short.
+
+    A sequence that is computed in pieces holds the window before a piece and that at its end.
+    """
+
+    def of(window: int | None) -> int:
+        return columns(window, length, page, steps) * (slots if window is None else slots + 1)
+
+    return tuple(map(of, windows))

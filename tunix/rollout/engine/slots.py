@@ -6,14 +6,11 @@ know of the slots is a `Flow`, which is kept up to date here.
 Axes: Sl slots, St decode steps, T time.
 """
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 
-from tunix.rollout.engine.prefill import Piece
 from tunix.rollout.engine.programs import Flow
-from tunix.rollout.engine.request import Episode
+from tunix.rollout.engine.request import Episode, Parked
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
 from tunix.types import Completion, Sampling
 
@@ -30,95 +27,133 @@ class Slots:
         """
         self.episodes: list[Episode | None] = [None] * number
         self._length = length
-        held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
+        slots, (held, left, drawn, request, adapter) = np.arange(number), np.zeros((5, number), np.int32)
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
-        self._flow = Flow(held, left, drawn, seeds, request, adapter, stops, Transform.of([Sampling()] * number))
+        self._flow = Flow(slots.astype(np.int32), held, left, drawn, seeds, request, adapter, stops, Transform.of([Sampling()] * number))
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, length), np.int32)
         self._logprobs = np.empty((number, length), np.float32)
         self._written, self._before = np.zeros((2, number), np.int32)
-        self._looked_at = np.zeros(number, bool)
+        self._looked_at, self._waits, self._taken = np.zeros((3, number), bool)
+        self._order = np.zeros(number, np.int64)
+        self._entered = 0
 
     def __len__(self) -> int:
         return len(self.episodes)
 
     @property
-    def running(self) -> list[int]:
-        """The slots that have an episode."""
-        return [slot for slot, episode in enumerate(self.episodes) if episode is not None]
+    def idle(self) -> np.ndarray:
+        """`[Sl]` whether a slot has no episode."""
+        return ~self._taken
 
     @property
-    def held(self) -> int:
-        """Tokens that the longest of the caches in use has to hold."""
-        return int(self._flow.held.max(initial=0))
+    def taken(self) -> np.ndarray:
+        """The slots that have an episode, the one that came first at the front."""
+        taken = np.flatnonzero(self._taken)
+        return taken[np.argsort(self._order[taken], kind="stable")]
+
+    @property
+    def running(self) -> np.ndarray:
+        """The slots that can be decoded, the one that came first at the front."""
+        taken = self.taken
+        return taken[~self._waits[taken]]
+
+    @property
+    def held(self) -> np.ndarray:
+        """`[Sl]` tokens in the cache."""
+        return self._flow.held
+
+    @property
+    def left(self) -> np.ndarray:
+        """`[Sl]` tokens that may still be sampled."""
+        return self._flow.left
 
     @property
     def cut_by_text(self) -> bool:
         """Whether an episode has stop strings."""
         return any(episode is not None and episode.stop_text is not None for episode in self.episodes)
 
-    def flow(self) -> Flow:
-        """What a dispatch reads: copies, which stay as they are while it runs."""
-        return jax.tree.map(np.copy, self._flow)
+    def flow(self, slots: np.ndarray) -> Flow:
+        """What a dispatch of these slots reads: copies, which stay as they are while it runs."""
+        flow = jax.tree.map(lambda x: x[slots], self._flow)
+        return flow._replace(left=np.where(self._waits[slots], 0, flow.left))
 
-    def admit(self, episode: Episode) -> int:
-        """Puts an episode into the first idle slot; returns the slot."""
-        slot, request, flow = self.episodes.index(None), episode.request, self._flow
-        sampling = request.sampling
-        self.episodes[slot], self._written[slot] = episode, 0
+    def admit(self, slot: int, episode: Episode) -> np.ndarray:
+        """Puts an episode into an idle slot, which waits for its tokens to be computed; returns these tokens."""
+        request, flow = episode.request, self._flow
+        sampling, parked = request.sampling, episode.parked or Parked.start(request, self._length)
+        prompt, number = np.asarray(request.prompt, np.int32), len(parked.tokens)
+        self.episodes[slot], episode.parked = episode, None
+        self._written[slot] = self._before[slot] = number
+        self._tokens[slot, :number], self._logprobs[slot, :number] = parked.tokens, parked.logprobs
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
-        flow.held[slot], flow.drawn[slot] = len(request.prompt), 0
-        flow.left[slot] = min(sampling.max_tokens, self._length - len(request.prompt))
+        flow.held[slot], flow.drawn[slot], flow.left[slot] = len(prompt) + number, parked.drawn, parked.left
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
         for rows, (own,) in zip(flow.transform, Transform.of([sampling]), strict=True):
             rows[slot] = own
-        return slot
+        self._order[slot], self._waits[slot], self._taken[slot] = self._entered, True, True
+        self._entered += 1
+        return np.concatenate([prompt, parked.tokens])
+
+    def start(self, slot: int) -> None:
+        """A slot's tokens have been computed, or will have been before it is decoded."""
+        self._waits[slot] = False
+
+    def park(self, slot: int) -> Episode:
+        """Takes an episode out of its slot, to be continued in another."""
+        episode, number, flow = self.episodes[slot], self._written[slot], self._flow
+        assert episode is not None
+        episode.parked = Parked(
+            self._tokens[slot, :number].copy(),
+            self._logprobs[slot, :number].copy(),
+            int(flow.drawn[slot]),
+            int(flow.left[slot]),
+        )
+        self.release(slot)
+        return episode
 
     def release(self, slot: int) -> None:
         """Makes a slot idle."""
-        self.episodes[slot], self._looked_at[slot] = None, False
+        self.episodes[slot] = None
+        self._looked_at[slot] = self._waits[slot] = self._taken[slot] = False
         self._flow.held[slot] = self._flow.left[slot] = 0
 
-    def moved(self, source: Sequence[int], number: int) -> "Slots":
-        """So many slots, the first of which are these."""
-        other = Slots(number, self._length)
-        other.episodes[: len(source)] = [self.episodes[slot] for slot in source]
-        for new, old in zip(other._arrays(), self._arrays(), strict=True):
-            new[: len(source)] = old[list(source)]
-        return other
-
-    def take(self, draws: Draw, counts: np.ndarray) -> list[int]:
+    def take(self, slots: np.ndarray, draws: Draw, counts: np.ndarray) -> list[int]:
         """Writes down what a dispatch sampled; returns the slots whose turn has ended.
 
         Args:
+            slots: `[Sl]`, those of the dispatch.
             draws: `[St Sl ...]`, on the host.
             counts: `[Sl]`: in slot s the first `counts[s]` were sampled.
         """
-        step, slot = np.nonzero(np.arange(len(draws.tokens))[:, None] < counts)
+        step, row = np.nonzero(np.arange(len(draws.tokens))[:, None] < counts)
+        slot = slots[row]
         at = self._written[slot] + step
-        self._tokens[slot, at], self._logprobs[slot, at] = draws.tokens[step, slot], draws.logprobs[step, slot]
+        self._tokens[slot, at], self._logprobs[slot, at] = draws.tokens[step, row], draws.logprobs[step, row]
         self._before = self._written.copy()
-        self._count(slice(None), counts)
+        self._count(slots, counts)
         last = draws.tokens[counts - 1, np.arange(len(counts))]
-        stopped = (counts > 0) & np.any(last[:, None] == self._flow.stops, axis=1)
-        for slot in map(int, np.flatnonzero(self._looked_at & (counts > 0))):
-            stopped[slot] |= self._look(slot, draws)
-        ended = [slot for slot in map(int, np.flatnonzero(stopped | (self._flow.left <= 0))) if self.episodes[slot]]
-        for slot in ended:
+        stopped = (counts > 0) & np.any(last[:, None] == self._flow.stops[slots], axis=1)
+        for row in map(int, np.flatnonzero(self._looked_at[slots] & (counts > 0))):
+            stopped[row] |= self._look(int(slots[row]), row, draws)
+        ended = []
+        for row in map(int, np.flatnonzero(stopped | ((counts > 0) & (self._flow.left[slots] <= 0)))):
+            slot = int(slots[row])
             episode = self.episodes[slot]
             assert episode is not None
-            episode.end_turn("stop" if stopped[slot] else "length", int(self._written[slot]))
+            episode.end_turn("stop" if stopped[row] else "length", int(self._written[slot]))
+            ended.append(slot)
         return ended
 
     def new(self, slot: int) -> np.ndarray:
         """`[T]` the tokens of the last dispatch."""
         return self._tokens[slot, self._before[slot] : self._written[slot]].copy()
 
-    def observe(self, slot: int, observation: np.ndarray) -> Piece | None:
-        """Appends an observation and opens the next turn; returns what to append to the cache.
+    def observe(self, slot: int, observation: np.ndarray) -> np.ndarray | None:
+        """Appends an observation and opens the next turn, which waits; returns the tokens that end what is in the cache.
 
         The last token before the observation is among them: its state was lost where tokens after it were dropped.
         Returns None, and ends the episode by its length, where nothing could be sampled after the observation.
@@ -132,11 +167,10 @@ class Slots:
             return None
         end = start + len(observation)
         self._tokens[slot, start:end], self._logprobs[slot, start:end] = observation, 0.0
-        self._written[slot], flow.left[slot] = end, min(more, room)
+        self._written[slot], flow.left[slot], self._waits[slot] = end, min(more, room), True
         flow.held[slot] += len(observation)
         episode.open_turn(start, end)
-        tokens = self._tokens[slot, start - 1 : end].copy()
-        return Piece(tokens, int(flow.held[slot]) - len(tokens), episode.adapter)
+        return self._tokens[slot, start - 1 : end].copy()
 
     def completion(self, slot: int, version: int) -> Completion:
         """The completion so far, whose current turn has ended."""
@@ -144,8 +178,14 @@ class Slots:
         assert episode is not None
         return episode.completion(self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy(), version)
 
-    def _look(self, slot: int, draws: Draw) -> bool:
-        """Drops what was sampled behind a stop string, and keeps alternatives; whether there was a stop string."""
+    def _look(self, slot: int, row: int, draws: Draw) -> bool:
+        """Drops what was sampled behind a stop string, and keeps alternatives; whether there was a stop string.
+
+        Args:
+            slot: the slot.
+            row: its place in the dispatch.
+            draws: what the dispatch sampled.
+        """
         episode, before, end = self.episodes[slot], int(self._before[slot]), int(self._written[slot])
         assert episode is not None
         start, found = episode.turns[-1][0], None
@@ -154,17 +194,13 @@ class Slots:
         if found is not None:
             self._count(slot, start + found - end)
         kept = int(self._written[slot]) - before
-        top = (np.asarray(of_step[:kept, slot]) for of_step in (draws.top_ids, draws.top_logprobs))
+        top = (np.asarray(of_step[:kept, row]) for of_step in (draws.top_ids, draws.top_logprobs))
         episode.keep_top(*top)
         return found is not None
 
-    def _count(self, slots: slice | int, tokens: np.ndarray | int) -> None:
+    def _count(self, slots: np.ndarray | int, tokens: np.ndarray | int) -> None:
         """Counts tokens that were sampled; fewer than 0 are taken back."""
         flow = self._flow
         for counted in (self._written, flow.held, flow.drawn):
             counted[slots] += tokens
         flow.left[slots] -= tokens
-
-    def _arrays(self) -> list[np.ndarray]:
-        """Everything that has an entry for each slot."""
-        return jax.tree.leaves((self._flow, self._tokens, self._logprobs, self._written, self._before, self._looked_at))

@@ -1,0 +1,218 @@
+"""Which pages each slot holds, and which are free.
+
+A page belongs to all sequences that begin with its tokens, and is free again when the last of them has let it go. Each
+shard of the slots has its own pages, and each kind of layer: one with a window lets pages go that the window has passed.
+Programs run in the order in which they are sent, so a page that is let go may be given away at once.
+
+Axes: Sl slots, Co columns of a page table.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tunix.rollout.engine.shapes import Sizes
+
+Held = dict[int, int]
+"""Index of a page within its sequence -> the page."""
+
+
+class Copy(NamedTuple):
+    """A page to copy to another, in every layer of a kind."""
+
+    kind: int
+    source: int
+    target: int
+
+
+class Prefix(NamedTuple):
+    """A prompt whose pages are kept for requests that come later."""
+
+    shard: int
+    held: tuple[Held, ...]
+    """Its pages, for each kind of layer."""
+    logprobs: np.ndarray | None
+    """`[T]` log-probs of its tokens; None where nobody wants them."""
+
+
+class Pool:
+    """The pages of one kind of layer in one shard."""
+
+    def __init__(self, number: int):
+        """All of them free."""
+        self.free = list(range(number))[::-1]
+        self._uses = np.zeros(number, np.int32)
+
+    def take(self) -> int:
+        """A free page, of which there is one."""
+        page = self.free.pop()
+        self._uses[page] = 1
+        return page
+
+    def share(self, page: int) -> int:
+        """The page, which one more sequence holds."""
+        self._uses[page] += 1
+        return page
+
+    def drop(self, page: int) -> None:
+        """One sequence lets a page go."""
+        self._uses[page] -= 1
+        if not self._uses[page]:
+            self.free.append(page)
+
+
+class Holdings:
+    """The pages of all slots."""
+
+    def __init__(self, sizes: Sizes):
+        """All pages free."""
+        self.sizes = sizes
+        kinds = range(len(sizes.windows))
+        self._pools = [[Pool(number) for _ in range(sizes.shards)] for number in sizes.pages]
+        self._held: list[list[Held]] = [[{} for _ in range(sizes.slots)] for _ in kinds]
+        self._tables = [np.full((sizes.slots, sizes.columns(kind)), -1, np.int32) for kind in kinds]
+        self._firsts = [np.zeros(sizes.slots, np.int32) for _ in kinds]
+        self._ends = np.zeros((len(kinds), sizes.slots), np.int32)
+        self._changed: set[int] = set()
+        self.prefixes: dict[tuple, Prefix] = {}
+        """Prompts that are kept, the first one at the front."""
+
+    def shard(self, slot: int) -> int:
+        """The shard of a slot."""
+        return slot // self.sizes.slots_of_shard
+
+    def free(self, shard: int) -> int:
+        """Free pages of a shard: of the kind that has fewest, among layers without a window."""
+        pools = [pools[shard] for _, pools, _ in self._kinds(windows=False)]
+        return min((len(pool.free) for pool in pools), default=self.sizes.slots * self.sizes.length)
+
+    def held(self, slot: int) -> tuple[Held, ...]:
+        """The pages of a slot, for each kind of layer."""
+        return tuple(of_kind[slot] for of_kind in self._held)
+
+    def needs(self, slot: int, tokens: int) -> int:
+        """Pages that a slot lacks for a sequence of so many tokens, of each kind without a window."""
+        held = [len(self._held[kind][slot]) for kind, _, _ in self._kinds(windows=False)]
+        return max(-(-tokens // self.sizes.page) - min(held), 0) if held else 0
+
+    def short(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Those of these slots that lack a page for their next tokens, up to so many each."""
+        goal = -(-tokens // self.sizes.page)
+        return slots[np.any(self._ends[:, slots] < goal, axis=0)]
+
+    def cover(self, slot: int, start: int, stop: int, *, windows: bool | None = None) -> None:
+        """Takes the pages of positions `start` to `stop`, which are free.
+
+        Args:
+            slot: who holds them.
+            start: the first position.
+            stop: one after the last position.
+            windows: whether only layers with a window are meant, or only those without; None for all.
+        """
+        for kind, _, _ in self._kinds(windows):
+            held = self._held[kind][slot]
+            for index in range(start // self.sizes.page, -(-stop // self.sizes.page)):
+                if index not in held:
+                    held[index] = self._take(kind, self.shard(slot))
+        self._note(slot)
+
+    def leave(self, slot: int, position: int) -> None:
+        """Lets the pages go that no token from this position on sees."""
+        for kind, pools, window in self._kinds(windows=True):
+            assert window is not None
+            held, first = self._held[kind][slot], max(0, position - window + 1) // self.sizes.page
+            for index in [index for index in held if index < first]:
+                pools[self.shard(slot)].drop(held.pop(index))
+        self._note(slot)
+
+    def release(self, slot: int) -> None:
+        """Lets all pages of a slot go."""
+        self.drop(self.shard(slot), self.held(slot))
+        for of_kind in self._held:
+            of_kind[slot] = {}
+        self._note(slot)
+
+    def keep(self, key: tuple, slot: int, tokens: int, logprobs: np.ndarray | None) -> None:
+        """Keeps the pages of a slot's first tokens, in place of others under this key; until `forget`, or until they
+        are needed."""
+        last = (tokens - 1) // self.sizes.page
+
+        def of(kind: int) -> Held:
+            window = self.sizes.windows[kind]
+            first = 0 if window is None else max(0, tokens - window) // self.sizes.page
+            return {index: page for index, page in self._held[kind][slot].items() if first <= index <= last}
+
+        self.forget(key)
+        held = self.share(self.shard(slot), tuple(map(of, range(len(self._held)))))
+        self.prefixes[key] = Prefix(self.shard(slot), held, logprobs)
+
+    def forget(self, key: tuple) -> None:
+        """Lets the pages under this key go, if any are kept."""
+        if prefix := self.prefixes.pop(key, None):
+            self.drop(prefix.shard, prefix.held)
+
+    def share(self, shard: int, held: tuple[Held, ...]) -> tuple[Held, ...]:
+        """The same pages, held once more; until `drop`."""
+        for pools, of_kind in zip(self._pools, held, strict=True):
+            for page in of_kind.values():
+                pools[shard].share(page)
+        return held
+
+    def drop(self, shard: int, held: tuple[Held, ...]) -> None:
+        """Lets pages go."""
+        for pools, of_kind in zip(self._pools, held, strict=True):
+            for page in of_kind.values():
+                pools[shard].drop(page)
+
+    def adopt(self, slot: int, source: tuple[Held, ...], tokens: int, *, windows: bool | None = None) -> list[Copy]:
+        """Makes a slot hold the first tokens of another sequence; the page that it will write to is a copy.
+
+        Args:
+            slot: one of the same shard that holds nothing yet.
+            source: the other's pages.
+            tokens: how many begin both.
+            windows: as for `cover`.
+        """
+        full, shard, copies = tokens // self.sizes.page, self.shard(slot), []
+        for kind, pools, _ in self._kinds(windows):
+            mine = self._held[kind][slot]
+            for index, page in source[kind].items():
+                if index < full:
+                    mine[index] = pools[shard].share(page)
+                elif index == full and tokens % self.sizes.page:
+                    mine[index] = self._take(kind, shard)
+                    copies.append(Copy(kind, page, mine[index]))
+        self._note(slot)
+        return copies
+
+    def tables(self, slots: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """`[Sl Co]` pages of these slots and `[Sl]` index of the first one, for each kind of layer."""
+        for slot in self._changed.intersection(slots.tolist()):
+            self._write(slot)
+        self._changed.difference_update(slots.tolist())
+        return tuple((table[slots], first[slots]) for table, first in zip(self._tables, self._firsts, strict=True))
+
+    def _take(self, kind: int, shard: int) -> int:
+        """A free page; where there is none, pages that are only kept go."""
+        pool = self._pools[kind][shard]
+        while not pool.free:
+            self.forget(next(key for key, prefix in self.prefixes.items() if prefix.shard == shard))
+        return pool.take()
+
+    def _note(self, slot: int) -> None:
+        """Notes that a slot's pages are others now."""
+        self._changed.add(slot)
+        for kind, held in enumerate(self._held):
+            self._ends[kind, slot] = max(held[slot], default=-1) + 1
+
+    def _write(self, slot: int) -> None:
+        for held, table, firsts in zip(self._held, self._tables, self._firsts, strict=True):
+            mine = held[slot]
+            first = firsts[slot] = min(mine, default=0)
+            table[slot] = -1
+            table[slot, [index - first for index in mine]] = list(mine.values())
+
+    def _kinds(self, windows: bool | None) -> list[tuple[int, list[Pool], int | None]]:
+        """Number, pools and window of the kinds of layers with a window, without, or of all."""
+        every = zip(range(len(self._pools)), self._pools, self.sizes.windows, strict=True)
+        return [one for one in every if windows is None or windows == (one[2] is not None)]

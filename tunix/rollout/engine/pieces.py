@@ -1,0 +1,196 @@
+"""Prompts are computed in pieces: tokens of many sequences, packed side by side, and long prompts piece after piece.
+
+A job is the computation of some tokens of a slot: a prompt, an environment's answer, the tokens of a request that had
+lost its pages, or the last token of a prompt whose pages are there already. Jobs of a shard are packed in their order
+into its row of a piece; all tokens of a row have one adapter.
+
+Axes: C tokens at a time, Sl slots, T time, Vi visits, s shards of the rows.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tunix.models.attention.pages import NOWHERE, Visits, block_of
+from tunix.rollout.engine.holdings import Copy, Held, Holdings
+from tunix.rollout.engine.sampling import Transform
+from tunix.types import Sampling
+
+
+@dataclass
+class Job:
+    """Tokens to compute for a slot."""
+
+    slot: int
+    tokens: np.ndarray
+    """`[T]`, those that are left."""
+    start: int
+    """Position of the first of them; what comes before is in pages."""
+    adapter: int = 0
+    """Number of the request's adapter, from 1; 0 for none."""
+    scored: Sampling | None = None
+    """Settings under which log-probs of the tokens are wanted; None where they are not."""
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """Log-probs of the tokens computed so far, but for the first."""
+    followers: list[int] = field(default_factory=list)
+    """Slots whose sequence begins with this one, and which start when it is computed."""
+    copies: list[Copy] = field(default_factory=list)
+    """Pages to copy when the job is done."""
+    reads: tuple[Held, ...] | None = None
+    """The pages of the tokens before; None for those that the slot holds."""
+
+
+class Inputs(NamedTuple):
+    """A piece as the device reads it; arrays of layers are one for each kind."""
+
+    tokens: np.ndarray
+    """`[s C]`."""
+    positions: np.ndarray
+    """`[s C]` of each token in its sequence."""
+    ids: np.ndarray
+    """`[s C]` the segment of each token, from 1; 0 for padding."""
+    begins: np.ndarray
+    """`[s C]` position of the first token of each token's segment."""
+    pages: tuple[np.ndarray, ...]
+    """`[s C]` the page that each token is written to."""
+    visits: tuple[Visits, ...]
+    """What the tokens see of earlier ones."""
+    last: np.ndarray
+    """`[Sl]` the token, within the row of its shard, from whose state a slot samples next; -1 to leave the slot."""
+    adapters: np.ndarray
+    """`[s]` the adapter of each row."""
+    sources: np.ndarray
+    """`[kinds s Sl/s]` pages that are copied."""
+    targets: np.ndarray
+    """`[kinds s Sl/s]` pages that they are copied to."""
+    copies: np.ndarray
+    """`[kinds s]` how many."""
+
+
+class Part(NamedTuple):
+    """What of a job is in a piece."""
+
+    job: Job
+    row: int
+    begin: int
+    """Column of its first token."""
+    tokens: np.ndarray
+
+
+class Piece:
+    """A piece that is being packed."""
+
+    def __init__(self, holdings: Holdings, length: int):
+        """An empty one with so many tokens a shard (C)."""
+        self.holdings, sizes = holdings, holdings.sizes
+        self.sizes, self.length, shape, kinds = sizes, length, (sizes.shards, length), range(len(sizes.windows))
+        self.parts: list[Part] = []
+        self.done: list[Job] = []
+        self._filled = np.zeros(sizes.shards, np.int32)
+        tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
+        pages = tuple(np.full(shape, NOWHERE, np.int32) for _ in kinds)
+        numbers = [sizes.visits(length, kind) for kind in kinds]
+        visits = tuple(
+            Visits(*np.zeros((4, sizes.shards, number), np.int32), number=np.zeros(sizes.shards, np.int32))
+            for number in numbers
+        )
+        copies = np.zeros((2, len(kinds), sizes.shards, sizes.slots_of_shard), np.int32)
+        self.inputs = Inputs(
+            tokens,
+            positions,
+            ids,
+            begins,
+            pages,
+            visits,
+            np.full(sizes.slots, -1, np.int32),
+            np.zeros(sizes.shards, np.int32),
+            *copies,
+            np.zeros((len(kinds), sizes.shards), np.int32),
+        )
+
+    def fill(self, row: int, jobs: deque[Job]) -> None:
+        """Packs jobs into a row until it is full; those that end here leave the queue."""
+        passed: list[Job] = []
+        while jobs and self._filled[row] < self.length:
+            job, begin = jobs[0], int(self._filled[row])
+            if begin and job.adapter != self.inputs.adapters[row]:
+                break
+            number = min(len(job.tokens), self.length - begin)
+            if not self._visit(row, begin, number, job):
+                break
+            self._add(row, begin, number, job)
+            passed.append(job)
+            if not len(job.tokens):
+                self.done.append(jobs.popleft())
+        for job in passed:
+            # What the piece reads stays until it is packed: the same pages are not given away within it.
+            self.holdings.leave(job.slot, job.start)
+
+    def finish(self, job: Job, copies: Sequence[Copy]) -> None:
+        """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
+        row, inputs = self.holdings.shard(job.slot), self.inputs
+        (part,) = [part for part in self.parts if part.job is job]
+        inputs.last[[job.slot, *job.followers]] = part.begin + len(part.tokens) - 1
+        for kind, source, target in (*job.copies, *copies):
+            at = inputs.copies[kind, row]
+            inputs.sources[kind, row, at], inputs.targets[kind, row, at] = source, target
+            inputs.copies[kind, row] += 1
+
+    def targets(self) -> tuple[np.ndarray, Transform]:
+        """`[s C]` the token after each one that is scored, and the settings of each."""
+        found = np.zeros_like(self.inputs.tokens)
+        plain = Sampling()
+        settings = [[plain] * self.length for _ in range(self.sizes.shards)]
+        for job, row, begin, tokens in self.parts:
+            if job.scored is not None:
+                after = np.append(tokens[1:], job.tokens[:1])
+                found[row, begin : begin + len(after)] = after
+                settings[row][begin : begin + len(tokens)] = [job.scored] * len(tokens)
+        rows = [Transform.of(row) for row in settings]
+        return found, Transform(*(np.stack(each) for each in zip(*rows, strict=True)))
+
+    def _add(self, row: int, begin: int, number: int, job: Job) -> None:
+        """Writes the next tokens of a job into the row."""
+        here, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
+        inputs, end = self.inputs, job.start + number
+        inputs.tokens[here], inputs.positions[here] = job.tokens[:number], positions
+        inputs.ids[here], inputs.begins[here] = len(self.parts) + 1, job.start
+        inputs.adapters[row] = job.adapter
+        if job.reads is None:
+            for kind, window in enumerate(self.sizes.windows):
+                first = job.start if window is None else max(job.start, end - window + 1)
+                if window is not None:
+                    self.holdings.cover(job.slot, first, end, windows=True)
+                held = self.holdings.held(job.slot)[kind]
+                kept = positions[first - job.start :]
+                inputs.pages[kind][row, begin + first - job.start : begin + number] = [
+                    held[index] for index in (kept // self.sizes.page).tolist()
+                ]
+        self.parts.append(Part(job, row, begin, job.tokens[:number]))
+        job.tokens, job.start = job.tokens[number:], end
+        self._filled[row] += number
+
+    def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
+        """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
+        if not job.start:
+            return True
+        size, new = block_of(self.length), []
+        blocks = np.arange(begin // size, (begin + number - 1) // size + 1, dtype=np.int32)
+        reads = self.holdings.held(job.slot) if job.reads is None else job.reads
+        for held, window, visits in zip(reads, self.sizes.windows, self.inputs.visits, strict=True):
+            first = 0 if window is None else max(0, job.start - window + 1) // self.sizes.page
+            seen = [index for index in held if first <= index and index * self.sizes.page < job.start]
+            if visits.number[row] + len(seen) * len(blocks) > visits.blocks.shape[1]:
+                return False
+            new.append(seen)
+        for held, seen, visits in zip(reads, new, self.inputs.visits, strict=True):
+            here = np.s_[row, visits.number[row] : visits.number[row] + len(seen) * len(blocks)]
+            visits.blocks[here] = np.repeat(blocks, len(seen))
+            visits.pages[here] = np.tile([held[index] for index in seen], len(blocks))
+            visits.starts[here] = np.tile([index * self.sizes.page for index in seen], len(blocks))
+            visits.owners[here] = len(self.parts) + 1
+            visits.number[row] += len(seen) * len(blocks)
+        return True
