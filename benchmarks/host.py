@@ -34,7 +34,8 @@ def milliseconds(slots: int, steps: int, strings: tuple[str, ...], dispatches: i
     table, decode = Slots(slots, LENGTH + 1), bytes_tokenizer().decode
     for number in range(slots):
         request = Request(np.ones(1, np.int32), sampling, 0, number)
-        table.admit(Episode(request, number, StopText(strings, decode) if strings else None))
+        table.admit(number, Episode(request, number, StopText(strings, decode) if strings else None))
+        table.start(number)
     letters = np.random.default_rng(0).integers(97, 120, (steps, slots)).astype(np.int32)
     likely = np.zeros((steps, slots, MOST_TOP))
     host: tuple[Any, ...] = (letters, np.zeros(letters.shape, np.float32), likely.astype(np.int32), likely)
@@ -43,7 +44,7 @@ def milliseconds(slots: int, steps: int, strings: tuple[str, ...], dispatches: i
     for _ in range(dispatches):
         start = time.perf_counter()
         table.flow()
-        assert table.take(draws, counts) == []
+        assert table.take(np.arange(slots), draws, counts) == []
         found.append(1000 * (time.perf_counter() - start))
     return found
 

@@ -131,11 +131,11 @@ def attend_cached(
     return _past_sinks(found, sinks), cache
 
 
-def at_each_device(part: Callable, cache: Pages, *more: Any, mixes: bool = False) -> Any:
+def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: Any, mixes: bool = False) -> Any:
     """What each device of the mesh in use computes with its part of a layer's pages.
 
     Args:
-        part: returns pages; or pages and `Mixed`.
+        part: returns pages, such as the first ones it is given; or pages and `Mixed`.
         cache: the pages, which are split over rows and kv heads.
         more: arrays, or trees of them, that `part` is given too: over rows, and heads where they have so many axes.
         mixes: whether there is a `Mixed`, for the queries that come first in `more`.
@@ -143,7 +143,8 @@ def at_each_device(part: Callable, cache: Pages, *more: Any, mixes: bool = False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return part(cache, *more)
-    heads = "heads" if cache.keys.shape[1] % shards("heads") == 0 else None
+    first = cache if isinstance(cache, Pages) else cache[0]
+    heads = "heads" if first.keys.shape[1] % shards("heads") == 0 else None
 
     def place(x: jax.Array) -> jax.sharding.PartitionSpec:
         axes = ("rows", None) if x.ndim <= 2 else ("rows", None, heads, None)
@@ -152,7 +153,8 @@ def at_each_device(part: Callable, cache: Pages, *more: Any, mixes: bool = False
     # Views are opened up: their fields would not take places for arrays.
     leaves, tree = jax.tree.flatten(more)
     held = jax.tree.map(lambda x: partition(("rows", heads, None, None), x.shape, mesh), cache)
-    results = (held, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else held
+    own = held if isinstance(cache, Pages) else held[0]
+    results = (own, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else own
     at_home = jax.shard_map(
         lambda cache, *leaves: part(cache, *jax.tree.unflatten(tree, leaves)),
         mesh=mesh,

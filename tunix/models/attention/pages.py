@@ -1,8 +1,9 @@
 """Keys and values in pages: a sequence holds the pages that its tokens need, and sequences with one prompt share them.
 
-A layer has pools of pages. New tokens are written to their places (`Writes`), then read what came before them: while
-decoding, each slot its pages by a `Table`; a piece of prompts its own tokens by attention within rows, and pages of
-earlier tokens by `Visits`. The einsums here serve every platform; `attend.attend_cached` is the call.
+A layer has a pool of pages. New tokens are written to their places (`Writes`), then read what came before them. A piece
+of prompts reads its own tokens by attention within rows, and pages of earlier tokens by `Visits`. Slots that decode
+read their pages by a `Table`, each page for one slot: a dispatch of many steps first gathers them side by side
+(`gathered`), so that every step is a plain product over whole arrays, and at its end brings back what was written.
 
 A page is read in full, and what is behind a sequence's last token hidden: pages start as zeros and hold only what was
 written, so nothing in them is ever not a number.
@@ -20,8 +21,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.attention.inputs import HIDDEN, Mixed, Segments, grouped, scaled, ungrouped
 
-TOGETHER = 8
-"""Pages that the einsums multiply at a time: enough for all cores, few enough for their caches."""
 BLOCK_Q = 64
 """Queries of a piece that visit a page together, at most."""
 NOWHERE = 1 << 30
@@ -47,6 +46,17 @@ class Table(NamedTuple):
     """-1 where the slot holds none."""
     first: Int[Array, "B"]
     """0, or more where a window has left the first pages behind."""
+
+
+class Gathered(NamedTuple):
+    """Pages of slots, side by side: those that several slots hold as often."""
+
+    sources: Int[Array, "s Vi"]
+    """The page in the pool."""
+    owners: Int[Array, "s Vi"]
+    """The slot that reads it, among those of the shard."""
+    starts: Int[Array, "s Vi"]
+    """Position of its first token; far behind all tokens for padding."""
 
 
 class Writes(NamedTuple):
@@ -79,6 +89,8 @@ class SlotsView:
     writes: Writes
     positions: Int[Array, "B C"]
     table: Table
+    """Its pages are places in `gathered`."""
+    gathered: Gathered
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
 
@@ -123,28 +135,43 @@ def written(pages: Pages, writes: Writes, k: Float[Array, "B C K H"], v: Float[A
 def of_slots(
     q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
-    """Attention of one query of each slot over the slot's pages; slots without pages mix nothing."""
-    table, size, (rows, columns) = view.table, pages.size, view.table.pages.shape
-    queries, positions = grouped(scaled(q, scale), pages.keys.shape[1]), view.positions[:, 0]
-    held = (table.pages >= 0).reshape(-1)
-    (places,) = jnp.nonzero(held, size=-(-rows * columns // TOGETHER) * TOGETHER, fill_value=rows * columns)
-
-    def one(index: jax.Array, found: tuple) -> tuple:
-        place = jax.lax.dynamic_slice_in_dim(places, index * TOGETHER, TOGETHER)
-        row, column = jnp.minimum(place // columns, rows - 1), place % columns
-        at = (table.first[row] + column) * size + jnp.arange(size)[:, None]
-        seen = _within(positions[row], at, view.window).T & (place < rows * columns)[:, None]
-        part = _visited(queries[row], seen[:, None], pages, table.pages[row, column], softcap)
-        return tuple(all.at[place].set(x, mode="drop") for all, x in zip(found, part, strict=True))
-
-    empty = queries.shape[1:-1]
-    start = (jnp.full((rows * columns, *empty), HIDDEN), *(jnp.zeros((rows * columns, *x)) for x in (empty, queries.shape[1:])))
-    found = jax.lax.fori_loop(0, -(-jnp.sum(held) // TOGETHER), one, start)
-    peaks, masses, sums = (x.reshape(rows, columns, *x.shape[1:]) for x in found)
+    """Attention of one query of each slot over gathered pages; slots without pages mix nothing."""
+    queries, own = grouped(scaled(q, scale), pages.keys.shape[1]), view.gathered
+    owners, starts = own.owners[0], own.starts[0]
+    # Of each page the slot sees these tokens: comparing positions here and not in the products is once for all layers.
+    ends = view.positions[owners, 0] + 1 - starts
+    at = jnp.arange(pages.size)
+    seen = at < ends[:, None]
+    if view.window is not None:
+        seen &= at >= ends[:, None] - view.window
+    found = _visited(queries[owners], seen[:, None], *pages, softcap)
     # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
+    columns = view.table.pages
+    peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in found)
+    peaks = jnp.where(columns[..., None, None, None] >= 0, peaks, HIDDEN)
     peak = jnp.max(peaks, axis=1)
     share = jnp.exp(peaks - peak[:, None])
-    return _settled(peak, jnp.sum(share * masses, axis=1), jnp.sum(share[..., None] * sums, axis=1), q.dtype)
+    # As products: a CPU's library sums a middle axis of large arrays a hundred times slower.
+    mass, mixed = jnp.einsum("BcKJQ,BcKJQ->BKJQ", share, masses), jnp.einsum("BcKJQ,BcKJQH->BKJQH", share, sums)
+    return _settled(peak, mass, mixed, q.dtype)
+
+
+def gathered(pages: Pages, sources: Int[Array, "s Vi"]) -> Pages:
+    """Some pages, side by side."""
+    return Pages(*(x[sources[0]] for x in pages))
+
+
+def brought_back(pages: Pages, taken: Pages, places: Int[Array, "B c"], sources: Int[Array, "s Vi"]) -> Pages:
+    """The pool with some of the gathered pages: those at `places`, where these are not negative."""
+    places = places.reshape(-1)
+    targets = jnp.where(places >= 0, sources[0, jnp.maximum(places, 0)], NOWHERE)
+    return Pages(*(all.at[targets].set(mine[places], mode="drop") for all, mine in zip(pages, taken, strict=True)))
+
+
+def _nothing(number: int, queries: Float[Array, "B K J Q H"]) -> tuple:
+    """What so many blocks of queries have found before their first visit."""
+    shape = (number, *queries.shape[1:-1])
+    return jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, queries.shape[-1]))
 
 
 def before_piece(
@@ -160,16 +187,16 @@ def before_piece(
     def one(index: jax.Array, found: tuple) -> tuple:
         block, page, start, owner = (x[0, index] for x in visits[:4])
         at = start + jnp.arange(size)
-        seen = _within(positions[block][:, None], at, view.window) & (at < begins[block][:, None])
-        seen &= (owners[block] == owner)[:, None]
-        part = _visited(queries[block][None], seen[None], pages, page[None], softcap)
+        seen = (at < begins[block][:, None]) & (owners[block] == owner)[:, None]
+        if view.window is not None:
+            seen &= at > positions[block][:, None] - view.window
+        part = _visited(queries[block][None], seen[None], *(x[page][None] for x in pages), softcap)
         old = tuple(x[block] for x in found)
         new = _joined(old, tuple(x[0] for x in part))
         return tuple(all.at[block].set(x) for all, x in zip(found, new, strict=True))
 
-    shape = queries.shape[:-1]
-    start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
-    mixed, lse = _settled(*jax.lax.fori_loop(0, visits.number[0], one, start), q.dtype)
+    found = jax.lax.fori_loop(0, visits.number[0], one, _nothing(blocks, queries))
+    mixed, lse = _settled(*found, q.dtype)
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
 
@@ -182,21 +209,16 @@ def copied(pages: Pages, sources: Int[Array, "Pg"], targets: Int[Array, "Pg"], n
     return jax.lax.fori_loop(0, number, one, pages)
 
 
-def _within(position: jax.Array, at: jax.Array, window: int | None) -> jax.Array:
-    seen = at <= position
-    return seen if window is None else seen & (at > position - window)
-
-
 def _visited(
     queries: Float[Array, "g K J Q H"],
     seen: Bool[Array, "g Q Pt"],
-    pages: Pages,
-    which: Int[Array, "g"],
+    keys: Float[Array, "g K H Pt"],
+    values: Float[Array, "g K Pt H"],
     softcap: float | None,
 ) -> tuple[Float[Array, "g K J Q"], Float[Array, "g K J Q"], Float[Array, "g K J Q H"]]:
     """What some queries find in a page each: the highest score, the mass relative to it, and the values' sum, float32."""
     number, kv_heads, _, _, dim = queries.shape
-    keys, values = (x[which].astype(queries.dtype) for x in pages)
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     flat = queries.reshape(number, kv_heads, -1, dim)
     scores = jnp.einsum("gKQH,gKHp->gKQp", flat, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(*queries.shape[:-1], -1)

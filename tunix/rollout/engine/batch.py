@@ -196,9 +196,9 @@ class Batch:
         if not len(running):
             return
         slots = self._selected(running)
-        flow, tables = self.slots.flow(slots), self.holdings.tables(slots)
+        flow, reads = self.slots.flow(slots), self.holdings.reads(slots)
         counts = np.int32(most), np.int32(self._enough(len(running)))
-        self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, tables, *counts)
+        self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
         ended = self.slots.take(slots, *jax.device_get(sampled))
         self._show(running)
         for slot in ended:

@@ -4,7 +4,7 @@ A page belongs to all sequences that begin with its tokens, and is free again wh
 shard of the slots has its own pages, and each kind of layer: one with a window lets pages go that the window has passed.
 Programs run in the order in which they are sent, so a page that is let go may be given away at once.
 
-Axes: Sl slots, Co columns of a page table.
+Axes: Sl slots, Co columns of a page table, Vi visits, s shards of the rows.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,8 @@ import numpy as np
 
 from tunix.rollout.engine.shapes import Sizes
 
+FAR = 1 << 30
+"""The position of the first token of a page that is only padding."""
 Held = dict[int, int]
 """Index of a page within its sequence -> the page."""
 
@@ -23,6 +25,32 @@ class Copy(NamedTuple):
     kind: int
     source: int
     target: int
+
+
+class Reads(NamedTuple):
+    """The pages that a dispatch reads, of one kind of layer; see `models.attention.pages.Gathered`."""
+
+    sources: np.ndarray
+    owners: np.ndarray
+    starts: np.ndarray
+    places: np.ndarray
+    """`[Sl Co]` the place of each slot's pages among those that are gathered; -1 for none."""
+    first: np.ndarray
+    """`[Sl]` index within its sequence of each slot's first page."""
+
+    @classmethod
+    def of(cls, table: np.ndarray, first: np.ndarray, shards: int, number: int, page: int) -> "Reads":
+        """The pages `[Sl Co]` of slots, gathered into so many for each shard."""
+        slots, columns = len(table) // shards, table.shape[1]
+        held = table.reshape(shards, -1) >= 0
+        places = np.where(held, np.cumsum(held, axis=1) - 1, -1)
+        shard, index = np.nonzero(held)
+        sources, owners, starts = np.zeros((3, shards, number), np.int32)
+        starts[:] = FAR
+        at = shard, places[shard, index]
+        sources[at], owners[at] = table.reshape(shards, -1)[shard, index], index // columns
+        starts[at] = (first.reshape(shards, -1)[at[0], index // columns] + index % columns) * page
+        return cls(sources, owners, starts, places.reshape(table.shape).astype(np.int32), first)
 
 
 class Prefix(NamedTuple):
@@ -185,12 +213,23 @@ class Holdings:
         self._note(slot)
         return copies
 
-    def tables(self, slots: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """`[Sl Co]` pages of these slots and `[Sl]` index of the first one, for each kind of layer."""
+    def reads(self, slots: np.ndarray, numbers: tuple[int, ...] | None = None) -> tuple[Reads, ...]:
+        """What a dispatch of these slots reads, for each kind of layer.
+
+        Args:
+            slots: `[Sl]`, as many of each shard, in the order of the shards.
+            numbers: how many pages of each kind are gathered; None for as few as can be.
+        """
         for slot in self._changed.intersection(slots.tolist()):
             self._write(slot)
         self._changed.difference_update(slots.tolist())
-        return tuple((table[slots], first[slots]) for table, first in zip(self._tables, self._firsts, strict=True))
+        tables = [(table[slots], first[slots]) for table, first in zip(self._tables, self._firsts, strict=True)]
+        shards = self.sizes.shards
+        number = [(table.reshape(shards, -1) >= 0).sum(axis=1).max() for table, _ in tables]
+        sizes = self.sizes.gathered(len(slots))
+        if numbers is None:
+            numbers = next(size for size in reversed(sizes) if np.all(np.greater_equal(size, number)))
+        return tuple(Reads.of(*one, shards, size, self.sizes.page) for one, size in zip(tables, numbers, strict=True))
 
     def _take(self, kind: int, shard: int) -> int:
         """A free page; where there is none, pages that are only kept go."""

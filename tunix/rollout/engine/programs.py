@@ -21,9 +21,22 @@ from jaxtyping import Array, Float, Int, Key
 
 from tunix.mesh import constrain, platform
 from tunix.models.attention.attend import at_each_device
-from tunix.models.attention.pages import NOWHERE, Pages, PieceView, SlotsView, Table, Visits, Writes, copied
+from tunix.models.attention.pages import (
+    NOWHERE,
+    Gathered,
+    Pages,
+    PieceView,
+    SlotsView,
+    Table,
+    Visits,
+    Writes,
+    brought_back,
+    copied,
+    gathered,
+)
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
+from tunix.rollout.engine.holdings import Reads
 from tunix.rollout.engine.pieces import Inputs
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.rollout.engine.shapes import Sizes
@@ -175,7 +188,7 @@ def decode(
     weights: Weights,
     state: State,
     flow: Flow,
-    tables: tuple[tuple[Host, Host], ...],
+    reads: tuple[Reads, ...],
     most: Int[Host, ""],
     enough: Int[Host, ""],
 ) -> tuple[State, Steps]:
@@ -187,17 +200,21 @@ def decode(
         weights: the model's weights.
         state: all slots.
         flow: what the host knows of those that take part.
-        tables: `[Sl Co]` and `[Sl]`, their pages for each kind of layer, up to the last token that may be sampled.
+        reads: their pages for each kind of layer, up to the last token that may be sampled.
         most: tokens of a slot at most.
         enough: the dispatch ends as soon as no more slots than these are running.
     """
-    flow, tables = jax.tree.map(jnp.asarray, (flow, tables))
+    flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
     keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
     adapters, size = jnp.asarray(flow.adapter), state.caches[0].size
     hidden = state.hidden[flow.slots]
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
-    start = (jnp.int32(0), state.caches, hidden, left > 0, jnp.zeros_like(left), draws)
+    kinds = [model.config.distinct_kinds.index(kind) for kind in model.config.kinds]
+    taken = tuple(
+        at_each_device(gathered, cache, reads[kind].sources) for cache, kind in zip(state.caches, kinds, strict=True)
+    )
+    start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), draws)
 
     def running(carry: tuple) -> jax.Array:
         step, _, _, live, _, _ = carry
@@ -209,27 +226,47 @@ def decode(
         draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
         positions = (flow.held + count)[:, None]
         views = [
-            _view(Table(*table), positions, live, size, kind.window)
-            for table, kind in zip(tables, model.config.distinct_kinds, strict=True)
+            _view(own, positions, live, size, kind.window)
+            for own, kind in zip(reads, model.config.distinct_kinds, strict=True)
         ]
         hidden, caches = extend(model, weights, caches, new.tokens[:, None], positions, views, adapters)
         count += live
         live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
         return step + 1, caches, constrain(hidden[:, 0], "rows", None), live, count, draws
 
-    _, caches, hidden, _, count, draws = jax.lax.while_loop(running, one, start)
+    _, taken, hidden, _, count, draws = jax.lax.while_loop(running, one, start)
+    new = [_written(own, flow.held, steps, size) for own in reads]
+    caches = tuple(
+        _brought_back(cache, mine, new[kind], reads[kind].sources)
+        for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
+    )
     hidden = state.hidden.at[flow.slots].set(hidden, unique_indices=True)
     return State(caches, constrain(hidden, "rows", None)), Steps(draws, count)
 
 
-def _view(
-    table: Table, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None
-) -> SlotsView:
+def _view(reads: Reads, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None) -> SlotsView:
     """Where a new token of each slot goes, and what it sees; slots that are not at work write nothing."""
-    column = jnp.clip(positions // size - table.first[:, None], 0, table.pages.shape[1] - 1)
-    pages = jnp.take_along_axis(table.pages, column, axis=1)
-    pages = jnp.where(live[:, None] & (pages >= 0), pages, NOWHERE)
-    return SlotsView(Writes(pages, positions % size), positions, table, window)
+    column = jnp.clip(positions // size - reads.first[:, None], 0, reads.places.shape[1] - 1)
+    place = jnp.take_along_axis(reads.places, column, axis=1)
+    place = jnp.where(live[:, None] & (place >= 0), place, NOWHERE)
+    own = Gathered(reads.sources, reads.owners, reads.starts)
+    return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), own, window)
+
+
+def _written(reads: Reads, held: Int[Array, "Sl"], steps: int, size: int) -> Int[Array, "Sl c"]:
+    """The places of all pages that a dispatch may write to."""
+    columns = (held // size - reads.first)[:, None] + jnp.arange((steps + size - 2) // size + 1)
+    places = jnp.take_along_axis(reads.places, jnp.clip(columns, 0, reads.places.shape[1] - 1), axis=1)
+    return jnp.where(columns < reads.places.shape[1], places, -1)
+
+
+def _brought_back(cache: Pages, taken: Pages, places: jax.Array, sources: jax.Array) -> Pages:
+    """A layer's pages with those that a dispatch has written to."""
+
+    def part(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:
+        return brought_back(*both, places, sources)
+
+    return at_each_device(part, (cache, taken), places, sources)
 
 
 def _request_keys(flow: Flow) -> Key[Array, "Sl"]:

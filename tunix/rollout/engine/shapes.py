@@ -17,6 +17,8 @@ NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""
 WIDTHS = 3
 """How many of these numbers there are at most."""
+LEVELS = 4
+"""How many numbers of pages a dispatch may read, at most."""
 SHORT = 8
 """How many times shorter the small pieces are."""
 SLOTS = {"cpu": 64}
@@ -75,6 +77,18 @@ class Sizes:
     def width(self, most: int) -> int:
         """The number of slots to decode where no shard has more than `most` at work."""
         return next(width for width in reversed(self.widths) if width >= most * self.shards)
+
+    def gathered(self, width: int) -> list[tuple[int, ...]]:
+        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.
+
+        Halves and halves again of what they can hold at most, down to one page each.
+        """
+        width //= self.shards
+        most = [width * self.columns(kind) for kind in range(len(self.windows))]
+        parts = [2**power for power in range(LEVELS) if not power or width * 2**power <= max(most)]
+        whole = enumerate(self.windows)
+        shares = [(kind, window is None) for kind, window in whole]
+        return [tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts]
 
     @property
     def pieces(self) -> tuple[int, ...]:

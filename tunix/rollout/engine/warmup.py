@@ -32,7 +32,9 @@ class Warmth:
         for width in sizes.widths:
             own = sizes.slots_of_shard
             chosen = np.flatnonzero(np.arange(sizes.slots) % own < width // sizes.shards)
-            flow, tables = slots.flow(chosen), holdings.tables(chosen)
-            state, _ = decode(self.model, sizes.steps, self.weights, state, flow, tables, nothing, nothing)
+            flow = slots.flow(chosen)
+            for numbers in sizes.gathered(width):
+                reads = holdings.reads(chosen, numbers)
+                state, _ = decode(self.model, sizes.steps, self.weights, state, flow, reads, nothing, nothing)
         for length in sizes.pieces:
             state, _ = prefill(self.model, self.weights, state, Piece(holdings, length).inputs)
