@@ -119,11 +119,15 @@ def attend_cached(
         softcap: `softcap * tanh(scores / softcap)` before the mask.
         sinks: as in `attend`.
     """
-    read = pages.before_piece if isinstance(view, PieceView) else pages.of_slots
+    how = {"scale": scale, "softcap": softcap}
 
     def part(cache, q, k, v, view):
-        cache = pages.written(cache, view.writes, k, v)
-        return cache, read(q, cache, view, scale=scale, softcap=softcap)
+        if not isinstance(view, PieceView):
+            cache = pages.written(cache, view.writes, k, v)
+            return cache, pages.of_slots(q, cache, view, **how)
+        # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
+        cache = pages.piece_written(cache, view, k, v)
+        return cache, pages.before_piece(q, cache, view, **how)
 
     cache, found = at_each_device(part, cache, q, k, v, view, mixes=True)
     if isinstance(view, PieceView):

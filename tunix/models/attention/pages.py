@@ -60,11 +60,34 @@ class Gathered(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """The place of each new token."""
+    """The place of each slot's new token."""
 
     pages: Int[Array, "B C"]
     """NOWHERE for tokens that nobody will read again."""
     offsets: Int[Array, "B C"]
+
+
+class Touches(NamedTuple):
+    """Which pages the tokens of pieces are written to; a page takes tokens that stand side by side."""
+
+    pages: Int[Array, "s Vi"]
+    columns: Int[Array, "s Vi"]
+    """Where in the piece the token of the page's first place is, or would be: less than 0 where others come before."""
+    firsts: Int[Array, "s Vi"]
+    """First place that is written to."""
+    ends: Int[Array, "s Vi"]
+    """One after the last place that is written to."""
+    number: Int[Array, "s"]
+    """How many there are; the rest is padding."""
+
+
+class Copies(NamedTuple):
+    """Pages that others begin as, once a piece is written."""
+
+    sources: Int[Array, "s Vi"]
+    targets: Int[Array, "s Vi"]
+    number: Int[Array, "s"]
+    """How many there are; the rest is padding."""
 
 
 class Visits(NamedTuple):
@@ -100,13 +123,14 @@ class SlotsView:
 class PieceView:
     """Pieces of prompts, packed in rows: tokens see their segment, and the pages of its tokens before the piece."""
 
-    writes: Writes
     ids: Int[Array, "B C"]
     """The segment of each token, 0 for padding."""
     positions: Int[Array, "B C"]
     begins: Int[Array, "B C"]
     """Position of the first token of each token's segment in the piece: those before it are in pages."""
     visits: Visits
+    touches: Touches
+    copies: Copies
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
 
@@ -164,8 +188,15 @@ def gathered(pages: Pages, sources: Int[Array, "s Vi"]) -> Pages:
 def brought_back(pages: Pages, taken: Pages, places: Int[Array, "B c"], sources: Int[Array, "s Vi"]) -> Pages:
     """The pool with some of the gathered pages: those at `places`, where these are not negative."""
     places = places.reshape(-1)
-    targets = jnp.where(places >= 0, sources[0, jnp.maximum(places, 0)], NOWHERE)
-    return Pages(*(all.at[targets].set(mine[places], mode="drop") for all, mine in zip(pages, taken, strict=True)))
+
+    def one(index: jax.Array, pages: Pages) -> Pages:
+        place = jnp.maximum(places[index], 0)
+        target = sources[0, place]
+        # Page by page: a scatter of so large pieces is slow on a CPU.
+        new = (jnp.where(places[index] >= 0, mine[place], all[target]) for all, mine in zip(pages, taken, strict=True))
+        return Pages(*(all.at[target].set(x) for all, x in zip(pages, new, strict=True)))
+
+    return jax.lax.fori_loop(0, len(places), one, pages)
 
 
 def _nothing(number: int, queries: Float[Array, "B K J Q H"]) -> tuple:
@@ -200,13 +231,28 @@ def before_piece(
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
 
-def copied(pages: Pages, sources: Int[Array, "Pg"], targets: Int[Array, "Pg"], number: Int[Array, ""]) -> Pages:
-    """The pages after the first `number` copies of one page to another."""
+def piece_written(pages: Pages, view: PieceView, k: Float[Array, "B C K H"], v: Float[Array, "B C K H"]) -> Pages:
+    """The pages with the tokens of one piece in them, and those that begin as others."""
+    touches, copies, size = view.touches, view.copies, pages.size
+    around = ((size, size), (0, 0), (0, 0))
+    k, v = (jnp.pad(x[0], around).astype(all.dtype) for x, all in zip((k, v), pages, strict=True))
 
-    def one(index: jax.Array, pages: Pages) -> Pages:
-        return Pages(*(x.at[targets[index]].set(x[sources[index]]) for x in pages))
+    def touched(index: jax.Array, pages: Pages) -> Pages:
+        page, column, first, end = (x[0, index] for x in touches[:4])
+        new = (jax.lax.dynamic_slice_in_dim(x, column + size, size) for x in (k, v))
+        at = jnp.arange(size)
+        here = (at >= first) & (at < end)
+        keys, values = next(new).transpose(1, 2, 0), next(new).transpose(1, 0, 2)
+        keys = jnp.where(here, keys, pages.keys[page])
+        values = jnp.where(here[:, None], values, pages.values[page])
+        return Pages(pages.keys.at[page].set(keys), pages.values.at[page].set(values))
 
-    return jax.lax.fori_loop(0, number, one, pages)
+    def copied(index: jax.Array, pages: Pages) -> Pages:
+        source, target = copies.sources[0, index], copies.targets[0, index]
+        return Pages(*(x.at[target].set(x[source]) for x in pages))
+
+    pages = jax.lax.fori_loop(0, touches.number[0], touched, pages)
+    return jax.lax.fori_loop(0, copies.number[0], copied, pages)
 
 
 def _visited(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tunix.models.attention.pages import NOWHERE, Visits, block_of
+from tunix.models.attention.pages import Copies, Touches, Visits, block_of
 from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
 from tunix.types import Sampling
@@ -54,20 +54,16 @@ class Inputs(NamedTuple):
     """`[s C]` the segment of each token, from 1; 0 for padding."""
     begins: np.ndarray
     """`[s C]` position of the first token of each token's segment."""
-    pages: tuple[np.ndarray, ...]
-    """`[s C]` the page that each token is written to."""
     visits: tuple[Visits, ...]
     """What the tokens see of earlier ones."""
+    touches: tuple[Touches, ...]
+    """Where they are written."""
+    copies: tuple[Copies, ...]
+    """What is copied then."""
     last: np.ndarray
     """`[Sl]` the token, within the row of its shard, from whose state a slot samples next; -1 to leave the slot."""
     adapters: np.ndarray
     """`[s]` the adapter of each row."""
-    sources: np.ndarray
-    """`[kinds s Sl/s]` pages that are copied."""
-    targets: np.ndarray
-    """`[kinds s Sl/s]` pages that they are copied to."""
-    copies: np.ndarray
-    """`[kinds s]` how many."""
 
 
 class Part(NamedTuple):
@@ -91,25 +87,16 @@ class Piece:
         self.done: list[Job] = []
         self._filled = np.zeros(sizes.shards, np.int32)
         tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
-        pages = tuple(np.full(shape, NOWHERE, np.int32) for _ in kinds)
-        numbers = [sizes.visits(length, kind) for kind in kinds]
-        visits = tuple(
-            Visits(*np.zeros((4, sizes.shards, number), np.int32), number=np.zeros(sizes.shards, np.int32))
-            for number in numbers
-        )
-        copies = np.zeros((2, len(kinds), sizes.shards, sizes.slots_of_shard), np.int32)
-        self.inputs = Inputs(
-            tokens,
-            positions,
-            ids,
-            begins,
-            pages,
-            visits,
-            np.full(sizes.slots, -1, np.int32),
-            np.zeros(sizes.shards, np.int32),
-            *copies,
-            np.zeros((len(kinds), sizes.shards), np.int32),
-        )
+        def blank(numbers: Sequence[int], fields: int) -> list[list[np.ndarray]]:
+            """For each kind of layer, so many arrays `[s Vi]`, and how much of them there is."""
+            arrays = [np.zeros((fields, sizes.shards, number), np.int32) for number in numbers]
+            return [[*each, np.zeros(sizes.shards, np.int32)] for each in arrays]
+
+        visits = tuple(Visits(*x) for x in blank([sizes.visits(length, kind) for kind in kinds], 4))
+        touches = tuple(Touches(*x) for x in blank([length for _ in kinds], 4))
+        copies = tuple(Copies(*x) for x in blank([sizes.slots_of_shard for _ in kinds], 2))
+        last, adapters = np.full(sizes.slots, -1, np.int32), np.zeros(sizes.shards, np.int32)
+        self.inputs = Inputs(tokens, positions, ids, begins, visits, touches, copies, last, adapters)
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
@@ -135,9 +122,7 @@ class Piece:
         (part,) = [part for part in self.parts if part.job is job]
         inputs.last[[job.slot, *job.followers]] = part.begin + len(part.tokens) - 1
         for kind, source, target in (*job.copies, *copies):
-            at = inputs.copies[kind, row]
-            inputs.sources[kind, row, at], inputs.targets[kind, row, at] = source, target
-            inputs.copies[kind, row] += 1
+            _append(inputs.copies[kind], row, source, target)
 
     def targets(self) -> tuple[np.ndarray, Transform]:
         """`[s C]` the token after each one that is scored, and the settings of each."""
@@ -161,17 +146,27 @@ class Piece:
         inputs.adapters[row] = job.adapter
         if job.reads is None:
             for kind, window in enumerate(self.sizes.windows):
-                first = job.start if window is None else max(job.start, end - window + 1)
-                if window is not None:
-                    self.holdings.cover(job.slot, first, end, windows=True)
-                held = self.holdings.held(job.slot)[kind]
-                kept = positions[first - job.start :]
-                inputs.pages[kind][row, begin + first - job.start : begin + number] = [
-                    held[index] for index in (kept // self.sizes.page).tolist()
-                ]
+                self._touch(row, begin, kind, job, job.start if window is None else max(job.start, end - window + 1), end)
         self.parts.append(Part(job, row, begin, job.tokens[:number]))
         job.tokens, job.start = job.tokens[number:], end
         self._filled[row] += number
+
+    def _touch(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
+        """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
+        size = self.sizes.page
+        if self.sizes.windows[kind] is not None:
+            self.holdings.cover(job.slot, first, end, windows=True)
+        held = self.holdings.held(job.slot)[kind]
+        indices = np.arange(first // size, -(-end // size))
+        starts = indices * size
+        _append(
+            self.inputs.touches[kind],
+            row,
+            np.array([held[index] for index in indices.tolist()]),
+            begin + starts - job.start,
+            np.maximum(first - starts, 0),
+            np.minimum(end - starts, size),
+        )
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
@@ -187,10 +182,16 @@ class Piece:
                 return False
             new.append(seen)
         for held, seen, visits in zip(reads, new, self.inputs.visits, strict=True):
-            here = np.s_[row, visits.number[row] : visits.number[row] + len(seen) * len(blocks)]
-            visits.blocks[here] = np.repeat(blocks, len(seen))
-            visits.pages[here] = np.tile([held[index] for index in seen], len(blocks))
-            visits.starts[here] = np.tile([index * self.sizes.page for index in seen], len(blocks))
-            visits.owners[here] = len(self.parts) + 1
-            visits.number[row] += len(seen) * len(blocks)
+            pages = np.tile(np.array([held[index] for index in seen], np.int32), len(blocks))
+            starts = np.tile(np.array(seen, np.int32) * self.sizes.page, len(blocks))
+            _append(visits, row, np.repeat(blocks, len(seen)), pages, starts, np.full(len(pages), len(self.parts) + 1))
         return True
+
+
+def _append(to: Visits | Touches | Copies, row: int, *values: np.ndarray | int) -> None:
+    """Appends to the arrays `[s Vi]` of a row, and counts."""
+    *arrays, number = to
+    start, end = number[row], number[row] + np.size(values[0])
+    for array, new in zip(arrays, values, strict=True):
+        array[row, start:end] = new
+    number[row] = end

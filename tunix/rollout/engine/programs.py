@@ -28,10 +28,8 @@ from tunix.models.attention.pages import (
     PieceView,
     SlotsView,
     Table,
-    Visits,
     Writes,
     brought_back,
-    copied,
     gathered,
 )
 from tunix.models.kv_cache import Weights, empty, extend
@@ -129,17 +127,12 @@ def blank(model: Model, sizes: Sizes) -> State:
 def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Float[Array, "s C D"]]:
     """Computes a piece: its tokens are in pages then, and slots have their last states. Also all hidden states."""
     piece = jax.tree.map(jnp.asarray, piece)
-    offsets = piece.positions % state.caches[0].size
+    where = zip(piece.visits, piece.touches, piece.copies, strict=True)
     views = [
-        PieceView(Writes(pages, offsets), piece.ids, piece.positions, piece.begins, Visits(*visits), kind.window)
-        for pages, visits, kind in zip(piece.pages, piece.visits, model.config.distinct_kinds, strict=True)
+        PieceView(piece.ids, piece.positions, piece.begins, *own, kind.window)
+        for own, kind in zip(where, model.config.distinct_kinds, strict=True)
     ]
     hidden, caches = extend(model, weights, state.caches, piece.tokens, piece.positions, views, piece.adapters)
-    kinds = [model.config.distinct_kinds.index(kind) for kind in model.config.kinds]
-    caches = tuple(
-        _copied(cache, piece.sources[kind], piece.targets[kind], piece.copies[kind])
-        for cache, kind in zip(caches, kinds, strict=True)
-    )
     last = _by_shard(piece.last, len(piece.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     new = jnp.where(piece.last[:, None] >= 0, found, state.hidden)
@@ -165,15 +158,6 @@ def score(
     # Few columns at a time: logits of a whole piece would be [s C V].
     found = jax.lax.map(column, jax.tree.map(split, (hidden, jnp.asarray(targets), jax.tree.map(jnp.asarray, settings))))
     return found.swapaxes(0, 1).reshape(targets.shape)
-
-
-def _copied(cache: Pages, *copies: jax.Array) -> Pages:
-    """A layer's pages after the copies `[s ...]` of each shard."""
-
-    def part(cache: Pages, sources: jax.Array, targets: jax.Array, number: jax.Array) -> Pages:
-        return copied(cache, sources[0], targets[0], number[0])
-
-    return at_each_device(part, cache, *copies)
 
 
 def _by_shard(x: jax.Array, shards: int) -> jax.Array:
