@@ -142,8 +142,7 @@ class Batch:
         """Computes what is queued, piece by piece; only one where many slots would wait for it."""
         while any(self.jobs):
             longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
-            length = next(size for size in reversed(self.sizes.pieces) if size >= min(longest, self.sizes.piece))
-            piece = Piece(self.holdings, length)
+            piece = Piece(self.holdings, self.sizes.piece_of(longest))
             for row, jobs in enumerate(self.jobs):
                 piece.fill(row, jobs)
             for job in piece.done:

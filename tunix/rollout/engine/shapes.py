@@ -1,8 +1,8 @@
 """The closed set of shapes that an engine uses, so that compiling ends.
 
 Slots are decoded all together, or NARROW and NARROW^2 times fewer where only the last requests are left. Prompts are
-computed in pieces of one of two sizes. What a sequence holds is counted in pages; a layer with a window keeps those of
-its window. `warmup.py` compiles all of these shapes: five programs, and two more where prompts are scored.
+computed in pieces of a few lengths. What a sequence holds is counted in pages; a layer with a window keeps those of
+its window. `warmup.py` compiles all of these shapes: ten programs at most, and as many as there are lengths of pieces where prompts are scored.
 
 Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.
 """
@@ -19,8 +19,10 @@ WIDTHS = 3
 """How many of these numbers there are at most."""
 LEVELS = 4
 """How many numbers of pages a dispatch may read, at most."""
-SHORT = 8
-"""How many times shorter the small pieces are."""
+SHORTER = 4
+"""Factor between one length of pieces and the next smaller one."""
+LENGTHS = 3
+"""How many lengths of pieces there are at most."""
 SLOTS = {"cpu": 64}
 """Completions that are sampled at a time, by platform: more only cost memory."""
 SLOTS_ELSEWHERE = 256
@@ -93,7 +95,11 @@ class Sizes:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Tokens of a piece, falling."""
-        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORT, 1))))
+        return tuple(dict.fromkeys(max(self.piece // SHORTER**power, 1) for power in range(LENGTHS)))
+
+    def piece_of(self, tokens: int) -> int:
+        """The length of the next piece where so many tokens of a shard wait: little of it is left empty."""
+        return next((length for length in self.pieces if length <= tokens), self.pieces[-1])
 
     def columns(self, kind: int) -> int:
         """Co of a kind of layer."""
