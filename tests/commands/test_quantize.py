@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.marks import slow
 from tests.models.quantization.test_qat import INTEGERS, LOSS, MIXED, batch
+from tests.paged import next_token, pages_of
 from tests.test_pages import blocks
 from tests.tiny_models import Rows, one_device, our_logits
 from tests.tiny_rl import write_policy
@@ -25,7 +26,6 @@ from tunix.cli import main
 from tunix.commands.quantize import read_words
 from tunix.errors import UserError
 from tunix.hf.source import loaded, pretrained
-from tunix.models.kv_cache import empty, extend
 from tunix.models.quantization import fake_quant as simulated
 from tunix.models.quantization.rules import RULES_FILE, QuantizationConfig, Rules
 from tunix.recipe.recipe import Recipe
@@ -290,9 +290,8 @@ def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):
     model, weights = engine.model, engine.weights
 
     def one(weights):
-        caches = empty(model.config, 2, 16, 1, "float32")
-        ones = jnp.ones((2,), jnp.int32)
-        return extend(model, weights, caches, jnp.zeros((2, 1), jnp.int32), 0 * ones, ones)[0]
+        none = jnp.zeros((2,), jnp.int32)
+        return next_token(model, weights, pages_of(model.config, 2, 16), none, none)[0]
 
     drawn = jax.jit(one).lower(weights).as_text()
     trained = jax.jit(lambda params: model.hidden(params, *ROWS[:3]))

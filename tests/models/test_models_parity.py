@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.marks import slow
+from tests.paged import slots_of_row
 from tests.tiny_models import (
     CASES,
     EACH,
@@ -27,8 +28,8 @@ from tests.tiny_models import (
     tokens,
 )
 from tunix.hf.model_folder import save_folder
-from tunix.models.attention.attend import attend
-from tunix.models.attention.inputs import CacheView, Segments
+from tunix.models.attention.attend import attend, attend_cached
+from tunix.models.attention.inputs import Segments
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 
@@ -132,13 +133,14 @@ def test_the_query_scale_is_multiplied_in_float32():
     q, k = jnp.asarray(4 * np.random.default_rng(0).normal(size=(2, 1, 8, 2, 16)), jnp.bfloat16)
     once = jnp.asarray(np.asarray(q, np.float64) / 12, jnp.bfloat16)
     here = jnp.arange(8)[None]
-    segments, view = Segments(jnp.ones((1, 8), jnp.int32), here), CacheView(here, here, here)
+    segments = Segments(jnp.ones((1, 8), jnp.int32), here)
 
     def trained(q: jax.Array, scale: float) -> jax.Array:
         return attend(q, k, k, segments, scale=scale)
 
     def sampled(q: jax.Array, scale: float) -> jax.Array:
-        return attend(q, k.transpose(0, 2, 3, 1), k.transpose(0, 2, 1, 3), view, scale=scale)
+        new = k.swapaxes(0, 1)
+        return attend_cached(q.swapaxes(0, 1), new, new, *slots_of_row(k[0], k[0]), scale=scale)[0]
 
     for mixed in (trained, sampled):
         np.testing.assert_array_equal(mixed(q, 1 / 12), mixed(once, 1.0))

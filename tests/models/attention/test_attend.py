@@ -9,22 +9,27 @@ import numpy as np
 import pytest
 
 from tests.models.attention.test_chunked import inputs, rows
+from tests.paged import slots_of_row
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH
 from tunix.models.attention import attend as table
 from tunix.models.attention import einsum
-from tunix.models.attention.attend import Implementation, attend, implementation, spec_of
-from tunix.models.attention.inputs import AttentionSpec, ByKind, CacheView, Segments
+from tunix.models.attention.attend import Implementation, attend, attend_cached, implementation, spec_of
+from tunix.models.attention.inputs import AttentionSpec, ByKind, Segments
 from tunix.models.config import DecoderConfig, LayerKind
-from tunix.models.kv_cache import empty, extend, unstack
+from tunix.models.kv_cache import unstack
 from tunix.models.model import Model
+from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.pieces import Piece
+from tunix.rollout.engine.programs import blank, prefill
+from tunix.rollout.engine.shapes import Sizes
 
 ROWS = (jnp.arange(3, 11)[None], jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32))
 FIVE_TO_ONE = tuple((layer + 1) % 6 != 0 for layer in range(48))
 
 
-def test_training_prefill_and_decoding_make_one_call(monkeypatch):
-    """A kernel for decoding alone stands above the einsums, and is asked first."""
+def test_training_and_prompts_make_one_call(monkeypatch):
+    """A kernel for shorter rows stands above the einsums, and is asked first."""
     asked: dict[str, set[AttentionSpec]] = {"kernel": set(), "einsum": set()}
 
     def recorded(name: str, compute, q, k, v, view, **settings):
@@ -32,30 +37,22 @@ def test_training_prefill_and_decoding_make_one_call(monkeypatch):
         return compute(q, k, v, view, **settings)
 
     def entry(name: str, lacks) -> Implementation:
-        forward, cached = (partial(recorded, name, one) for one in (einsum.forward, einsum.cached))
-        return Implementation(name, lacks, forward, einsum.backward, cached=cached)
+        return Implementation(name, lacks, partial(recorded, name, einsum.forward), einsum.backward)
 
-    one_new = entry("kernel", lambda spec: None if spec.cached and spec.queries == 1 else "it decodes one token")
-    monkeypatch.setattr(table, "IMPLEMENTATIONS", (one_new, entry("einsum", lambda _: None)))
+    short = entry("kernel", lambda spec: None if spec.queries < 8 else "it computes short rows")
+    monkeypatch.setattr(table, "IMPLEMENTATIONS", (short, entry("einsum", lambda _: None)))
     model = Model(RICH)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
     jax.eval_shape(model.hidden, params, *ROWS)
-    assert {(spec.cached, spec.queries, spec.keys, spec.window) for spec in asked["einsum"]} == {
-        (False, 8, 8, 5),
-        (False, 8, 8, None),
-    }
-
-    def new(params, tokens: jax.Array):
-        start = jnp.zeros(2, jnp.int32)
-        return extend(model, unstack(model, params), empty(RICH, 2, 32, 4, "float32"), tokens, start, start + 1)
+    assert {(spec.queries, spec.keys, spec.window) for spec in asked["einsum"]} == {(8, 8, 5), (8, 8, None)}
+    sizes = Sizes(2, 32, 4, 8, 4, (5, None), (4, 8), 1, "float32")
 
     asked["einsum"].clear()
-    for length in (4, 1):
-        jax.eval_shape(new, params, jnp.zeros((2, length), jnp.int32))
-    # Local layers hold a ring of 5 + 4 columns.
-    for name, queries in (("einsum", 4), ("kernel", 1)):
-        found = {(spec.cached, spec.queries, spec.keys, spec.window) for spec in asked[name]}
-        assert found == {(True, queries, 9, 5), (True, queries, 32, None)}
+    weights = jax.eval_shape(partial(unstack, model), params)
+    state = blank.eval_shape(model, sizes)
+    prefill.lower(model, weights, state, Piece(Holdings(sizes), 4).inputs)
+    assert not asked["einsum"]
+    assert {(spec.queries, spec.keys, spec.window) for spec in asked["kernel"]} == {(4, 4, 5), (4, 4, None)}
     (spec,) = (spec for spec in asked["kernel"] if spec.window)
     whole = (spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, spec.softcap, spec.branched, spec.platform)
     assert whole == (4, 1, 16, "float32", 20.0, False, "cpu")
@@ -192,6 +189,6 @@ def test_a_sink_takes_the_same_share_with_a_cache():
     q, k, v = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 8, 2, 4)), jnp.float32)
     sinks = jnp.asarray([0.3, -1.0])
     rows = attend(q, k, v, Segments(ROWS[2], ROWS[1]), scale=0.5, sinks=sinks)
-    held = CacheView(columns=ROWS[1], positions=ROWS[1], held=ROWS[1])
-    cached = attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), held, scale=0.5, sinks=sinks)
-    np.testing.assert_allclose(cached, rows, rtol=1e-5, atol=1e-6)
+    new = (x.swapaxes(0, 1) for x in (q, k, v))
+    cached, _ = attend_cached(*new, *slots_of_row(k[0], v[0]), scale=0.5, sinks=sinks)
+    np.testing.assert_allclose(cached.swapaxes(0, 1), rows, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import qwix
 
 from tests.marks import slow
+from tests.paged import next_token, pages_of
 from tests.tiny_models import CASES, EACH, load, one_device, our_logits, reference_folder, rows_of, tokens
 from tests.trainers import PLAIN
 from tunix.errors import UserError
@@ -17,7 +18,7 @@ from tunix.hf.model_folder import load_params
 from tunix.lora.adapt import merge_rounded
 from tunix.lora.config import AdapterConfig
 from tunix.models import model as models_model
-from tunix.models.kv_cache import empty, extend, unstack
+from tunix.models.kv_cache import unstack
 from tunix.models.model import Model
 from tunix.models.quantization import formats
 from tunix.models.quantization.formats import (
@@ -186,10 +187,10 @@ def test_decoding_holds_one_matrix_at_a_time():
         def one(index, carry):
             caches, token = carry
             at = jnp.full((2,), index, jnp.int32)
-            hidden, caches = extend(model, weights, caches, token[:, None], at, jnp.ones((2,), jnp.int32))
+            hidden, caches = next_token(model, weights, caches, token, at)
             return caches, jnp.argmax(model.logits(weights.top, hidden)[:, 0], -1).astype(jnp.int32)
 
-        start = (empty(config, 2, 16, 1, "float32"), jnp.zeros((2,), jnp.int32))
+        start = (pages_of(config, 2, 16), jnp.zeros((2,), jnp.int32))
         return jax.lax.fori_loop(0, steps, one, start)[1]
 
     account = jax.jit(drawn, compiler_options=IN_TURN).lower(weights, 8).compile().memory_analysis()

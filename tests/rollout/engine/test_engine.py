@@ -13,7 +13,7 @@ from tests.marks import slow
 from tests.rollout.engine.piped import PipedSampler
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.tiny_models import one_device
-from tests.trainers import PLAIN
+from tests.trainers import PLAIN, RICH
 from tunix.errors import UserError
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
@@ -22,6 +22,7 @@ from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
+from tunix.rollout.engine.slots import Slots
 from tunix.trainer.perf import Compilations
 from tunix.types import Completion, Sampling, Workload
 
@@ -100,6 +101,32 @@ def test_company_slots_and_steps_change_nothing(engine, params, slots, steps):
         same(a, b)
 
 
+@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+def test_requests_that_make_room_for_others_are_continued_as_they_were(model, monkeypatch):
+    """Six slots with pages for one and a half of the longest: prompts kept for later go, then the last to come."""
+    params = random_params(model)
+    given = prompts(VOCAB, (20, 9, 33))
+    asked = [
+        Request(given[i % 3], Sampling(max_tokens=30 - i, prompt_logprobs=i < 3, stop_ids=(5,)), 7, i) for i in range(9)
+    ]
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        return np.array([4, 9, 5], np.int32) if len(so_far.turns) < 2 else None
+
+    ample = small_engine(model, params, slots=6)
+    plenty = ample.run(asked, reply)
+    parked = []
+    leave = Slots.park
+    monkeypatch.setattr(Slots, "park", lambda self, slot: parked.append(slot) or leave(self, slot))
+    short = tuple(8 + 4 if window is None else most for window, most in zip(ample.sizes.windows, ample.sizes.pages))
+    for one, expected in zip(small_engine(model, params, slots=6, pages=short).run(asked, reply), plenty, strict=True):
+        same(one, expected)
+        if expected.prompt_logprobs is not None:
+            np.testing.assert_allclose(one.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
+    assert len(parked) > 3
+    assert any(len(one.turns) > 1 for one in plenty)
+
+
 def test_a_sampler_over_a_pipe_is_the_engine(here, elsewhere):
     """Weights, settings, an environment's replies, completions and errors all cross."""
     assert isinstance(here, Sampler)
@@ -142,7 +169,7 @@ def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     monkeypatch.setattr(batch_file, "prefill", spy)
     here.sample(prompts(VOCAB, (20, 9)), 7, Sampling(max_tokens=6), seed=0)
     # Requests that enter later compute the last token again, from whose state they sample.
-    assert Counter(computed) == Counter([*range(20), *range(9), *[19] * 4, *[8] * 6])
+    assert Counter(computed) == Counter([*range(20), *range(9), *[19] * 4, *[8] * 5])
 
 
 def test_sampled_frequencies_are_those_of_the_model(engine):

@@ -57,7 +57,10 @@ class Batch:
         self, published: Published, requests: Sequence[Request], reply: Reply | None, on_tokens: OnTokens | None
     ):
         """Queues the requests; for the arguments see `Engine.run`."""
-        self.version, self.sizes = published.version, published.sizes.of_requests(len(requests))
+        self.version = published.version
+        # An environment's answers may take all that is left.
+        most = [published.sizes.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
+        self.sizes = published.sizes.of_requests(most)
         self.model, self.weights = published.model, published.weights
         self.reply, self.on_tokens = reply, on_tokens
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
@@ -93,9 +96,8 @@ class Batch:
         taken = self.sizes.slots_of_shard - idle.sum(axis=1)
         for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != home, taken[shard])):
             tokens = len(episode.request.prompt) + (0 if episode.parked is None else len(episode.parked.tokens))
-            need = 1 if shard == home else -(-(tokens + 1) // self.sizes.page)
             # Every slot at work may want one more page soon.
-            if idle[shard].any() and self.holdings.free(shard) >= need + taken[shard]:
+            if idle[shard].any() and self.holdings.fits(shard, tokens + 1, int(taken[shard]), shared=shard == home):
                 return shard * self.sizes.slots_of_shard + int(idle[shard].argmax())
         return None
 

@@ -6,6 +6,7 @@ Numbers of slots, pages and tokens of a piece come from a small closed set (`sha
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import Sizes, enough_pages
+from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Completion, Reply, Sampling, Workload
 from tunix.util.exact import jit
@@ -43,6 +44,7 @@ class Engine:
         piece: int = 2048,
         page: int = 128,
         steps: int = 32,
+        pages: tuple[int, ...] | None = None,
     ):
         """An engine without weights: `publish` gives it some.
 
@@ -57,6 +59,7 @@ class Engine:
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
             page: tokens of a page of the cache; a power of two.
             steps: tokens that a slot samples in one dispatch at most.
+            pages: of each kind of layer in each shard of the slots; None for as many as slots can ever need.
 
         Raises:
             ValueError: a size is not positive, the slots are not split evenly, or a piece or page is no power of two.
@@ -69,9 +72,9 @@ class Engine:
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
-        pages = enough_pages(windows, slots // shards, length, page, steps)
-        dtype = cache_dtype or model.dtype
-        self.sizes = Sizes(slots, length, piece, page, steps, windows, pages, shards, dtype)
+        none = (0,) * len(windows)
+        sizes = Sizes(slots, length, piece, page, steps, windows, none, shards, cache_dtype or model.dtype)
+        self.sizes = replace(sizes, pages=pages or sizes.most_pages(slots // shards))
         self.weights: Weights | None = None
         self.version = 0
         self.adapters: dict[str, int] = {}
@@ -134,7 +137,7 @@ class Engine:
             ValueError: no weights were loaded.
         """
         with jax.set_mesh(self.mesh):
-            Warmth(self.sampled_model, self._loaded, self.sizes.of_requests(work.requests))()
+            Warmth(self.sampled_model, self._loaded, self.sizes.of_requests([work.length] * work.requests))()
 
     def sample(
         self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None

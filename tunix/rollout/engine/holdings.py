@@ -110,9 +110,29 @@ class Holdings:
         return slot // self.sizes.slots_of_shard
 
     def free(self, shard: int) -> int:
-        """Free pages of a shard: of the kind that has fewest, among layers without a window."""
-        pools = [pools[shard] for _, pools, _ in self._kinds(windows=False)]
-        return min((len(pool.free) for pool in pools), default=self.sizes.slots * self.sizes.length)
+        """Pages that slots of a shard can take: of the kind that has fewest, among layers without a window.
+
+        A dispatch gathers the pages of its slots, so that all slots hold no more than there are, shared ones included.
+        """
+        pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds(windows=False)]
+        return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.length)
+
+    def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
+        """Whether a shard has pages for another sequence of so many tokens, and some to spare.
+
+        Args:
+            shared: whether all but its last page are there already.
+        """
+        pages = -(-tokens // self.sizes.page)
+        kinds = [(pools[shard], self._left(kind, shard)) for kind, pools, _ in self._kinds(windows=False)]
+        return all(
+            left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds
+        )
+
+    def _left(self, kind: int, shard: int) -> int:
+        """Pages that slots of a shard may hold beside those that they hold."""
+        mine = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
+        return self.sizes.pages[kind] - sum(map(len, self._held[kind][mine]))
 
     def held(self, slot: int) -> tuple[Held, ...]:
         """The pages of a slot, for each kind of layer."""

@@ -113,8 +113,9 @@ class Piece:
             if not len(job.tokens):
                 self.done.append(jobs.popleft())
         for job in passed:
-            # What the piece reads stays until it is packed: the same pages are not given away within it.
-            self.holdings.leave(job.slot, job.start)
+            # What the piece reads stays until it is packed: the same pages are not given away within it. What the last
+            # token sees stays too: requests that come later compute it again.
+            self.holdings.leave(job.slot, job.start - 1)
 
     def finish(self, job: Job, copies: Sequence[Copy]) -> None:
         """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
@@ -146,7 +147,7 @@ class Piece:
         inputs.adapters[row] = job.adapter
         if job.reads is None:
             for kind, window in enumerate(self.sizes.windows):
-                self._touch(row, begin, kind, job, job.start if window is None else max(job.start, end - window + 1), end)
+                self._touch(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
         self.parts.append(Part(job, row, begin, job.tokens[:number]))
         job.tokens, job.start = job.tokens[number:], end
         self._filled[row] += number

@@ -17,6 +17,8 @@ NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""
 WIDTHS = 3
 """How many of these numbers there are at most."""
+FEWER = 4
+"""Factor between one number of pages and the next smaller one, where requests need few."""
 LEVELS = 4
 """How many numbers of pages a dispatch may read, at most."""
 SHORTER = 4
@@ -57,11 +59,27 @@ class Sizes:
     dtype: DType
     """Dtype of keys and values."""
 
-    def of_requests(self, number: int) -> "Sizes":
-        """The shapes for so many requests: fewer slots and pages where they need no more."""
-        slots = self.width(min(-(-number // self.shards), self.slots_of_shard))
-        most = enough_pages(self.windows, slots // self.shards, self.length, self.page, self.steps)
-        return replace(self, slots=slots, pages=tuple(map(min, self.pages, most)))
+    def of_requests(self, tokens: Sequence[int]) -> "Sizes":
+        """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
+        mine = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
+        longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:mine]
+        need, most = sum(-(-number // self.page) for number in longest), self.most_pages(mine)
+
+        def of(pages: int, most: int, window: int | None) -> int:
+            part = most = min(pages, most)
+            while window is None and part // FEWER >= need:
+                part //= FEWER
+            return part
+
+        return replace(self, slots=mine * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
+
+    def most_pages(self, slots: int) -> tuple[int, ...]:
+        """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer.
+
+        A sequence that is computed in pieces holds the window before a piece and that at its end.
+        """
+        spare = [0 if window is None else 1 for window in self.windows]
+        return tuple(self.columns(kind) * (slots + more) for kind, more in enumerate(spare))
 
     @property
     def slots_of_shard(self) -> int:
@@ -86,7 +104,7 @@ class Sizes:
         Halves and halves again of what they can hold at most, down to one page each.
         """
         width //= self.shards
-        most = [width * self.columns(kind) for kind in range(len(self.windows))]
+        most = [min(width * self.columns(kind), pages) for kind, pages in enumerate(self.pages)]
         parts = [2**power for power in range(LEVELS) if not power or width * 2**power <= max(most)]
         whole = enumerate(self.windows)
         shares = [(kind, window is None) for kind, window in whole]
@@ -102,27 +120,14 @@ class Sizes:
         return next((length for length in self.pieces if length <= tokens), self.pieces[-1])
 
     def columns(self, kind: int) -> int:
-        """Co of a kind of layer."""
-        return columns(self.windows[kind], self.length, self.page, self.steps)
+        """Co of a kind of layer: pages that a slot holds at most while it decodes.
+
+        Those of everything, or of the window before a dispatch and its steps.
+        """
+        whole, window = -(-self.length // self.page), self.windows[kind]
+        return whole if window is None else min(whole, -(-(window + self.steps) // self.page) + 1)
 
     def visits(self, piece: int, kind: int) -> int:
         """Vi for a piece: each of its blocks may see all pages of one sequence."""
         return piece // block_of(piece) * min(-(-self.length // self.page), self.columns(kind) + 1)
 
-
-def columns(window: int | None, length: int, page: int, steps: int) -> int:
-    """Pages that a slot holds at most while it decodes: of everything, or of the window before a dispatch and its steps."""
-    whole = -(-length // page)
-    return whole if window is None else min(whole, -(-(window + steps) // page) + 1)
-
-
-def enough_pages(windows: Sequence[int | None], slots: int, length: int, page: int, steps: int) -> tuple[int, ...]:
-    """Pages of each kind that so many slots need where each is as long as can be; a window's never fall short.
-
-    A sequence that is computed in pieces holds the window before a piece and that at its end.
-    """
-
-    def of(window: int | None) -> int:
-        return columns(window, length, page, steps) * (slots if window is None else slots + 1)
-
-    return tuple(map(of, windows))
