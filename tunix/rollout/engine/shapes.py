@@ -1,8 +1,9 @@
 """The closed set of shapes that an engine uses, so that compiling ends.
 
 Slots are decoded all together, or NARROW and NARROW^2 times fewer where only the last requests are left. Prompts are
-computed in pieces of a few lengths. What a sequence holds is counted in pages; a layer with a window keeps those of
-its window. `warmup.py` compiles all of these shapes: ten programs at most, and as many as there are lengths of pieces where prompts are scored.
+computed in long or short pieces. What a sequence holds is counted in pages; a layer with a window keeps those of
+its window. `warmup.py` compiles all of these shapes: eight programs at most, and two
+more where prompts are scored.
 
 Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.
 """
@@ -16,15 +17,15 @@ from tunix.models.attention.pages import block_of
 NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""
 WIDTHS = 3
-"""How many of these numbers there are at most."""
+"""How many of these numbers there are at most, no more than LEVELS."""
 FEWER = 4
 """Factor between one number of pages and the next smaller one, where requests need few."""
-LEVELS = 4
-"""How many numbers of pages a dispatch may read, at most."""
-SHORTER = 4
-"""Factor between one length of pieces and the next smaller one."""
-LENGTHS = 3
-"""How many lengths of pieces there are at most."""
+LEVELS = 3
+"""How many numbers of pages a dispatch of all slots may read; one less for each smaller number of slots."""
+SHORTER = 8
+"""Factor between the two lengths of pieces."""
+FULL = 0.75
+"""Share of a long piece that is filled at least; else short ones are taken."""
 SLOTS = {"cpu": 64}
 """Completions that are sampled at a time, by platform: more only cost memory."""
 SLOTS_ELSEWHERE = 256
@@ -105,7 +106,8 @@ class Sizes:
         """
         width //= self.shards
         most = [min(width * self.columns(kind), pages) for kind, pages in enumerate(self.pages)]
-        parts = [2**power for power in range(LEVELS) if not power or width * 2**power <= max(most)]
+        levels = LEVELS - self.widths.index(width * self.shards)
+        parts = [2**power for power in range(levels) if not power or width * 2**power <= max(most)]
         whole = enumerate(self.windows)
         shares = [(kind, window is None) for kind, window in whole]
         return [tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts]
@@ -113,11 +115,11 @@ class Sizes:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Tokens of a piece, falling."""
-        return tuple(dict.fromkeys(max(self.piece // SHORTER**power, 1) for power in range(LENGTHS)))
+        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORTER, 1))))
 
     def piece_of(self, tokens: int) -> int:
-        """The length of the next piece where so many tokens of a shard wait: little of it is left empty."""
-        return next((length for length in self.pieces if length <= tokens), self.pieces[-1])
+        """The length of the next piece where so many tokens of a shard wait."""
+        return next((length for length in self.pieces if FULL * length <= tokens), self.pieces[-1])
 
     def columns(self, kind: int) -> int:
         """Co of a kind of layer: pages that a slot holds at most while it decodes.
