@@ -11,6 +11,7 @@ a single place needs has a small-letter name.
     A   alternatives: the most likely ids that are reported with a sampled token
     B   rows: of a batch, or of requests that are computed together
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
+    Co  columns of a page table: the pages that a slot holds
     D   model width
     E   experts
     F   ffn width
@@ -25,14 +26,17 @@ a single place needs has a small-letter name.
     O   outputs: the other axes of a projection, flattened
     P   prompts
     Pa  pairs: sequences 2 i (chosen) and 2 i + 1 (rejected) of a batch
+    Pg  pages: blocks of a cache of keys and values
+    Pt  tokens of a page
     Q   queries of a block
     R   rows of a micro-batch
     S   sequences: those of a batch
     Sl  slots: the requests that the engine decodes side by side
     St  decode steps: those of one dispatch of the engine
-    T   time: the tokens of a row or of a sequence, or the columns of a cache
+    T   time: the tokens of a row or of a sequence
     Te  teacher's width
     V   vocabulary
+    Vi  visits: pairs of a page and who reads or writes it
     W   ids of a chunk: a piece of the vocabulary, or of each part of it
     p   parts of the vocabulary
     r   rank: the inner axis of an adapter

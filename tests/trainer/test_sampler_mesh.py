@@ -17,7 +17,8 @@ from tunix.models.model import Model
 from tunix.plan import programs
 from tunix.plan.account import account
 from tunix.rollout.config import RolloutMeshConfig
-from tunix.trainer.sampler_mesh import sampler_mesh, split_slots
+from tunix.rollout.engine.engine import Engine
+from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
 from tunix.types import Sampling
 
 MODEL = Model(PLAIN)
@@ -58,11 +59,11 @@ def test_what_does_not_divide_is_refused():
         sampler_mesh(mesh, RolloutMeshConfig(tensor=4), MODEL, None)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 8 devices, 4 query heads"):
         sampler_mesh(mesh, RolloutMeshConfig(tensor=3), MODEL, None)
-    assert (split_slots(None, mesh), split_slots(16, mesh)) == (64, 16)
+    check_slots(16, mesh)
     with pytest.raises(UserError, match=r"100 slots are not split evenly over 8 copies of the weights; 96 or 104"):
-        split_slots(100, mesh)
+        check_slots(100, mesh)
     with pytest.raises(UserError, match=r"3 slots are not split evenly over 8 copies of the weights; 8 would"):
-        split_slots(3, mesh)
+        check_slots(3, mesh)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -89,8 +90,9 @@ def test_no_weights_are_sent_for_a_token(given: MeshConfig):
 
     def sent(mesh: jax.sharding.Mesh) -> list[int]:
         weights = programs.views(model, mesh, params)
-        state = programs.slots(model, mesh, 16, 128, 32, "float32")
-        found = account(programs.decoding(model, mesh, weights, state, 8).compile().as_text()).collectives
+        sizes = Engine(model, mesh, slots=16, length=128, page=32, steps=8).sizes
+        state = programs.state_of(model, mesh, sizes)
+        found = account(programs.decoding(model, mesh, weights, state, sizes).compile().as_text()).collectives
         return [one.bytes for one in found if one.loops and not one.scope.endswith("top_k")]
 
     ours = sent(sampler_mesh(trained, None, model, None)[0])

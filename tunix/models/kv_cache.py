@@ -133,4 +133,3 @@ def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
     if adapters is None:
         return own
     return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in own.items()}
-

@@ -1,7 +1,7 @@
 """A run's programs lowered from shapes alone: no weight is made and no device touched.
 
 Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's width,
-Sl slots, C tokens at a time.
+Sl slots.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
-from tunix.config import DType
 from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
-from tunix.models.kv_cache import LAYERS, TOP, Weights, empty, gains, magnified, unstack, view_axes
+from tunix.models.kv_cache import LAYERS, TOP, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
-from tunix.rollout.engine.programs import State, decode, prefill
+from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.pieces import Piece
+from tunix.rollout.engine.programs import State, blank, decode, prefill
+from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer
@@ -195,29 +197,29 @@ def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
     return one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, len(one.shape))
 
 
-def slots(model: Model, mesh: Mesh, number: int, length: int, piece: int, dtype: DType) -> State:
-    """The shapes of the engine's slots, or of the rows of a prefill."""
+def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
+    """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
-        caches = jax.eval_shape(lambda: empty(model.config, number, length, piece, dtype))
+        state = blank.eval_shape(model, sizes)
     axes: Axes = ("rows", "kv_heads", None, None)
-    placed = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, axes), caches)
-    hidden = _placed(mesh, (number, model.config.d_model), model.dtype, ("rows", None))
-    return State(placed, cast(jax.Array, hidden))
+    pages = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, axes), state.caches)
+    return State(pages, cast(jax.Array, _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))))
 
 
-def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, steps: int) -> jax.stages.Lowered:
-    """A dispatch of the engine: up to `steps` tokens in each slot."""
-    nothing = np.int32(0)
+def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
+    """A dispatch of the engine: up to `sizes.steps` tokens in each slot, with all the pages that there may be."""
+    every, nothing = np.arange(sizes.slots), np.int32(0)
+    reads = Holdings(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
-        return decode.lower(model, steps, weights, state, Slots(state.hidden.shape[0], 1).flow(), nothing, nothing)
+        return decode.lower(
+            model, sizes.steps, weights, state, Slots(sizes.slots, 1).flow(every), reads, nothing, nothing
+        )
 
 
-def prefilling(model: Model, mesh: Mesh, weights: Weights, rows: State, chunk: int) -> jax.stages.Lowered:
-    """The computation of `chunk` tokens of a prompt in each row."""
-    number = rows.hidden.shape[0]
-    none, one = np.zeros(number, np.int32), np.ones(number, np.int32)
+def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
+    """The computation of a long piece of prompts in each shard."""
     with jax.set_mesh(mesh):
-        return prefill.lower(model, weights, rows, np.zeros((number, chunk), np.int32), none, one, none)
+        return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs)
 
 
 def gradient_bytes(params: Shapes, batch: BatchShape) -> int:

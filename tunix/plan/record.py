@@ -24,11 +24,9 @@ from tunix.data.sources import Rows
 from tunix.hf.source import Source
 from tunix.plan import programs
 from tunix.plan.programs import BatchShape
-from tunix.plan.subject import Frozen, Sampled, Subject, Trained
+from tunix.plan.subject import Frozen, Subject, Trained
 from tunix.protocols import Saving
 from tunix.rollout.collect import Collector, Judge
-from tunix.rollout.engine.programs import State
-from tunix.rollout.engine.shapes import ROWS
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs
 from tunix.run.loop import Stream
@@ -294,54 +292,22 @@ def _sampling(subject: Subject) -> list[Program]:
     sampled = subject.sampled
     if sampled is None:
         return []
-    sizes, work = sampled.sizes, sampled.work
-    width, lengths = sizes.widths(work.requests)[0], sizes.lengths(work.length)
-    rows = next(rows for rows in ROWS if rows <= work.prompts)
-    # Prompts of one wave are computed before they are copied into slots.
-    waiting = _caches(subject, rows, lengths[-1]) * -(-min(work.prompts, width) // rows)
-    slots = _caches(subject, width, lengths[-1])
+    spec, sizes, mesh = subject.policy.spec, sampled.sizes, sampled.mesh
+    state = programs.state_of(spec.model, mesh, sizes)
+    pages = bytes_of(state.caches)
     publish = Program("publish", (), peak=sampled.copied)
-    placing = Program("placing prompts in slots", (), peak=slots + waiting, caches=slots + waiting)
-    grown = [
-        Program("lengthening the caches", (), peak=_caches(subject, width, old) + slots, caches=slots)
-        for old in lengths[-2:-1]
-    ]
     if not sampled.matters:
-        return [publish, placing, *grown]
-    return [*grown, *_computing(subject, sampled, width, rows, slots + waiting), placing, publish]
-
-
-def _computing(subject: Subject, sampled: Sampled, width: int, rows: int, caches: int) -> list[Program]:
-    """The engine's decode and prefill.
-
-    Args:
-        width: slots.
-        rows: of a prefill.
-        caches: bytes that slots and prompts take while a prompt is computed.
-    """
-    spec, sizes, work = subject.policy.spec, sampled.sizes, sampled.work
-    chunk, short = sizes.cuts(work.prompt_length)[-1], sizes.bucket(work.prompt_length)
-
-    def state(number: int, length: int) -> State:
-        return programs.slots(spec.model, sampled.mesh, number, length, sizes.piece, sizes.dtype)
-
+        return [publish, Program("pages of the cache", (), peak=pages, caches=pages)]
     copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
-    slots, prompts = state(width, sizes.bucket(work.length)), state(rows, short)
-    decode = programs.decoding(spec.model, sampled.mesh, sampled.weights, slots, sampled.steps)
-    prefill = programs.prefilling(spec.model, sampled.mesh, sampled.weights, prompts, chunk)
-    held = bytes_of(prompts)
-    decoding = Program("decode", copy, decode, caches=bytes_of(slots), besides=twice, tokens=width)
-    filling = Program("prefill", copy, prefill, caches=held, besides=caches + twice - held, tokens=rows * chunk)
+    decode = programs.decoding(spec.model, mesh, sampled.weights, state, sizes)
+    prefill = programs.prefilling(spec.model, mesh, sampled.weights, state, sizes)
+    piece = sizes.piece * sizes.shards
+    decoding = Program("decode", copy, decode, caches=pages, besides=twice, tokens=sizes.slots)
+    filling = Program("prefill", copy, prefill, caches=pages, besides=twice, tokens=piece)
     if subject.algorithm.train_on == RowKind.PROMPT:
-        prompts_of_step = subject.recipe.batch_size
-        requests = prompts_of_step * subject.recipe.algorithm.samples_per_prompt
-        decoding.times = float(-(-requests // width) * min(work.length, subject.algorithm.sampling.max_tokens))
-        filling.times = float(-(-prompts_of_step // rows) * -(-work.prompt_length // chunk))
-    return [decoding, filling]
-
-
-def _caches(subject: Subject, rows: int, length: int) -> int:
-    """Bytes of caches, on each device."""
-    spec, sampled = subject.policy.spec, subject.sampled
-    assert sampled is not None, "only what samples has caches"
-    return bytes_of(programs.slots(spec.model, sampled.mesh, rows, length, sampled.sizes.piece, sampled.sizes.dtype))
+        prompts, work = subject.recipe.batch_size, sampled.work
+        requests = prompts * subject.recipe.algorithm.samples_per_prompt
+        drawn = min(work.length, subject.algorithm.sampling.max_tokens)
+        decoding.times = float(-(-requests // sizes.slots) * drawn)
+        filling.times = float(-(-prompts * work.prompt_length // piece))
+    return [decoding, filling, publish]

@@ -34,7 +34,7 @@ def remedies(recipe: Recipe, worst: str, topology: str | None) -> Iterator[Remed
         worst: name of the program that needs most.
         topology: of the plan; None for the devices at hand.
     """
-    samples = worst in ("decode", "prefill", "placing prompts in slots", "lengthening the caches", "publish")
+    samples = worst in ("decode", "prefill", "pages of the cache", "publish")
     yield from (_narrower(recipe) if samples else _shorter(recipe))
     smaller = _smaller_moments(recipe)
     if smaller:

@@ -67,7 +67,6 @@ class Sampled:
 
     mesh: Mesh
     sizes: Sizes
-    steps: int
     weights: Weights
     work: Workload
     copied: int
@@ -211,7 +210,8 @@ def _sampled(
     kept = programs.shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
     copied, matters = bytes_of(weights) - bytes_of(kept), work.requests > recipe.eval.samples
-    return Sampled(engine.mesh, engine.sizes, engine.steps, weights, work, copied, matters)
+    sizes = engine.sizes.of_requests([work.length] * work.requests)
+    return Sampled(engine.mesh, sizes, weights, work, copied, matters)
 
 
 def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:

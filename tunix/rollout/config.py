@@ -25,7 +25,10 @@ class RolloutConfig(Config):
     stop: tuple[str, ...] = ()
     """Texts that end a completion, in addition to the model's stop tokens."""
     slots: Positive | None = None
-    """Completions that are sampled at a time; null: as many as fill this kind of device. Never changes a result."""
+    """Completions that are sampled at a time; null: as many as there is room for. Never changes a result."""
+    memory: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a device's memory that weights, the state of training and the sampler's keys and values may take. Where
+    the device does not say how much it has, as on a CPU, slots take what they need."""
     mesh: RolloutMeshConfig | Literal["auto"] = "auto"
     """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None

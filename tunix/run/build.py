@@ -168,6 +168,7 @@ def settings_of(
         critic_learning_rate=recipe.algorithm.learning_rate_of_critic,
         longest=recipe.data.max_length if samples else None,
         slots=recipe.rollout.slots,
+        sampler_memory=recipe.rollout.memory,
         sampler_mesh=recipe.rollout.devices,
         decode=None if tokenizer is None else tokenizer.decode,
     )

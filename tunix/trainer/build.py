@@ -23,7 +23,6 @@ from tunix.protocols import Sampler
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
-from tunix.rollout.engine.shapes import usual_slots
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
 from tunix.trainer.learner import Learner
@@ -32,7 +31,8 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.reference import initial_reference
 from tunix.trainer.remat import chosen, held_by
-from tunix.trainer.sampler_mesh import sampler_mesh, split_slots
+from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
+from tunix.trainer.sampler_room import room_of
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
 
@@ -63,7 +63,9 @@ class ClientSettings:
     longest: int | None = None
     """Maximum tokens of a prompt and its completion; None for `length`."""
     slots: int | None = None
-    """Completions that are sampled at a time; None for the default of this kind of device."""
+    """Completions that are sampled at a time; None for as many as there is room for."""
+    sampler_memory: float = 0.85
+    """Share of a device's memory for weights, the state of training and the sampler's keys and values."""
     sampler_mesh: RolloutMeshConfig | None = None
     """How the devices are divided to sample; None for the fewest to a copy of the weights that have room for it."""
     decode: Decode | None = None
@@ -197,11 +199,15 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     """The engine of a client, on the learner's devices; no weights are read.
 
     Raises:
-        UserError: its mesh or its slots do not divide.
+        UserError: its mesh or its slots do not divide, or there is no room for a request.
     """
     mesh, _ = sampler_mesh(spec.mesh, settings.sampler_mesh, spec.model, memory)
     trained, _ = stored(settings, spec.model)
-    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh)
+    policies = [spec] if settings.critic != "own" else [spec, critic_spec_of(settings, spec)]
+    weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
+    held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
+    room = room_of(settings.sampler_memory, memory, mesh, held, references=settings.reference)
+    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room)
 
 
 def engine_of(
@@ -211,23 +217,27 @@ def engine_of(
     length: int | None = None,
     decode: Decode | None = None,
     mesh: Mesh | None = None,
+    room: float | None = None,
 ) -> Engine:
     """An engine on the learner's devices.
 
     Args:
         params: names of the trainable weights; with an adapter, only these are copied at each publication.
-        slots: completions at a time; None for the default of this kind of device.
+        slots: completions at a time; None for as many as there is room for.
         length: maximum tokens of a prompt and its completion; None for the length of a row.
         decode: token ids -> text, for stop strings.
         mesh: how the devices are divided to sample; None as they are for training.
+        room: bytes for keys and values on each device; None for as many as slots can need.
 
     Raises:
-        UserError: the slots are not split evenly over the mesh.
+        UserError: the slots are not split evenly over the mesh, or there is no room for a request.
     """
     mesh = mesh or spec.mesh
-    slots = split_slots(slots, mesh)
+    if slots is not None:
+        check_slots(slots, mesh)
     moving = () if spec.adapter is None else tuple(params)
-    return Engine(spec.model, mesh, slots=slots, length=length or spec.length, decode=decode, moving=moving)
+    length = length or spec.length
+    return Engine(spec.model, mesh, slots=slots, length=length, decode=decode, moving=moving, room=room)
 
 
 def _model(settings: ClientSettings, source: Source) -> Model:
@@ -273,9 +283,7 @@ def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, froze
 def _with_remat(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> TrainerSpec:
     """The spec with what its layers recompute, chosen by the devices' memory."""
     params, frozen = (spec.model.abstract(dtypes, spec.mesh) for dtypes in stored(settings, spec.model))
-    slots = settings.slots or usual_slots(spec.mesh.devices.flat[0].platform)
-    cached, copies = slots * (settings.longest or 0), 1 + settings.reference
-    held = held_by(spec, params, frozen, copies=copies, cached_tokens=cached)
+    held = held_by(spec, params, frozen, copies=1 + settings.reference)
     remat, reason = chosen(spec, held, memory)
     return replace(spec, model=replace(spec.model, remat=remat), remat_reason=reason)
 

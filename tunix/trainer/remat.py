@@ -102,7 +102,6 @@ def held_by(
     frozen: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
     *,
     copies: int,
-    cached_tokens: int,
 ) -> Held:
     """What each device holds of a run with these weights.
 
@@ -110,15 +109,12 @@ def held_by(
         params: the trainable weights.
         frozen: the other weights.
         copies: how many more times all weights are there in the compute dtype: for a reference, for the sampler.
-        cached_tokens: tokens for which the sampler's caches have room.
     """
-    c, size = spec.model.config, jnp.dtype(spec.model.dtype).itemsize
+    size = jnp.dtype(spec.model.dtype).itemsize
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     moments = jax.tree.leaves(abstract_moments(spec.optimizer, params, everywhere))
     weights = [*params.values(), *frozen.values()]
-    # A cache that grows exists once more, in half of its length.
-    caches = 1.5 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * size * cached_tokens / spec.mesh.size
-    whole = device_bytes([*weights, *moments]) + copies * device_bytes(weights, size) + caches
+    whole = device_bytes([*weights, *moments]) + copies * device_bytes(weights, size)
     # Those of a micro-batch, and their sum in float32.
     layers = size if spec.model.gradient_sums == "compute" else 4
     return Held(whole, device_bytes(params.values(), 4) + device_bytes(params.values(), layers))

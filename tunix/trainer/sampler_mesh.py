@@ -14,7 +14,6 @@ from tunix.errors import UserError
 from tunix.mesh import AXES, groups_of, row_shards
 from tunix.models.model import Model
 from tunix.rollout.config import RolloutMeshConfig
-from tunix.rollout.engine.shapes import usual_slots
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
 from tunix.util.sizes import bytes_of
 
@@ -43,31 +42,30 @@ def sampler_mesh(
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"
-    line = (
-        f"sampling: a copy of the weights on {each} of {mesh.size} device(s), {_bytes(model) / 1e9:.3g} GB in all of it"
-    )
+    size = f"{copy_bytes(model) / 1e9:.3g} GB in all of it"
+    line = f"sampling: a copy of the weights on {each} of {mesh.size} device(s), {size}"
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
 
 
-def split_slots(slots: int | None, mesh: Mesh) -> int:
-    """Slots that are split evenly over the copies of the weights.
-
-    Args:
-        slots: as the user wants them; None for as many as this kind of device usually has.
+def check_slots(slots: int, mesh: Mesh) -> None:
+    """Refuses slots that are not split evenly over the copies of the weights.
 
     Raises:
-        UserError: they are not; with the next numbers that would be.
+        UserError: with the next numbers that would be.
     """
     copies = row_shards(mesh)
-    if slots is None:
-        return -(-usual_slots(mesh.devices.flat[0].platform) // copies) * copies
     if slots % copies:
         below = slots // copies * copies
         near = " or ".join(str(number) for number in (below, below + copies) if number)
         raise UserError(
             f"rollout.slots: {slots} slots are not split evenly over {copies} copies of the weights; {near} would be"
         )
-    return slots
+
+
+def copy_bytes(model: Model) -> int:
+    """Bytes of a copy of the weights in the compute dtype; quantized ones stay as they are."""
+    dtypes = {name: model.kinds.get(name, jnp.dtype(model.dtype)) for name in model.shapes}
+    return bytes_of([jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in model.shapes.items()])
 
 
 def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | None) -> int:
@@ -75,7 +73,7 @@ def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | Non
     near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
     common = math.gcd(near, *sizes.values())
     fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
-    room = [tensor for tensor in fitting if memory is None or _bytes(model) / tensor <= SHARE * memory]
+    room = [tensor for tensor in fitting if memory is None or copy_bytes(model) / tensor <= SHARE * memory]
     return room[0] if room else fitting[-1]
 
 
@@ -85,9 +83,3 @@ def _checked(mesh: Mesh, sizes: dict[str, int], tensor: int) -> int:
         near = near_divisors("tensor", tensor, named)
         raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {near}")
     return tensor
-
-
-def _bytes(model: Model) -> int:
-    """Bytes of a copy of the weights in the compute dtype; quantized ones stay as they are."""
-    dtypes = {name: model.kinds.get(name, jnp.dtype(model.dtype)) for name in model.shapes}
-    return bytes_of([jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in model.shapes.items()])

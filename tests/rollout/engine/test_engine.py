@@ -20,6 +20,7 @@ from tunix.models.model import Model
 from tunix.protocols import Sampler
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
+from tunix.rollout.engine.budget import page_bytes
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.slots import Slots
@@ -118,8 +119,15 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     parked = []
     leave = Slots.park
     monkeypatch.setattr(Slots, "park", lambda self, slot: parked.append(slot) or leave(self, slot))
-    short = tuple(8 + 4 if window is None else most for window, most in zip(ample.sizes.windows, ample.sizes.pages))
-    for one, expected in zip(small_engine(model, params, slots=6, pages=short).run(asked, reply), plenty, strict=True):
+    # Eight pages for the longest and four more, each twice, beside all that windows need.
+    each = page_bytes(model.config, ample.mesh, ample.sizes)
+    pages = [
+        12 if window is None else most for window, most in zip(ample.sizes.windows, ample.sizes.pages, strict=True)
+    ]
+    room = sum(2 * size * number for size, number in zip(each, pages, strict=True))
+    few = small_engine(model, params, slots=6, room=room)
+    assert list(few.sizes.pages) == pages
+    for one, expected in zip(few.run(asked, reply), plenty, strict=True):
         same(one, expected)
         if expected.prompt_logprobs is not None:
             np.testing.assert_allclose(one.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)

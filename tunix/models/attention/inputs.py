@@ -9,7 +9,6 @@ Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, J query h
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int

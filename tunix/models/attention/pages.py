@@ -40,7 +40,7 @@ class Pages(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Which pages each slot holds for one kind of layer; column j has the tokens of page `first + j` of the sequence."""
+    """Which pages each slot holds for a kind of layer; column j has the tokens of page `first + j` of the sequence."""
 
     pages: Int[Array, "B Co"]
     """-1 where the slot holds none."""
@@ -262,7 +262,7 @@ def _visited(
     values: Float[Array, "g K Pt H"],
     softcap: float | None,
 ) -> tuple[Float[Array, "g K J Q"], Float[Array, "g K J Q"], Float[Array, "g K J Q H"]]:
-    """What some queries find in a page each: the highest score, the mass relative to it, and the values' sum, float32."""
+    """What some queries find in a page each: the highest score, the mass relative to it, and the sum of values."""
     number, kv_heads, _, _, dim = queries.shape
     keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     flat = queries.reshape(number, kv_heads, -1, dim)

@@ -210,7 +210,7 @@ class Batch:
                 self._release(slot)
 
     def _reserve(self, most: int) -> None:
-        """Takes the pages that the next tokens of all slots need; the last to come make room where there are too few."""
+        """Takes the pages that the next tokens of all slots need; the last to come make room where they are too few."""
         running = self.slots.running
         goal = self.slots.held[running] + np.minimum(most, self.slots.left[running])
         goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
@@ -254,7 +254,8 @@ class Batch:
 
     def _selected(self, running: np.ndarray) -> np.ndarray:
         """The slots of the next dispatch, in the order of their shards: those at work, and idle ones to fill up."""
-        of_shard = [np.sort(running[running // self.sizes.slots_of_shard == shard]) for shard in range(self.sizes.shards)]
+        shards = running // self.sizes.slots_of_shard
+        of_shard = [np.sort(running[shards == shard]) for shard in range(self.sizes.shards)]
         width = self.sizes.width(max(map(len, of_shard))) // self.sizes.shards
 
         def filled(shard: int, mine: np.ndarray) -> np.ndarray:

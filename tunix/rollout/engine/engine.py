@@ -6,7 +6,6 @@ Numbers of slots, pages and tokens of a piece come from a small closed set (`sha
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from tunix.mesh import row_shards, sharding
 from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
+from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import Sizes
@@ -36,7 +36,7 @@ class Engine:
         model: Model,
         mesh: Mesh,
         *,
-        slots: int,
+        slots: int | None = None,
         length: int,
         cache_dtype: DType | None = None,
         decode: Decode | None = None,
@@ -44,14 +44,14 @@ class Engine:
         piece: int = 2048,
         page: int = 128,
         steps: int = 32,
-        pages: tuple[int, ...] | None = None,
+        room: float | None = None,
     ):
         """An engine without weights: `publish` gives it some.
 
         Args:
             model: what is sampled from.
             mesh: the devices.
-            slots: requests that are answered at a time.
+            slots: requests that are answered at a time; None for as many as there is room for.
             length: tokens of prompt and completion at most.
             cache_dtype: of keys and values; None takes the model's.
             decode: token ids -> text, for stop strings.
@@ -59,22 +59,22 @@ class Engine:
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
             page: tokens of a page of the cache; a power of two.
             steps: tokens that a slot samples in one dispatch at most.
-            pages: of each kind of layer in each shard of the slots; None for as many as slots can ever need.
+            room: bytes for keys and values on each device; None for as many as slots can ever need.
 
         Raises:
+            UserError: there is no room for one request.
             ValueError: a size is not positive, the slots are not split evenly, or a piece or page is no power of two.
         """
-        shards = row_shards(mesh)
-        if min(slots, length, piece, page, steps) < 1 or piece & (piece - 1) or page & (page - 1) or slots % shards:
+        shards, asked = row_shards(mesh), row_shards(mesh) if slots is None else slots
+        if min(asked, length, piece, page, steps) < 1 or piece & (piece - 1) or page & (page - 1) or asked % shards:
             given = f"slots={slots} length={length} piece={piece} page={page} steps={steps}"
             raise ValueError(
                 f"sizes must be positive, piece and page powers of two, and slots a multiple of {shards}, not {given}"
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
-        none = (0,) * len(windows)
-        sizes = Sizes(slots, length, piece, page, steps, windows, none, shards, cache_dtype or model.dtype)
-        self.sizes = replace(sizes, pages=pages or sizes.most_pages(slots // shards))
+        bare = Sizes(asked, length, piece, page, steps, windows, (), shards, cache_dtype or model.dtype)
+        self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
         self.adapters: dict[str, int] = {}
@@ -192,9 +192,7 @@ class Engine:
 
     @property
     def _published(self) -> Published:
-        return Published(
-            self.sampled_model, self._loaded, self.version, self.adapters, self.sizes, self.decode
-        )
+        return Published(self.sampled_model, self._loaded, self.version, self.adapters, self.sizes, self.decode)
 
     @property
     def _loaded(self) -> Weights:

@@ -1,7 +1,7 @@
 """Which pages each slot holds, and which are free.
 
 A page belongs to all sequences that begin with its tokens, and is free again when the last of them has let it go. Each
-shard of the slots has its own pages, and each kind of layer: one with a window lets pages go that the window has passed.
+shard of the slots has its own pages, and each kind of layer: one with a window lets pages go that it has passed.
 Programs run in the order in which they are sent, so a page that is let go may be given away at once.
 
 Axes: Sl slots, Co columns of a page table, Vi visits, s shards of the rows.
@@ -41,7 +41,7 @@ class Reads(NamedTuple):
     @classmethod
     def of(cls, table: np.ndarray, first: np.ndarray, shards: int, number: int, page: int) -> "Reads":
         """The pages `[Sl Co]` of slots, gathered into so many for each shard."""
-        slots, columns = len(table) // shards, table.shape[1]
+        columns = table.shape[1]
         held = table.reshape(shards, -1) >= 0
         places = np.where(held, np.cumsum(held, axis=1) - 1, -1)
         shard, index = np.nonzero(held)
@@ -125,9 +125,7 @@ class Holdings:
         """
         pages = -(-tokens // self.sizes.page)
         kinds = [(pools[shard], self._left(kind, shard)) for kind, pools, _ in self._kinds(windows=False)]
-        return all(
-            left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds
-        )
+        return all(left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds)
 
     def _left(self, kind: int, shard: int) -> int:
         """Pages that slots of a shard may hold beside those that they hold."""

@@ -87,6 +87,7 @@ class Piece:
         self.done: list[Job] = []
         self._filled = np.zeros(sizes.shards, np.int32)
         tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
+
         def blank(numbers: Sequence[int], fields: int) -> list[list[np.ndarray]]:
             """For each kind of layer, so many arrays `[s Vi]`, and how much of them there is."""
             arrays = [np.zeros((fields, sizes.shards, number), np.int32) for number in numbers]

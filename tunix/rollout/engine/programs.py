@@ -6,8 +6,7 @@ tokens in some slots until they have ended.
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
 that prompts, observations and sampled tokens all leave a slot in the same condition.
 
-Axes: Sl slots, Co columns of a page table, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of
-the rows.
+Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows.
 """
 
 from collections.abc import Callable
@@ -156,7 +155,9 @@ def score(
         return x.reshape(x.shape[0], -1, together, *x.shape[2:]).swapaxes(0, 1)
 
     # Few columns at a time: logits of a whole piece would be [s C V].
-    found = jax.lax.map(column, jax.tree.map(split, (hidden, jnp.asarray(targets), jax.tree.map(jnp.asarray, settings))))
+    found = jax.lax.map(
+        column, jax.tree.map(split, (hidden, jnp.asarray(targets), jax.tree.map(jnp.asarray, settings)))
+    )
     return found.swapaxes(0, 1).reshape(targets.shape)
 
 

@@ -132,4 +132,3 @@ class Sizes:
     def visits(self, piece: int, kind: int) -> int:
         """Vi for a piece: each of its blocks may see all pages of one sequence."""
         return piece // block_of(piece) * min(-(-self.length // self.page), self.columns(kind) + 1)
-

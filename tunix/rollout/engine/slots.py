@@ -27,9 +27,10 @@ class Slots:
         """
         self.episodes: list[Episode | None] = [None] * number
         self._length = length
-        slots, (held, left, drawn, request, adapter) = np.arange(number), np.zeros((5, number), np.int32)
+        held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
-        self._flow = Flow(slots.astype(np.int32), held, left, drawn, seeds, request, adapter, stops, Transform.of([Sampling()] * number))
+        settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
+        self._flow = Flow(every, held, left, drawn, seeds, request, adapter, stops, settings)
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, length), np.int32)
         self._logprobs = np.empty((number, length), np.float32)
@@ -153,7 +154,7 @@ class Slots:
         return self._tokens[slot, self._before[slot] : self._written[slot]].copy()
 
     def observe(self, slot: int, observation: np.ndarray) -> np.ndarray | None:
-        """Appends an observation and opens the next turn, which waits; returns the tokens that end what is in the cache.
+        """Appends an observation and opens the next turn, which waits; returns the tokens that are to be computed.
 
         The last token before the observation is among them: its state was lost where tokens after it were dropped.
         Returns None, and ends the episode by its length, where nothing could be sampled after the observation.

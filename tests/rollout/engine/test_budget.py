@@ -1,0 +1,45 @@
+"""Slots and pages by the bytes that there are for keys and values: arithmetic by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tiny_models import one_device
+from tests.trainers import PLAIN
+from tunix.errors import UserError
+from tunix.models.config import LayerKind
+from tunix.rollout.engine.budget import MOST_SLOTS, page_bytes, within
+from tunix.rollout.engine.shapes import Sizes
+
+WIDE = replace(PLAIN, num_layers=4, num_kv_heads=2, head_dim=8)
+BARE = Sizes(1, 1000, 256, 16, 32, (None,), (), 1, "bfloat16")
+PAGE = 2 * 2 * 8 * 16 * 2 * 4
+"""Keys and values of 2 heads of 8, 16 tokens, 2 bytes each, 4 layers."""
+
+
+def test_slots_get_half_of_the_longest_each_and_pages_all_the_room():
+    assert page_bytes(WIDE, one_device(), BARE) == (PAGE,)
+    # 1000 tokens are 63 pages, each there twice; ten times that are twenty slots.
+    found = within(BARE, WIDE, one_device(), None, 10 * 2 * 63 * PAGE)
+    assert (found.slots, found.pages) == (20, (630,))
+    # No more pages than slots can hold, and no more slots than help.
+    assert within(BARE, WIDE, one_device(), 4, 10 * 2 * 63 * PAGE).pages == (4 * 63,)
+    assert within(BARE, WIDE, one_device(), None, 1e12).slots == MOST_SLOTS
+    without = within(BARE, WIDE, one_device(), None, None)
+    assert (without.slots, without.pages) == (64, (64 * 63,))
+
+
+def test_layers_with_a_window_have_all_they_need():
+    near, far = LayerKind(WIDE.rope, 64), LayerKind(WIDE.rope)
+    local = replace(WIDE, local_layers=(True, True, True, False), window=64)
+    assert local.kinds == (near, near, near, far)
+    sizes = replace(BARE, windows=(64, None))
+    # A window of 64 and 32 new tokens touch 7 pages; a slot more is for the one whose prompt is being computed.
+    room = 2 * (3 * 7 * PAGE * 3 // 4 + 70 * PAGE // 4)
+    assert within(sizes, local, one_device(), 2, room).pages == (21, 70)
+
+
+def test_too_little_for_one_request_is_refused_with_the_arithmetic():
+    with pytest.raises(UserError, match=r"rollout.memory: 0.001 GB .* of 1000 tokens .* 0.00103 GB"):
+        within(BARE, WIDE, one_device(), 1, 2 * 61 * PAGE)
+    assert within(BARE, WIDE, one_device(), 1, 2 * 63 * PAGE).pages == (63,)

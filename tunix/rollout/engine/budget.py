@@ -1,0 +1,67 @@
+"""How many slots and pages a sampler has, by the bytes that there are for keys and values.
+
+A dispatch gathers the pages of its slots, so that each page counts twice.
+
+Axes: Pt tokens of a page.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.errors import UserError
+from tunix.models.config import DecoderConfig
+from tunix.rollout.engine.shapes import Sizes, usual_slots
+
+MOST_SLOTS = 1024
+"""Slots of a shard at most: with so many, reading the weights is a small part of a token's time."""
+TWICE = 2
+"""How often a page is there while its slot decodes."""
+
+
+def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of a page (Pt) in all layers of each kind, on each device."""
+    tensor = mesh.shape["tensor"]
+    heads = config.num_kv_heads // (tensor if config.num_kv_heads % tensor == 0 else 1)
+    layer = 2 * heads * config.head_dim * sizes.page * jnp.dtype(sizes.dtype).itemsize
+    return tuple(layer * config.kinds.count(kind) for kind in config.distinct_kinds)
+
+
+def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, room: float | None) -> Sizes:
+    """The shapes with as many slots and pages as there is room for.
+
+    Args:
+        sizes: the other shapes.
+        config: of the decoder that is sampled from.
+        mesh: the sampler's.
+        slots: as the user wants them; None for as many as have half of the longest sequence each, and no more than
+            this kind of device can use.
+        room: bytes for keys and values on each device; None where that is not known, and all that slots can need
+            is taken.
+
+    Raises:
+        UserError: there is no room for one request.
+    """
+    each, kinds = page_bytes(config, mesh, sizes), range(len(sizes.windows))
+    longest = TWICE * sum(sizes.columns(kind) * each[kind] for kind in kinds)
+    if slots is None:
+        platform = mesh.devices.flat[0].platform
+        fitting = usual_slots(platform) if room is None else int(2 * room / longest)
+        slots = sizes.shards * max(1, min(fitting if room is not None else -(-fitting // sizes.shards), MOST_SLOTS))
+    most = sizes.most_pages(slots // sizes.shards)
+    if room is None:
+        return replace(sizes, slots=slots, pages=most)
+    local = TWICE * sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    whole = [kind for kind in kinds if sizes.windows[kind] is None]
+    pages = int((room - local) / max(TWICE * sum(each[kind] for kind in whole), 1))
+    if room < local or any(pages < sizes.columns(kind) for kind in whole):
+        need = local + TWICE * sum(sizes.columns(kind) * each[kind] for kind in whole)
+        raise UserError(
+            f"rollout.memory: {room / 1e9:.3g} GB are left for keys and values on each device, and one request of "
+            f"{sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
+            "rollout.slots, a larger rollout.mesh.tensor or a shorter data.max_length"
+        )
+    return replace(
+        sizes, slots=slots, pages=tuple(min(most[kind], pages) if kind in whole else most[kind] for kind in kinds)
+    )

@@ -1,0 +1,40 @@
+"""The bytes that a policy's sampler has for keys and values: what the weights and the state of training leave.
+
+They exist while completions are sampled, and so beside the state of training, but not beside its activations.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from tunix.trainer.remat import held_by
+from tunix.trainer.sampler_mesh import copy_bytes
+from tunix.trainer.spec import TrainerSpec
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+def room_of(
+    share: float,
+    memory: float | None,
+    mesh: Mesh,
+    trained: Sequence[tuple[TrainerSpec, Shapes, Shapes]],
+    *,
+    references: int,
+) -> float | None:
+    """Bytes for keys and values on each device; None where its memory is not known, as on a CPU.
+
+    Args:
+        share: of the memory that everything may take together, e.g. 0.85; the rest is for the sampler's activations.
+        memory: bytes of a device.
+        mesh: the sampler's.
+        trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own.
+        references: copies of the policy's weights that are kept, 0 or 1.
+    """
+    if memory is None:
+        return None
+    (policy, params, frozen), *others = trained
+    held = held_by(policy, params, frozen, copies=references).whole
+    held += sum(held_by(spec, own, {}, copies=0).whole for spec, own, _ in others)
+    return share * memory - held - copy_bytes(policy.model) / mesh.shape["tensor"]
