@@ -20,10 +20,10 @@ PAGE = 2 * 2 * 8 * 16 * 2 * 4
 def test_slots_get_half_of_the_longest_each_and_pages_all_the_room():
     assert page_bytes(WIDE, one_device(), BARE) == (PAGE,)
     # 1000 tokens are 63 pages, each there twice; ten times that are twenty slots.
-    found = within(BARE, WIDE, one_device(), None, 10 * 2 * 63 * PAGE)
+    found = within(BARE, WIDE, one_device(), None, 10.0 * 2 * 63 * PAGE)
     assert (found.slots, found.pages) == (20, (630,))
     # No more pages than slots can hold, and no more slots than help.
-    assert within(BARE, WIDE, one_device(), 4, 10 * 2 * 63 * PAGE).pages == (4 * 63,)
+    assert within(BARE, WIDE, one_device(), 4, 10.0 * 2 * 63 * PAGE).pages == (4 * 63,)
     assert within(BARE, WIDE, one_device(), None, 1e12).slots == MOST_SLOTS
     without = within(BARE, WIDE, one_device(), None, None)
     assert (without.slots, without.pages) == (64, (64 * 63,))
@@ -35,11 +35,11 @@ def test_layers_with_a_window_have_all_they_need():
     assert local.kinds == (near, near, near, far)
     sizes = replace(BARE, windows=(64, None))
     # A window of 64 and 32 new tokens touch 7 pages; a slot more is for the one whose prompt is being computed.
-    room = 2 * (3 * 7 * PAGE * 3 // 4 + 70 * PAGE // 4)
+    room = 2.0 * (3 * 7 * PAGE * 3 // 4 + 70 * PAGE // 4)
     assert within(sizes, local, one_device(), 2, room).pages == (21, 70)
 
 
 def test_too_little_for_one_request_is_refused_with_the_arithmetic():
     with pytest.raises(UserError, match=r"rollout.memory: 0.001 GB .* of 1000 tokens .* 0.00103 GB"):
-        within(BARE, WIDE, one_device(), 1, 2 * 61 * PAGE)
-    assert within(BARE, WIDE, one_device(), 1, 2 * 63 * PAGE).pages == (63,)
+        within(BARE, WIDE, one_device(), 1, 2.0 * 61 * PAGE)
+    assert within(BARE, WIDE, one_device(), 1, 2.0 * 63 * PAGE).pages == (63,)

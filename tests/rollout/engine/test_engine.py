@@ -124,7 +124,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     pages = [
         12 if window is None else most for window, most in zip(ample.sizes.windows, ample.sizes.pages, strict=True)
     ]
-    room = sum(2 * size * number for size, number in zip(each, pages, strict=True))
+    room = sum(2.0 * size * number for size, number in zip(each, pages, strict=True))
     few = small_engine(model, params, slots=6, room=room)
     assert list(few.sizes.pages) == pages
     for one, expected in zip(few.run(asked, reply), plenty, strict=True):
