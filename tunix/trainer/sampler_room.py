@@ -35,6 +35,6 @@ def room_of(
     if memory is None:
         return None
     (policy, params, frozen), *others = trained
-    held = held_by(policy, params, frozen, copies=references).whole
-    held += sum(held_by(spec, own, {}, copies=0).whole for spec, own, _ in others)
+    held = held_by(policy, params, frozen, copies=references).weights
+    held += sum(held_by(spec, own, {}, copies=0).weights for spec, own, _ in others)
     return share * memory - held - copy_bytes(policy.model) / mesh.shape["tensor"]

@@ -40,6 +40,6 @@ def test_layers_with_a_window_have_all_they_need():
 
 
 def test_too_little_for_one_request_is_refused_with_the_arithmetic():
-    with pytest.raises(UserError, match=r"rollout.memory: 0.001 GB .* of 1000 tokens .* 0.00103 GB"):
+    with pytest.raises(UserError, match=r"rollout.memory: 0.0005 GB .* of 1000 tokens .* 0.000516 GB"):
         within(BARE, WIDE, one_device(), 1, 2.0 * 61 * PAGE)
     assert within(BARE, WIDE, one_device(), 1, 2.0 * 63 * PAGE).pages == (63,)
