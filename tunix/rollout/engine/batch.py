@@ -86,8 +86,14 @@ class Batch:
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
-        while self.waiting and (slot := self._place(self.waiting[0])) is not None:
-            self._enter(slot, self.waiting.popleft())
+        while self.waiting:
+            slot = self._place(self.waiting[0])
+            if slot is not None:
+                self._enter(slot, self.waiting.popleft())
+            elif len(self.slots.taken):
+                return
+            else:  # only prompts that are kept can be in the way
+                self.holdings.forget(next(iter(self.holdings.prefixes)))
 
     def _place(self, episode: Episode) -> int | None:
         """A free slot with room for an episode: beside the pages of its prompt, or where most slots are free."""

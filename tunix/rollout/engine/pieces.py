@@ -86,6 +86,7 @@ class Piece:
         self.parts: list[Part] = []
         self.done: list[Job] = []
         self._filled = np.zeros(sizes.shards, np.int32)
+        self._longest = max((window for window in sizes.windows if window is not None), default=0)
         tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
 
         def blank(numbers: Sequence[int], fields: int) -> list[list[np.ndarray]]:
@@ -107,6 +108,10 @@ class Piece:
             if begin and job.adapter != self.inputs.adapters[row]:
                 break
             number = min(len(job.tokens), self.length - begin)
+            # A job that is alone always has room: before it is queued no slot holds more than a window.
+            last = job.start + number
+            if begin and not self.holdings.covers(job.slot, max(job.start, last - self._longest), last):
+                break
             if not self._visit(row, begin, number, job):
                 break
             self._add(row, begin, number, job)
