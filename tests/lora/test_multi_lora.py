@@ -142,17 +142,18 @@ def test_draws_replies_and_a_mesh_change_nothing():
 def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
     model, base, beside = setting(PLAIN, names=("wide", "narrow"))
     engine, computed = mixed_engine(model, base, beside), []
-    real = batch_file.compute
+    real = batch_file.prefill
 
-    def spy(model, weights, prompts, adapters, *rest):
-        computed.extend(zip(map(len, prompts), adapters, strict=True))
-        return real(model, weights, prompts, adapters, *rest)
+    def spy(model, weights, state, piece):
+        computed.extend((int(piece.adapters[0]), at) for at in piece.positions[piece.ids > 0].tolist())
+        return real(model, weights, state, piece)
 
-    monkeypatch.setattr(batch_file, "compute", spy)
+    monkeypatch.setattr(batch_file, "prefill", spy)
     (prompt,) = prompts(96, (9,))
     names = ["wide", None, "narrow", "wide", None, "narrow", "wide"]
     engine.run([Request(prompt, Sampling(max_tokens=3), 0, i, name) for i, name in enumerate(names)])
-    assert computed == [(9, 1), (9, 0), (9, 2)]
+    # Requests that enter later compute the last token again, from whose state they sample.
+    assert [one for one in computed if one[1] < 8] == [(adapter, at) for adapter in (1, 0, 2) for at in range(8)]
 
 
 @pytest.mark.slow  # tests/rollout/engine/test_engine.py counts what is compiled after warm-up

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.attention.inputs import HIDDEN, Mixed, Segments, grouped, scaled, ungrouped
@@ -25,6 +26,9 @@ BLOCK_Q = 64
 """Queries of a piece that visit a page together, at most."""
 NOWHERE = 1 << 30
 """A page that does not exist: what is written there is dropped."""
+
+
+Host = jax.Array | np.ndarray
 
 
 class Pages(NamedTuple):
@@ -70,37 +74,37 @@ class Writes(NamedTuple):
 class Touches(NamedTuple):
     """Which pages the tokens of pieces are written to; a page takes tokens that stand side by side."""
 
-    pages: Int[Array, "s Vi"]
-    columns: Int[Array, "s Vi"]
+    pages: Int[Host, "s Vi"]
+    columns: Int[Host, "s Vi"]
     """Where in the piece the token of the page's first place is, or would be: less than 0 where others come before."""
-    firsts: Int[Array, "s Vi"]
+    firsts: Int[Host, "s Vi"]
     """First place that is written to."""
-    ends: Int[Array, "s Vi"]
+    ends: Int[Host, "s Vi"]
     """One after the last place that is written to."""
-    number: Int[Array, "s"]
+    number: Int[Host, "s"]
     """How many there are; the rest is padding."""
 
 
 class Copies(NamedTuple):
     """Pages that others begin as, once a piece is written."""
 
-    sources: Int[Array, "s Vi"]
-    targets: Int[Array, "s Vi"]
-    number: Int[Array, "s"]
+    sources: Int[Host, "s Vi"]
+    targets: Int[Host, "s Vi"]
+    number: Int[Host, "s"]
     """How many there are; the rest is padding."""
 
 
 class Visits(NamedTuple):
     """Which pages of earlier tokens the queries of pieces see: each visit is of a block of queries to a page."""
 
-    blocks: Int[Array, "s Vi"]
+    blocks: Int[Host, "s Vi"]
     """The block of queries, within its row."""
-    pages: Int[Array, "s Vi"]
-    starts: Int[Array, "s Vi"]
+    pages: Int[Host, "s Vi"]
+    starts: Int[Host, "s Vi"]
     """Position of the page's first token."""
-    owners: Int[Array, "s Vi"]
+    owners: Int[Host, "s Vi"]
     """The segment whose tokens the page holds."""
-    number: Int[Array, "s"]
+    number: Int[Host, "s"]
     """How many visits there are; the rest is padding."""
 
 
@@ -168,7 +172,7 @@ def of_slots(
     seen = at < ends[:, None]
     if view.window is not None:
         seen &= at >= ends[:, None] - view.window
-    found = _visited(queries[owners], seen[:, None], *pages, softcap)
+    found = _visited(queries[owners], seen[:, None], pages.keys, pages.values, softcap)
     # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
     columns = view.table.pages
     peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in found)
@@ -208,7 +212,7 @@ def _nothing(number: int, queries: Float[Array, "B K J Q H"]) -> tuple:
 def before_piece(
     q: Float[Array, "B C N H"], pages: Pages, view: PieceView, *, scale: float, softcap: float | None
 ) -> Mixed:
-    """Attention of the queries of one piece to pages of tokens before it; -inf-like log-sums where there are none."""
+    """Attention of the queries of one piece to pages of tokens before it; the log-sum is HIDDEN where none are."""
     (_, length, heads, dim), size, visits = q.shape, pages.size, view.visits
     width = block_of(length)
     blocks = length // width
@@ -221,13 +225,14 @@ def before_piece(
         seen = (at < begins[block][:, None]) & (owners[block] == owner)[:, None]
         if view.window is not None:
             seen &= at > positions[block][:, None] - view.window
-        part = _visited(queries[block][None], seen[None], *(x[page][None] for x in pages), softcap)
-        old = tuple(x[block] for x in found)
-        new = _joined(old, tuple(x[0] for x in part))
+        keys, values = (x[page][None] for x in pages)
+        part = _visited(queries[block][None], seen[None], keys, values, softcap)
+        new = _joined(tuple(x[block] for x in found), tuple(x[0] for x in part))
         return tuple(all.at[block].set(x) for all, x in zip(found, new, strict=True))
 
     found = jax.lax.fori_loop(0, visits.number[0], one, _nothing(blocks, queries))
-    mixed, lse = _settled(*found, q.dtype)
+    peak, mass, sums = found
+    mixed, lse = _settled(peak, mass, sums, q.dtype)
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
 

@@ -45,10 +45,9 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     """
     each, kinds = page_bytes(config, mesh, sizes), range(len(sizes.windows))
     longest = TWICE * sum(sizes.columns(kind) * each[kind] for kind in kinds)
-    if slots is None:
-        platform = mesh.devices.flat[0].platform
-        fitting = usual_slots(platform) if room is None else int(2 * room / longest)
-        slots = sizes.shards * max(1, min(fitting if room is not None else -(-fitting // sizes.shards), MOST_SLOTS))
+    if slots is None and room is not None:
+        slots = sizes.shards * max(1, min(int(2 * room / longest), MOST_SLOTS))
+    slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
     most = sizes.most_pages(slots // sizes.shards)
     if room is None:
         return replace(sizes, slots=slots, pages=most)

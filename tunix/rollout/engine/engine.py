@@ -51,7 +51,8 @@ class Engine:
         Args:
             model: what is sampled from.
             mesh: the devices.
-            slots: requests that are answered at a time; None for as many as there is room for.
+            slots: requests that are answered at a time, rounded up to as many in each shard of the rows; None for as
+                many as there is room for.
             length: tokens of prompt and completion at most.
             cache_dtype: of keys and values; None takes the model's.
             decode: token ids -> text, for stop strings.
@@ -63,17 +64,18 @@ class Engine:
 
         Raises:
             UserError: there is no room for one request.
-            ValueError: a size is not positive, the slots are not split evenly, or a piece or page is no power of two.
+            ValueError: a size is not positive, or a piece or page is no power of two.
         """
-        shards, asked = row_shards(mesh), row_shards(mesh) if slots is None else slots
-        if min(asked, length, piece, page, steps) < 1 or piece & (piece - 1) or page & (page - 1) or asked % shards:
+        if (
+            min(1 if slots is None else slots, length, piece, page, steps) < 1
+            or piece & (piece - 1)
+            or page & (page - 1)
+        ):
             given = f"slots={slots} length={length} piece={piece} page={page} steps={steps}"
-            raise ValueError(
-                f"sizes must be positive, piece and page powers of two, and slots a multiple of {shards}, not {given}"
-            )
+            raise ValueError(f"sizes must be positive, and piece and page powers of two, not {given}")
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
-        bare = Sizes(asked, length, piece, page, steps, windows, (), shards, cache_dtype or model.dtype)
+        bare = Sizes(0, length, piece, page, steps, windows, (), row_shards(mesh), cache_dtype or model.dtype)
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0

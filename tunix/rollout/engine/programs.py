@@ -125,17 +125,17 @@ def blank(model: Model, sizes: Sizes) -> State:
 @compiled(static_argnames="model", donate_argnames="state")
 def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Float[Array, "s C D"]]:
     """Computes a piece: its tokens are in pages then, and slots have their last states. Also all hidden states."""
-    piece = jax.tree.map(jnp.asarray, piece)
-    where = zip(piece.visits, piece.touches, piece.copies, strict=True)
+    new: Any = jax.tree.map(jnp.asarray, piece)
+    where = zip(new.visits, new.touches, new.copies, strict=True)
     views = [
-        PieceView(piece.ids, piece.positions, piece.begins, *own, kind.window)
+        PieceView(new.ids, new.positions, new.begins, *own, kind.window)
         for own, kind in zip(where, model.config.distinct_kinds, strict=True)
     ]
-    hidden, caches = extend(model, weights, state.caches, piece.tokens, piece.positions, views, piece.adapters)
-    last = _by_shard(piece.last, len(piece.adapters))
+    hidden, caches = extend(model, weights, state.caches, new.tokens, new.positions, views, new.adapters)
+    last = _by_shard(new.last, len(new.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
-    new = jnp.where(piece.last[:, None] >= 0, found, state.hidden)
-    return State(caches, constrain(new, "rows", None)), hidden
+    states = jnp.where(new.last[:, None] >= 0, found, state.hidden)
+    return State(caches, constrain(states, "rows", None)), hidden
 
 
 @partial(jit, static_argnames="model")
@@ -220,16 +220,16 @@ def decode(
         return step + 1, caches, constrain(hidden[:, 0], "rows", None), live, count, draws
 
     _, taken, hidden, _, count, draws = jax.lax.while_loop(running, one, start)
-    new = [_written(own, flow.held, steps, size) for own in reads]
+    new = [_written(own, jnp.asarray(flow.held), steps, size) for own in reads]
     caches = tuple(
-        _brought_back(cache, mine, new[kind], reads[kind].sources)
+        _brought_back(cache, mine, new[kind], jnp.asarray(reads[kind].sources))
         for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
     )
     hidden = state.hidden.at[flow.slots].set(hidden, unique_indices=True)
     return State(caches, constrain(hidden, "rows", None)), Steps(draws, count)
 
 
-def _view(reads: Reads, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None) -> SlotsView:
+def _view(reads: Any, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None) -> SlotsView:
     """Where a new token of each slot goes, and what it sees; slots that are not at work write nothing."""
     column = jnp.clip(positions // size - reads.first[:, None], 0, reads.places.shape[1] - 1)
     place = jnp.take_along_axis(reads.places, column, axis=1)
@@ -238,7 +238,7 @@ def _view(reads: Reads, positions: Int[Array, "Sl 1"], live: jax.Array, size: in
     return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), own, window)
 
 
-def _written(reads: Reads, held: Int[Array, "Sl"], steps: int, size: int) -> Int[Array, "Sl c"]:
+def _written(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int[Array, "Sl c"]:
     """The places of all pages that a dispatch may write to."""
     columns = (held // size - reads.first)[:, None] + jnp.arange((steps + size - 2) // size + 1)
     places = jnp.take_along_axis(reads.places, jnp.clip(columns, 0, reads.places.shape[1] - 1), axis=1)

@@ -64,7 +64,8 @@ class Sizes:
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
         mine = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
         longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:mine]
-        need, most = sum(-(-number // self.page) for number in longest), self.most_pages(mine)
+        # One more for each: a slot may want the next page early, and prompts are kept for requests that come later.
+        need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(mine)
 
         def of(pages: int, most: int, window: int | None) -> int:
             part = most = min(pages, most)

@@ -62,12 +62,12 @@ class Slots:
     @property
     def held(self) -> np.ndarray:
         """`[Sl]` tokens in the cache."""
-        return self._flow.held
+        return np.asarray(self._flow.held)
 
     @property
     def left(self) -> np.ndarray:
         """`[Sl]` tokens that may still be sampled."""
-        return self._flow.left
+        return np.asarray(self._flow.left)
 
     @property
     def cut_by_text(self) -> bool:
