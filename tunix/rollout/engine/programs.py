@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from tunix.mesh import constrain, platform
 from tunix.models.attention.attend import at_each_device
+from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import (
     NOWHERE,
     Gathered,
-    Pages,
     PieceView,
     SlotsView,
     Table,
