@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import DType
+from tunix.config import CacheType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import row_shards, sharding
+from tunix.models.attention.decoding import reader, spec_of
 from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
@@ -38,7 +39,7 @@ class Engine:
         *,
         slots: int | None = None,
         length: int,
-        cache_dtype: DType | None = None,
+        cache: CacheType | None = None,
         decode: Decode | None = None,
         moving: Collection[str] = (),
         piece: int = 2048,
@@ -55,7 +56,7 @@ class Engine:
             slots: requests that are answered at a time, rounded up to as many in each shard of the rows; None for as
                 many as there is room for.
             length: tokens of prompt and completion at most.
-            cache_dtype: of keys and values; None takes the model's.
+            cache: what keys and values are kept in; None for the model's dtype.
             decode: token ids -> text, for stop strings.
             moving: names of tables that train along with an adapter, and so change with every `publish`.
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
@@ -79,7 +80,9 @@ class Engine:
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
-        bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache_dtype or model.dtype)
+        cache = cache or model.dtype
+        read_by = reader(spec_of(model.config, mesh, model.dtype, cache, page)).name
+        bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache, read_by)
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
