@@ -124,15 +124,9 @@ def load(reads: Sequence[Read]) -> Params:
         try:
             for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
                 stacks = loaded.pop(read.name, None) or _empty(read.target)
-                arrays = [jax.device_put(part.result(), device) for device, part in parts.items()]
-                parts.clear()
-                whole = jax.make_array_from_single_device_arrays(
-                    read.target.read_shape, read.target.spread, arrays, dtype=arrays[0].dtype
-                )
-                loaded[read.name] = _put(read.target)(stacks, whole, np.array(read.place, np.int32))
+                loaded[read.name] = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
                 # Without waiting, what was read would be held until the device gets to it.
                 jax.block_until_ready(loaded[read.name])
-                del arrays, whole, stacks
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -172,8 +166,7 @@ def target_of(model: Model, name: str, tensor: Tensor, depth: int, dtype: DType,
     names = (name, name + SCALE) if quantized else (name,)
     shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
     plain = replace(tensor.single, name="")
-    # A CPU's compiler transposes ten times slower than the copy that hands an array over.
-    turned = mesh.devices.flat[0].platform == "cpu" and plain.is_transposed
+    turned = plain.is_transposed and _host_turns(mesh)
     return Target(
         plain.turned if turned else plain,
         turned,
@@ -183,6 +176,11 @@ def target_of(model: Model, name: str, tensor: Tensor, depth: int, dtype: DType,
         tuple(jax.ShapeDtypeStruct(model.shapes[one], model.kinds.get(one, dtype)) for one in names),
         model.rounding(name) if quantized else None,
     )
+
+
+def _host_turns(mesh: Mesh) -> bool:
+    """Whether arrays are transposed when they are handed to a device: a CPU's compiler takes ten times as long."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Future[np.ndarray]]:
@@ -205,6 +203,14 @@ def _part(read: Read, array: np.ndarray, start: int) -> np.ndarray:
     if there:
         read.stored.read_into(array[:there], start)
     return array.T if read.target.turned else array
+
+
+def _whole(read: Read, parts: dict[Any, Future[np.ndarray]]) -> jax.Array:
+    """The array of all devices, once this host's parts are read, which are let go."""
+    arrays = [jax.device_put(part.result(), device) for device, part in parts.items()]
+    parts.clear()
+    shape, place = read.target.read_shape, read.target.spread
+    return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)
 
 
 def _empty(target: Target) -> tuple[jax.Array, ...]:
