@@ -20,6 +20,7 @@ from tunix.config import DType
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
     Stored,
@@ -39,6 +40,7 @@ from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
+from tunix.util.object_store import url_of
 
 BESIDE_WEIGHTS = (
     "tokenizer.json",
@@ -57,17 +59,22 @@ BESIDE_WEIGHTS = (
 HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|masked_bias)$")
 """Buffers that older folders contain although the model computes them."""
 
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+"""What is taken of a folder from elsewhere: neither pickles nor code."""
 STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 TIE_CHUNK = 1 << 24
 """Elements compared at a time where a folder with tied embeddings also contains a head."""
 
 
 def resolve_folder(path: str) -> Path:
-    """The path of a local folder, or of a hub id's snapshot (downloaded once, without pickles and code).
+    """The path of a local folder, of a hub id's snapshot (downloaded once, without pickles and code), or of the copy
+    of a folder on an object store, such as `gs://bucket/model`, without its weights.
 
     Raises:
-        UserError: there is no such folder, or the hub cannot provide it.
+        UserError: there is no such folder, or the hub or the store cannot provide it.
     """
+    if url := url_of(path):
+        return local_copy(url, WANTED)
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -82,9 +89,8 @@ def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=["*/*"]))
     except GatedRepoError as error:
         raise UserError(
             f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`."

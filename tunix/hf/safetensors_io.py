@@ -20,8 +20,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tunix.errors import UserError
+from tunix.hf.remote_folder import address_of
 from tunix.models.families.table import read_json
 from tunix.util.atomic_io import refuse_foreign
+from tunix.util.object_store import read
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -197,18 +199,23 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def read_range(file: Path, begin: int, into: memoryview) -> None:
-    """Fills `into` with the bytes of a file from `begin` on.
+    """Fills `into` with the bytes of a file from `begin` on; those of a copy come from the object store.
 
     Raises:
         UserError: the file cannot be read, or ends before.
     """
-    try:
-        with open(file, "rb", buffering=0) as opened:
-            opened.seek(begin)
-            while into and (count := opened.readinto(into)):
-                into = into[count:]
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
+    if url := address_of(file):
+        data = read(url, begin, begin + len(into))
+        into[: len(data)] = data
+        into = into[len(data) :]
+    else:
+        try:
+            with open(file, "rb", buffering=0) as opened:
+                opened.seek(begin)
+                while into and (count := opened.readinto(into)):
+                    into = into[count:]
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     if into:
         raise UserError(f"{file} has become shorter while it was read. Download or export it again.")
 
