@@ -47,7 +47,7 @@ def measure(folder: Path) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     load_params(model, folder, {"norm/w": "float32"}, mesh)
     for dtype in DTYPES[::-1]:  # the smaller first, so that the peak is its own
-        before, seconds = peak_memory(), []
+        before, beyond, seconds = peak_memory(), 0, []
         for _ in range(6):
             wall, cpu = time.perf_counter(), time.process_time()
             params = jax.block_until_ready(load_params(model, folder, dict.fromkeys(model.shapes, dtype), mesh))

@@ -74,7 +74,7 @@ class Stored:
             UserError: the file cannot be read, or has become shorter.
         """
         row = math.prod(self.shape[1:]) * rows.itemsize
-        read_range(self.file, self.begin + start * row, memoryview(rows.reshape(-1).view(np.uint8)))
+        read_range(self.file, self.begin + start * row, rows.reshape(-1).view(np.uint8).data)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ LEAST_AHEAD = 1 << 25
 
 Place = tuple[int, ...]
 """Index of a file's tensor in our stacked array: () for a table, (layer,), or (layer, expert)."""
-Job, Started = TypeVar("Job"), TypeVar("Started")
+Job = TypeVar("Job")
+Started = TypeVar("Started")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Read:
     def size(self) -> int:
         """Bytes that this host's share of it takes."""
         mesh = self.target.single.mesh
-        return self.stored.size * len(mesh.local_devices) // mesh.size
+        return self.stored.size * len(self.target.spread.addressable_devices) // mesh.size
 
 
 def load(reads: Sequence[Read]) -> Params:
@@ -189,6 +190,7 @@ def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Future[np.ndarra
     found = target.spread.addressable_devices_indices_map(target.read_shape)
     parts: dict[Any, Future[np.ndarray]] = {}
     for device, index in found.items():
+        assert index is not None, "a device of this host"
         start, stop, _ = index[target.axis].indices(target.read_shape[target.axis])
         # Made here, since malloc keeps memory for each thread that asks for some.
         array = np.empty((stop - start, *read.stored.shape[1:]), WRITTEN[read.stored.dtype])
@@ -255,4 +257,4 @@ def _written(stack: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(stack, whole, start)
     # As bits: XLA's CPU compiler would widen the whole bfloat16 stack, and narrow it again.
     bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, whole)]
-    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(*bits, start), stack.dtype)
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(bits[0], bits[1], start), stack.dtype)

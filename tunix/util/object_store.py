@@ -48,7 +48,8 @@ def read(url: str, begin: int, end: int) -> bytes:
     from etils.epath import backend
 
     with _errors(url):
-        return backend.fsspec_backend.fs(url).cat_file(url, start=begin, end=end)
+        data: Any = backend.fsspec_backend.fs(url).cat_file(url, start=begin, end=end)
+        return data
 
 
 @contextmanager
