@@ -159,7 +159,7 @@ class ModelConfig(Config):
     """Which weights, and in which precision."""
 
     path: str | None = None
-    """Hub id, local folder, or the folder of a run."""
+    """Hub id, local folder, the folder of a run, or a folder on an object store, such as gs://bucket/model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from scratch: give `family`, and `preset` or `sizes`."""
     family: Family | None = None
