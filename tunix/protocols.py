@@ -38,7 +38,8 @@ class SamplingClient(Protocol):
             n: completions of a prompt; request i is sample i % n of prompt i // n.
             sampling: how tokens are sampled.
             seed: a sampled token depends on (seed, request, token index) alone.
-            reply: the environment's answer to a finished turn, or None; called between the sampler's steps.
+            reply: the environment's answer to a finished turn, or None; called in threads, for one turn of a request
+                at a time.
 
         Returns:
             For each prompt its `n` completions.
