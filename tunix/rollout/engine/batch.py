@@ -72,9 +72,7 @@ class Batch:
     ):
         """Queues the requests; for the arguments see `Engine.run`."""
         self.version = published.version
-        # An environment's answers may take all that is left.
-        most = [published.sizes.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
-        self.sizes = published.sizes.of_requests(most)
+        self.sizes = published.sizes
         self.model, self.weights = published.model, published.weights
         self.replies, self.on_tokens = Replies(reply), on_tokens
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]

@@ -88,6 +88,8 @@ class Engine:
         self.version = 0
         self.adapters: dict[str, int] = {}
         """Number of each adapter that is loaded with the weights, from 1, by name."""
+        self._warm: Sizes | None = None
+        """The shapes that were compiled in advance."""
         self._mixture: Mixture | None = None
         self._base: Weights | None = None
         self._base_of: dict[str, weakref.ref] = {}
@@ -145,8 +147,9 @@ class Engine:
         Raises:
             ValueError: no weights were loaded.
         """
+        self._warm = self.sizes.of_requests([work.length] * work.requests)
         with jax.set_mesh(self.mesh):
-            Warmth(self.sampled_model, self._loaded, self.sizes.of_requests([work.length] * work.requests))()
+            Warmth(self.sampled_model, self._loaded, self._warm)()
 
     def sample(
         self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
@@ -179,7 +182,7 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
-        published = self._published
+        published = self._published(self._sizes_of(requests, reply))
         with jax.set_mesh(self.mesh):
             return Batch(published, requests, reply, on_tokens).finish() if requests else []
 
@@ -199,9 +202,15 @@ class Engine:
         """Whether the present copy of the base was made from these arrays."""
         return all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
 
-    @property
-    def _published(self) -> Published:
-        return Published(self.sampled_model, self._loaded, self.version, self.adapters, self.sizes, self.decode)
+    def _published(self, sizes: Sizes) -> Published:
+        return Published(self.sampled_model, self._loaded, self.version, self.adapters, sizes, self.decode)
+
+    def _sizes_of(self, requests: Sequence[Request], reply: Reply | None) -> Sizes:
+        """The shapes for these requests: those compiled in advance if they are enough, however few the requests."""
+        # An environment's answers may take all that is left.
+        most = [self.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
+        least = self.sizes.of_requests(most)
+        return self._warm if self._warm is not None and self._warm.covers(least) else least
 
     @property
     def _loaded(self) -> Weights:

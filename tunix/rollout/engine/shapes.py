@@ -91,6 +91,12 @@ class Sizes:
 
         return replace(self, slots=mine * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
 
+    def covers(self, other: "Sizes") -> bool:
+        """Whether there are as many slots and pages as in these shapes of the same engine."""
+        return self.slots >= other.slots and all(
+            mine >= least for mine, least in zip(self.pages, other.pages, strict=True)
+        )
+
     def most_pages(self, slots: int) -> tuple[int, ...]:
         """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer.
 
@@ -135,7 +141,10 @@ class Sizes:
         parts = [2**power for power in range(levels) if not power or width * 2**power <= max(most)]
         whole = enumerate(self.windows)
         shares = [(kind, window is None) for kind, window in whole]
-        return [tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts]
+        numbers = [
+            tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts
+        ]
+        return list(dict.fromkeys(numbers))
 
     @property
     def pieces(self) -> tuple[int, ...]:
