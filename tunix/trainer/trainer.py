@@ -15,13 +15,25 @@ from typing import Literal
 import numpy as np
 
 from tunix.models.model import Params
-from tunix.protocols import Sampler, Saving
+from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
 from tunix.trainer.learner import Learner, required
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
+from tunix.types import (
+    Batch,
+    Begun,
+    Completion,
+    Loss,
+    Metrics,
+    OnDone,
+    Reply,
+    Sampling,
+    Sequence,
+    Usage,
+    Workload,
+)
 
 
 class Trainer:
@@ -115,7 +127,14 @@ class Trainer:
         return (self.critic or self.learner).values(sequences)
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         """`n` completions of each prompt, sampled with the published weights.
 
@@ -124,7 +143,12 @@ class Trainer:
         """
         if self._stale:
             raise ValueError("the weights have changed: publish() before sample()")
-        return self.sampler.sample(prompts, n, sampling, seed, reply)
+        return self.sampler.sample(prompts, n, sampling, seed, reply, on_done, begun)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the last call of `sample` took, where the sampler counts it."""
+        return self.sampler.usage if isinstance(self.sampler, Metered) else None
 
     def publish(self) -> int:
         """Passes the current weights to the sampler if they have changed; returns their version."""

@@ -20,12 +20,13 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.holdings import Copy, Holdings
+from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill, score
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
-from tunix.types import Completion, Reply
+from tunix.types import Completion, OnDone, Reply
 
 OnTokens = Callable[[int, np.ndarray], None]
 """Callback that receives (index of the request, its new tokens) after each dispatch."""
@@ -54,7 +55,12 @@ class Batch:
     """Requests that are answered together."""
 
     def __init__(
-        self, published: Published, requests: Sequence[Request], reply: Reply | None, on_tokens: OnTokens | None
+        self,
+        published: Published,
+        requests: Sequence[Request],
+        reply: Reply | None = None,
+        on_tokens: OnTokens | None = None,
+        on_done: OnDone | None = None,
     ):
         """Queues the requests; for the arguments see `Engine.run`."""
         self.version = published.version
@@ -62,25 +68,33 @@ class Batch:
         most = [published.sizes.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
         self.sizes = published.sizes.of_requests(most)
         self.model, self.weights = published.model, published.weights
-        self.reply, self.on_tokens = reply, on_tokens
+        self.reply, self.on_tokens, self.on_done = reply, on_tokens, on_done
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
         given = enumerate(zip(requests, numbers, strict=True))
-        episodes = [Episode(x, number, _stop_text(x, published.decode), adapter) for number, (x, adapter) in given]
+        episodes = [
+            Episode.of(x, number, _stop_text(x, published.decode), adapter, self.sizes.length)
+            for number, (x, adapter) in given
+        ]
         self.waiting = deque(episodes)
-        self.expected = Counter(_prompt_key(x) for x in requests)
+        self.expected = Counter(_prompt_key(x.request) for x in episodes if x.parked is None)
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
         self.slots, self.holdings = Slots(self.sizes.slots, self.sizes.length), Holdings(self.sizes)
         self.state: State = blank(self.model, self.sizes)
         self.done: list[Completion | None] = [None] * len(episodes)
+        self.enough = False
+        """Whether nobody waits for the requests that are left."""
+        self.meter = Meter(self.model, self.weights, self.sizes, len(requests))
 
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
-        while self.waiting or len(self.slots.taken):
+        while (self.waiting or len(self.slots.taken)) and not self.enough:
             self._admit()
             self._compute()
             self._dispatch()
+        for episode in [*self.waiting, *(self.slots.park(slot) for slot in self.slots.taken.tolist())]:
+            self.done[episode.number] = episode.paused(self.version)
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
 
@@ -206,14 +220,17 @@ class Batch:
         flow, reads = self.slots.flow(slots), self.holdings.reads(slots)
         counts = np.int32(most), np.int32(self._enough(len(running)))
         self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
-        ended = self.slots.take(slots, *jax.device_get(sampled))
+        draws, taken = jax.device_get(sampled)
+        self.meter.add(self.slots.held[slots], taken)
+        ended = self.slots.take(slots, draws, taken)
         self._show(running)
         for slot in ended:
             episode = self.slots.episodes[slot]
             assert episode is not None
             if not self._continue(slot, episode):
-                self.done[episode.number] = self.slots.completion(slot, self.version)
+                self.done[episode.number] = completion = self.slots.completion(slot, self.version)
                 self._release(slot)
+                self.enough |= self.on_done is not None and self.on_done(episode.number, completion)
 
     def _reserve(self, most: int) -> None:
         """Takes the pages that the next tokens of all slots need; the last to come make room where they are too few."""
