@@ -267,8 +267,8 @@ class Completion:
     """`[T]` float32: log-probs in nats of the sampled tokens after the sampling transform, e.g. `[-0.3, -1.1, -0.01]`;
     0 where an environment wrote."""
     finish: Literal["stop", "length", "paused"]
-    """Why it ended, e.g. `"length"`; `"stop"` also where the environment had no answer to a turn that stopped. `"paused"`:
-    the call ended before it, and another can continue it."""
+    """Why it ended, e.g. `"length"`; `"stop"` also where the environment had no answer to a turn that stopped.
+    `"paused"`: the call ended before it, and another can continue it."""
     versions: np.ndarray
     """`[T]` int32: the version of the weights that each token was sampled from, e.g. `[3, 3, 3]`; where an environment
     wrote, of those that were published at the time."""
@@ -309,7 +309,7 @@ class Begun:
     index: int
     """Its number among the requests of that seed, e.g. 3."""
     so_far: Completion | None = None
-    """What an earlier call returned, paused; None where nothing has been sampled yet."""
+    """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tunix.rollout.environments.base import Environment, Step
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
+from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence
 
 TOKENIZER = bytes_tokenizer()
 SAMPLING = Sampling(max_tokens=12)
@@ -54,7 +54,14 @@ class Fake(Client):
         return 1
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         self.calls.append(f"sample {len(prompts)} x {n}")
         self.seeds.append(seed)
@@ -639,8 +646,10 @@ def test_the_clock_adds_up_what_a_step_did():
     assert {name for name in update.metrics if name.startswith("perf/")} == {
         "perf/rollout_seconds",
         "perf/reward_seconds",
+        "perf/reward_overlap",
         "perf/update_seconds",
     }
+    assert update.metrics["perf/reward_overlap"] == 0  # this client reports nothing before the end
 
 
 # --- VAPO's lambdas -------------------------------------------------------------------------------------------------

@@ -161,7 +161,8 @@ class Scoring:
             UserError: a column has a value that cannot be sent to a worker.
         """
         for reward in self._scorer.rewards:
-            texts = dict(zip(MANY if reward.batched else ONE, (prompt, completion), strict=True))
+            names: tuple[str, ...] = MANY if reward.batched else ONE
+            texts: dict[str, str] = dict(zip(names, (prompt, completion), strict=True))
             column_of = self._column_of[reward.name]
             arguments = {name: columns.get(column) for name, column in column_of.items()}
             if reward.source is not None:
