@@ -22,6 +22,8 @@ from tunix.types import Begun, Completion, Sampling
 
 BEGUN = "begun"
 """The key of a position under which the prompts that were begun are."""
+ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+"""What is saved of a completion, by the name of its attribute."""
 
 
 @dataclass(frozen=True)
@@ -144,22 +146,13 @@ def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] =
 
 def _encoded(completion: Completion) -> dict[str, Any]:
     """A completion as JSON values, bit for bit."""
-    arrays = {"tokens": completion.tokens, "logprobs": completion.logprobs, "versions": completion.versions}
-    coded = {name: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode() for name, x in arrays.items()}
+    arrays = {name: np.asarray(getattr(completion, name), dtype) for name, dtype in ARRAYS.items()}
+    coded = {name: base64.b64encode(x.tobytes()).decode() for name, x in arrays.items()}
     return {**coded, "finish": completion.finish, "turns": completion.turns}
 
 
 def _decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
     """The inverse of `_encoded`."""
-
-    def array(name: str, dtype: type) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(saved[name]), dtype)
-
-    return Completion(
-        tokens=array("tokens", np.int32),
-        logprobs=array("logprobs", np.float32),
-        finish=saved["finish"],
-        versions=array("versions", np.int32),
-        sampling=sampling,
-        turns=tuple((start, end) for start, end in saved["turns"]),
-    )
+    arrays = {name: np.frombuffer(base64.b64decode(saved[name]), dtype) for name, dtype in ARRAYS.items()}
+    turns = tuple((start, end) for start, end in saved["turns"])
+    return Completion(**arrays, finish=saved["finish"], sampling=sampling, turns=turns)
