@@ -145,7 +145,8 @@ class Client(SamplingClient, Protocol):
         ...
 
     def publish(self) -> int:
-        """Makes `sample` use the current weights from the next call on. Returns their version."""
+        """Makes `sample` use the current weights from the next call on. Returns their version, a number that grows with
+        every update and goes on where a saved state is loaded."""
         ...
 
     def warm(self, work: Workload) -> None:

@@ -3,6 +3,7 @@
 Axes: T time.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as List
@@ -34,6 +35,7 @@ class Arrivals:
         names = dict.fromkeys(name for owner in owners for name in owner.row)
         self._scoring = None if scorer is None else scorer.open([*dict.fromkeys([*names, *ADDED])])
         self._ended: dict[int, tuple[Completion, str]] = {}
+        self._sampled = math.inf
 
     def add(self, number: int, completion: Completion) -> None:
         """Begins the rewards of a completion, unless they have been."""
@@ -48,6 +50,10 @@ class Arrivals:
                 "completion_tokens": int(completion.drawn.sum()),
             }
             self._scoring.add(number, owner.text, text, {**owner.row, **counted})
+
+    def close(self) -> None:
+        """Sampling is over: from now on rewards have a time of their own."""
+        self._sampled = time.monotonic()
 
     @property
     def numbers(self) -> list[int]:
@@ -65,11 +71,10 @@ class Arrivals:
         return [self._ended[number][1] for number in self.numbers]
 
     def scores(self, clock: Clock) -> dict[str, list[Score]]:
-        """Waits for the scores of the reward functions; the time that they took up to now has cost nothing."""
+        """Waits for the scores of the reward functions; their time while others were sampled has cost nothing."""
         if self._scoring is None:
             return {}
-        now = time.monotonic()
         scores = self._scoring.result()
-        overlapped, total = self._scoring.seconds(now)
+        overlapped, total = self._scoring.seconds(self._sampled)
         clock.count(overlapped=overlapped, rewards=total)
         return scores

@@ -131,6 +131,7 @@ class Collector:
                 return False
 
             groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive)
+            arrivals.close()
             for number, completion in enumerate(itertools.chain.from_iterable(groups)):
                 arrivals.add(number, completion)
         clock.meter(sampler)
@@ -167,12 +168,13 @@ class Collector:
 
             for own in race.start():
                 arrivals.add(*own)
-            if not race.over:
-                own = [begun[number] for number in asked]
-                found = sampler.sample([owners[i].tokens for i in asked], 1, self.sampling, seed, None, arrive, own)
-                clock.meter(sampler)
-                for number, (completion,) in enumerate(found):
-                    arrive(number, completion)
+            given = [owners[i].tokens for i in asked], 1, self.sampling, seed, None, arrive, [begun[i] for i in asked]
+            found = [] if race.over else sampler.sample(*given)
+            arrivals.close()
+            for number, (completion,) in enumerate(found):
+                arrive(number, completion)
+        if found:
+            clock.meter(sampler)
         episodes = self._scored([owners[i] for i in arrivals.numbers], arrivals, clock)
         left = [replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts) if i not in race.taken]
         return [episodes[i : i + n] for i in range(0, len(episodes), n)], left

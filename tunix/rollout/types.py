@@ -57,7 +57,7 @@ class Clock(dict[str, float]):
         yield
         self[name] = self.get(name, 0.0) + time.monotonic() - began
 
-    def count(self, **amounts: float) -> None:
+    def count(self, **amounts: int | float) -> None:
         """Adds to the counts of the step."""
         self._counted.update(amounts)
 

@@ -52,7 +52,8 @@ class Trainer:
         """
         self.learner, self.sampler, self.critic = learner, sampler, critic
         self.exporter = exporter or Exporter()
-        self._version = 0
+        self._version = int(learner.state.step)
+        """Updates that made the weights; the same after a restart, since tokens of earlier weights may still be there."""
         self._stale = True
 
     @property
@@ -63,6 +64,7 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self.learner.state, self._stale = replace(state, critic=None), True
+        self._version = int(state.step)
         if self.critic is not None:
             assert state.critic is not None
             self.critic.state = state.critic
@@ -77,7 +79,7 @@ class Trainer:
             if self.critic is None:
                 raise ValueError("there is no separate critic: build the client with critic='own'")
             return self.critic.step(batch, loss)
-        self._stale = True
+        self._changed()
         return self.learner.step(batch, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
@@ -90,7 +92,7 @@ class Trainer:
         Raises:
             ValueError: no gradients were accumulated.
         """
-        self._stale = True
+        self._changed()
         return self.learner.optim_step()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
@@ -151,11 +153,15 @@ class Trainer:
         return self.sampler.usage if isinstance(self.sampler, Metered) else None
 
     def publish(self) -> int:
-        """Passes the current weights to the sampler if they have changed; returns their version."""
+        """Passes the current weights to the sampler if they have changed; returns their version: the updates so far."""
         if self._stale:
-            self._version, self._stale = self._version + 1, False
+            self._stale = False
             self.sampler.publish(self.learner.params, self._version)
         return self._version
+
+    def _changed(self) -> None:
+        """The weights are about to change by an update."""
+        self._version, self._stale = self._version + 1, True
 
     def warm(self, work: Workload) -> None:
         """Compiles every shape that this workload of the sampler can need, so that nothing compiles afterwards."""
