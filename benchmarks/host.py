@@ -44,7 +44,7 @@ def milliseconds(slots: int, steps: int, strings: tuple[str, ...], dispatches: i
     for _ in range(dispatches):
         start = time.perf_counter()
         table.flow(np.arange(slots))
-        assert table.take(np.arange(slots), draws, counts) == []
+        assert table.take(np.arange(slots), table.turns, draws, counts) == []
         found.append(1000 * (time.perf_counter() - start))
     return found
 

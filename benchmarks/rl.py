@@ -3,8 +3,8 @@
 2 prompts of 64 tokens x 8 completions of 64, the small Llama shape, float32: the work that google/tunix and TRL were
 measured on. Steps run one after the other, as a run has them; the medians of what each part took.
 
-`--slow`: rollouts of 8 x 8 completions of very different lengths, where half of the rewards take half a second. Two runs
-that are equal to the bit take turns: one begins rewards while others sample, the other when all have been sampled.
+`--slow`: rollouts of 8 x 8 completions of very different lengths, where half of the rewards take half a second. Two
+runs that are equal to the bit take turns: one begins rewards while others sample, the other when all have been sampled.
 """
 
 import argparse

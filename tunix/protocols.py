@@ -57,9 +57,10 @@ class SamplingClient(Protocol):
             n: completions of a prompt; request i is sample i % n of prompt i // n.
             sampling: how tokens are sampled.
             seed: a sampled token depends on (seed, request, token index) alone.
-            reply: the environment's answer to a finished turn, or None; called between the sampler's steps.
-            on_done: receives each completion as soon as it has ended, and may end the call by that. A sampler need not
-                call it; what it returns then has been sampled to the end.
+            reply: the environment's answer to a finished turn, or None; called in threads, for one turn of a request
+                at a time.
+            on_done: receives each completion as soon as it has ended, and may end the call by that where no
+                environment answers. A sampler need not call it; what it returns then has been sampled to the end.
             begun: of each request its seed and its index, in place of `seed` and its number here, and what an earlier
                 call has sampled for it.
 

@@ -203,7 +203,9 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
         state = blank.eval_shape(model, sizes)
     axes: Axes = ("rows", "kv_heads", None, None)
     pages = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, axes), state.caches)
-    return State(pages, cast(jax.Array, _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))))
+    hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
+    progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
+    return State(pages, cast(jax.Array, hidden), progress)
 
 
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:

@@ -53,7 +53,7 @@ class Trainer:
         self.learner, self.sampler, self.critic = learner, sampler, critic
         self.exporter = exporter or Exporter()
         self._version = int(learner.state.step)
-        """Updates that made the weights; the same after a restart, since tokens of earlier weights may still be there."""
+        """Updates that made the weights; it goes on after a restart: tokens of earlier weights may be left."""
         self._stale = True
 
     @property

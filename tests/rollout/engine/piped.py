@@ -4,6 +4,7 @@ It is the seam for engines elsewhere: nothing but the sampler's verbs, arrays an
 """
 
 import multiprocessing
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -70,11 +71,14 @@ class PipedSampler:
 def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
     """The loop of the other process, until it is sent None."""
     engine = make()
+    # Environments are asked in threads, and the pipe bears one question at a time.
+    turn = threading.Lock()
 
     def asked(key: str) -> Callable:
         def ask(*args: Any) -> Any:
-            pipe.send((key, args))
-            return pipe.recv()
+            with turn:
+                pipe.send((key, args))
+                return pipe.recv()
 
         return ask
 

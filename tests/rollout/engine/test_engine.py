@@ -1,5 +1,6 @@
 """What the engine promises beyond right numbers: independence of company, shared prompts, turns, stops, few shapes."""
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def params():
 
 def make() -> Engine:
     """The engine of the tests, without weights."""
-    return Engine(MODEL, one_device(), slots=3, length=64, piece=16, page=8, steps=5, decode=text_of)
+    return Engine(MODEL, one_device(), slots=3, length=64, piece=16, page=8, steps=5, ahead=1, decode=text_of)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
         12 if window is None else most for window, most in zip(ample.sizes.windows, ample.sizes.pages, strict=True)
     ]
     room = sum(2.0 * size * number for size, number in zip(each, pages, strict=True))
-    few = small_engine(model, params, slots=6, room=room)
+    few = small_engine(model, params, slots=6, room=room, ahead=1)
     assert list(few.sizes.pages) == pages
     for one, expected in zip(few.run(asked, reply), plenty, strict=True):
         same(one, expected)
@@ -332,6 +333,50 @@ def test_many_episodes_with_replies_share_the_slots(engine):
         same(together[number], alone)
 
 
+def test_an_environment_may_take_its_time_while_others_answer(here):
+    """The first answer comes after the last one was given: all are asked at a time, and slots go on."""
+    last = threading.Event()
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        if len(so_far.turns) > 1:
+            return None
+        if number == 0:
+            assert last.wait(60)
+        if number == len(given) - 1:
+            last.set()
+        return np.array([7, 8], np.int32)
+
+    given = prompts(VOCAB, (5, 20, 3, 9, 12))
+    every = Sampling(max_tokens=40, stop_strings=tuple(text_of([token]) for token in range(0, VOCAB, 3)))
+    asked = [Request(prompt, every, 7, number) for number, prompt in enumerate(given)]
+    together = here.run(asked, reply)
+    last.set()
+    for number, request in enumerate(asked):
+        (alone,) = here.run([request], lambda _, so_far, number=number: reply(number, so_far))
+        same(alone, together[number])
+    assert all(len(completion.turns) == 2 for completion in together)
+
+
+def test_an_environment_that_breaks_is_heard(here):
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        raise RuntimeError("the door is locked")
+
+    with pytest.raises(RuntimeError, match="the door is locked"):
+        here.run([Request(np.arange(3, dtype=np.int32), Sampling(stop_ids=tuple(range(16))), 7)], reply)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_next_dispatch_is_sent_before_the_last_is_read(params, monkeypatch, ahead):
+    events = []
+    real_decode, real_take = batch_file.decode, Slots.take
+    engine = small_engine(MODEL, params, slots=1, ahead=ahead)
+    monkeypatch.setattr(batch_file, "decode", lambda *given: events.append("sent") or real_decode(*given))
+    monkeypatch.setattr(Slots, "take", lambda *given: events.append("read") or real_take(*given))
+    engine.run([Request(np.arange(3, dtype=np.int32), Sampling(max_tokens=12, temperature=0.0), 7)])
+    # 12 tokens in dispatches of 5.
+    assert events == (["sent", "sent", "read", "sent", "read", "read"] if ahead else ["sent", "read"] * 3)
+
+
 def test_tokens_are_streamed_in_order(engine):
     heard: dict[int, list[int]] = {}
     found = engine.run(MIXED, on_tokens=lambda number, new: heard.setdefault(number, []).extend(new.tolist()))
@@ -412,7 +457,7 @@ def test_what_is_paused_is_continued_as_it_was(engine):
 
 
 def test_each_token_has_the_version_that_it_was_sampled_from(params):
-    engine = small_engine(MODEL, params, slots=3, steps=5)
+    engine = small_engine(MODEL, params, slots=3, steps=5, ahead=1)  # what is on its way when the call ends counts
     prompt = prompts(VOCAB, (6,))
     asked = {"n": 3, "sampling": Sampling(max_tokens=12), "seed": 4}
     (first,) = engine.sample(prompt, **asked, on_done=lambda *_: True)

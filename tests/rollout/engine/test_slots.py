@@ -42,7 +42,7 @@ def filled(*episodes: Episode, number: int = 4) -> Slots:
 
 def take(slots: Slots, tokens: np.ndarray, counts: Sequence[int]) -> list[int]:
     """A dispatch of all slots that sampled these tokens `[St Sl]`."""
-    return slots.take(np.arange(len(slots)), draws(tokens), np.array(counts))
+    return slots.take(np.arange(len(slots)), slots.turns, draws(tokens), np.array(counts))
 
 
 def flow(slots: Slots) -> Flow:
@@ -54,8 +54,8 @@ def test_tokens_of_several_dispatches_are_written_one_behind_the_other():
     tokens = np.arange(1, 13, dtype=np.int32).reshape(4, 3)
     assert take(slots, tokens, [4, 2, 0]) == []
     assert slots.new(1).tolist() == [2, 5]
-    assert flow(slots).held.tolist() == [7, 5, 0]
-    assert flow(slots).left.tolist() == [1, 7, 0]
+    assert flow(slots).progress.held.tolist() == [7, 5, 0]
+    assert flow(slots).progress.left.tolist() == [1, 7, 0]
     assert take(slots, tokens + 20, [1, 4, 0]) == [0]
     done = slots.completion(0, 6)
     assert (done.tokens.tolist(), done.finish, done.turns) == ([1, 4, 7, 10, 21], "length", ((0, 5),))
@@ -79,9 +79,9 @@ def test_a_stop_id_ends_a_turn_and_an_observation_opens_the_next():
     assert new is not None
     # The prompt's three tokens and the first sampled one are held already.
     assert (new.tolist(), slots.held[0]) == ([9, 11, 12], 7)
-    assert (flow(slots).left[0], slots.left[0]) == (0, 28)
+    assert (flow(slots).progress.left[0], slots.left[0]) == (0, 28)
     slots.start(0)
-    assert flow(slots).left[0] == 28
+    assert flow(slots).progress.left[0] == 28
     assert take(slots, tokens, [2, 0, 0, 0]) == [0]
     done = slots.completion(0, 1)
     assert (done.tokens.tolist(), done.turns) == ([5, 9, 11, 12, 5, 9], ((0, 2), (4, 6)))
@@ -106,8 +106,8 @@ def test_an_episode_that_leaves_its_slot_keeps_everything():
     slots.start(2)
     # It comes last now: the first to leave again.
     assert slots.running.tolist() == [0, 1, 3, 2]
-    assert flow(slots).held.tolist() == [3, 3, 5, 5]
-    assert flow(slots).drawn.tolist() == [2, 1, 2, 1]
+    assert flow(slots).progress.held.tolist() == [3, 3, 5, 5]
+    assert flow(slots).progress.drawn.tolist() == [2, 1, 2, 1]
     assert take(slots, np.full((7, 4), 50, np.int32), [3, 7, 7, 0]) == [2]
     done = slots.completion(2, 1)
     assert (done.tokens.tolist(), done.finish) == ([2, 6, *[50] * 7], "length")
@@ -149,7 +149,34 @@ def test_what_is_behind_a_stop_string_is_dropped():
     assert take(slots, tokens, [6, 0, 0, 0]) == [0]
     done = slots.completion(0, 1)
     assert (done.tokens.tolist(), done.finish) == ([1, 3, 3], "stop")
-    assert flow(slots).held[0] == 6
-    assert flow(slots).drawn[0] == 3
+    assert flow(slots).progress.held[0] == 6
+    assert flow(slots).progress.drawn[0] == 3
     assert done.top is not None
     assert len(done.top[0]) == 3
+
+
+def test_what_was_sampled_for_a_turn_that_is_over_is_dropped():
+    """A dispatch was sent before the last one was read, in which slot 0 came to a stop string and slot 1 to its end."""
+    slots = filled(
+        episode(0, max_tokens=30, stop_strings=("ab",)), episode(1, max_tokens=2), episode(2, max_tokens=9), number=3
+    )
+    before, every = slots.turns, np.arange(3)
+    assert slots.take(every, before, draws(np.full((2, 3), 2, np.int32)), np.array([2, 2, 2])) == [0, 1]
+    slots.release(1)
+    slots.admit(1, episode(3, max_tokens=5))
+    assert slots.take(every, before, draws(np.full((3, 3), 1, np.int32)), np.array([3, 0, 3])) == []
+    assert slots.completion(0, 1).tokens.tolist() == [2]
+    assert slots.new(2).tolist() == [1, 1, 1]
+    assert flow(slots).progress.held.tolist() == [4, 3, 8]
+
+
+def test_the_host_counts_where_a_turn_begins_and_the_device_until_it_ends():
+    slots = filled(episode(0, max_tokens=30, stop_ids=(9,)), episode(1, max_tokens=9), number=3)
+    slots.admit(2, episode(2, max_tokens=4))
+    # The last slot waits for its prompt: nothing is left of it, whatever the device has.
+    assert (flow(slots).fresh.tolist(), flow(slots).fresh.tolist()) == ([True] * 3, [False, False, True])
+    assert flow(slots).progress.left.tolist() == [30, 9, 0]
+    slots.start(2)
+    assert take(slots, np.full((1, 3), 9, np.int32), [1, 1, 0]) == [0]
+    assert (flow(slots).fresh.tolist(), flow(slots).fresh.tolist()) == ([True, False, True], [True, False, False])
+    assert flow(slots).progress.left.tolist() == [0, 8, 4]

@@ -2,7 +2,9 @@
 
 Requests wait in a queue. Each enters a free slot as soon as there are pages for its prompt, its tokens are computed in
 pieces with those of others (`pieces.py`), and one dispatch after the other samples several tokens in all slots
-(`programs.decode`). Where pages run short, the request that came last leaves its slot and is computed again later.
+(`programs.decode`). The next dispatch is sent before the last one is read, so that the device does not wait: what it
+samples for turns that turn out to have ended is dropped. Where pages run short, the request that came last leaves its
+slot and is computed again later.
 
 Requests with one prompt, under one adapter, share its pages. All pages live as long as the batch: none outlasts the
 weights that filled it.
@@ -13,6 +15,7 @@ Axes: St decode steps, Sl slots, s shards of the rows.
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +25,8 @@ from tunix.models.model import Model
 from tunix.rollout.engine.holdings import Copy, Holdings
 from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
-from tunix.rollout.engine.programs import State, blank, decode, prefill, score
+from tunix.rollout.engine.programs import State, Steps, blank, decode, prefill, score
+from tunix.rollout.engine.replies import Replies
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
@@ -51,6 +55,16 @@ class Published:
     """Token ids -> text, for stop strings."""
 
 
+class Flight(NamedTuple):
+    """A dispatch that has been sent and not been read."""
+
+    slots: np.ndarray
+    """`[Sl]`."""
+    turns: np.ndarray
+    """`[Sl]` their turns when it was sent."""
+    sampled: Steps
+
+
 class Batch:
     """Requests that are answered together."""
 
@@ -68,7 +82,7 @@ class Batch:
         most = [published.sizes.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
         self.sizes = published.sizes.of_requests(most)
         self.model, self.weights = published.model, published.weights
-        self.reply, self.on_tokens, self.on_done = reply, on_tokens, on_done
+        self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
         given = enumerate(zip(requests, numbers, strict=True))
         episodes = [
@@ -82,6 +96,7 @@ class Batch:
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
         self.slots, self.holdings = Slots(self.sizes.slots, self.sizes.length), Holdings(self.sizes)
         self.state: State = blank(self.model, self.sizes)
+        self.flights: deque[Flight] = deque()
         self.done: list[Completion | None] = [None] * len(episodes)
         self.enough = False
         """Whether nobody waits for the requests that are left."""
@@ -89,14 +104,28 @@ class Batch:
 
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
-        while (self.waiting or len(self.slots.taken)) and not self.enough:
-            self._admit()
-            self._compute()
-            self._dispatch()
+        try:
+            while (self.waiting or len(self.slots.taken)) and not self.enough:
+                self._proceed()
+        finally:
+            self.replies.close()
+        while self.flights:  # what they sample is there to be continued
+            self._land(self.flights.popleft())
         for episode in [*self.waiting, *(self.slots.park(slot) for slot in self.slots.taken.tolist())]:
             self.done[episode.number] = episode.paused(self.version)
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
+
+    def _proceed(self) -> None:
+        """Sends what can be sent, and reads what has to be read."""
+        self._hear()
+        self._admit()
+        self._compute()
+        sent = self._dispatch()
+        if len(self.flights) > (self.sizes.ahead if sent else 0):
+            self._land(self.flights.popleft())
+        elif not sent and self.replies:
+            self.replies.wait()
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
@@ -208,32 +237,37 @@ class Batch:
             if self.expected[key]:
                 self.holdings.keep(key, job.slot, job.start, logprobs)
 
-    def _dispatch(self) -> None:
-        """Samples some tokens in every slot, and ends or continues the requests whose turn is over."""
+    def _dispatch(self) -> bool:
+        """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
         most = min(SHORT if watched or self.slots.cut_by_text else self.sizes.steps, self.sizes.steps)
-        self._reserve(most)
+        ahead = len(self.flights) * most
+        self._reserve(ahead + most)
         running = self.slots.running
-        if not len(running):
-            return
+        if not np.any(self.slots.left[running] > ahead):
+            return False
         slots = self._selected(running)
-        flow, reads = self.slots.flow(slots), self.holdings.reads(slots)
+        flow, reads, turns = self.slots.flow(slots), self.holdings.reads(slots), self.slots.turns[slots]
         counts = np.int32(most), np.int32(self._enough(len(running)))
         self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
-        draws, taken = jax.device_get(sampled)
-        self.meter.add(self.slots.held[slots], taken)
-        ended = self.slots.take(slots, draws, taken)
-        self._show(running)
+        self.flights.append(Flight(slots, turns, sampled))
+        return True
+
+    def _land(self, flight: Flight) -> None:
+        """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
+        draws, counts = jax.device_get(flight.sampled)
+        self.meter.add(self.slots.held[flight.slots], counts)
+        ended = self.slots.take(flight.slots, flight.turns, draws, counts)
+        self._show(flight.slots)
         for slot in ended:
             episode = self.slots.episodes[slot]
             assert episode is not None
-            if not self._continue(slot, episode):
-                self.done[episode.number] = completion = self.slots.completion(slot, self.version)
-                self._release(slot)
-                self.enough |= self.on_done is not None and self.on_done(episode.number, completion)
+            if not self.replies.ask(slot, episode.number, self.slots.completion(slot, self.version)):
+                self._complete(slot, episode)
 
     def _reserve(self, most: int) -> None:
-        """Takes the pages that the next tokens of all slots need; the last to come make room where they are too few."""
+        """Takes the pages that the next tokens of all slots need, from those on that were read last; the last to come
+        make room where they are too few."""
         running = self.slots.running
         goal = self.slots.held[running] + np.minimum(most, self.slots.left[running])
         goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
@@ -254,8 +288,7 @@ class Batch:
             if prefix.shard == shard:
                 self.holdings.forget(key)
                 return None
-        there = [slot for slot in self.slots.taken.tolist() if self.holdings.shard(slot) == shard]
-        last = there[-1]
+        last = [x for x in self.slots.taken.tolist() if self.holdings.shard(x) == shard and x not in self.replies][-1]
         self._unqueue(last)
         self.waiting.appendleft(self.slots.park(last))
         self.holdings.release(last)
@@ -287,38 +320,45 @@ class Batch:
 
         return np.concatenate([filled(shard, mine) for shard, mine in enumerate(of_shard)]).astype(np.int32)
 
-    def _show(self, running: np.ndarray) -> None:
+    def _show(self, slots: np.ndarray) -> None:
         """Hands the new tokens to whoever reads along."""
-        for slot in running.tolist() if self.on_tokens is not None else ():
+        for slot in slots.tolist() if self.on_tokens is not None else ():
             new, episode = self.slots.new(slot), self.slots.episodes[slot]
             if len(new) and self.on_tokens is not None and episode is not None:
                 self.on_tokens(episode.number, new)
 
     def _enough(self, running: int) -> int:
         """The number of running slots at which a dispatch ends."""
-        if self.waiting or self.reply is not None or any(self.jobs):
+        if self.waiting or self.replies or any(self.jobs):
             return running - max(1, running // REFILL)
         return max((width for width in self.sizes.widths if width < running), default=0)
 
-    def _continue(self, slot: int, episode: Episode) -> bool:
-        """Whether an environment's answer opens another turn; its tokens are queued then."""
-        if self.reply is None or episode.ended != "stop":
-            return False
-        observation = self.reply(episode.number, self.slots.completion(slot, self.version))
-        new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
-        if new is None:
-            return False
+    def _hear(self) -> None:
+        """Continues the requests whose environment has answered: the tokens of an answer are computed next."""
+        for slot, observation in self.replies.arrived():
+            episode = self.slots.episodes[slot]
+            assert episode is not None
+            new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
+            if new is None:
+                self._complete(slot, episode)
+            else:
+                self._observed(slot, episode, new)
+
+    def _observed(self, slot: int, episode: Episode, new: np.ndarray) -> None:
+        """Queues the tokens `[T]` of an observation, unless the slot has to make room for others."""
         held, shard = int(self.slots.held[slot]), self.holdings.shard(slot)
         while self.holdings.free(shard) < self.holdings.needs(slot, held):
             if self._make_room(shard) == slot:
-                return True
+                return
         self.holdings.cover(slot, held - len(new), held, windows=False)
         self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter))
-        return True
 
-    def _release(self, slot: int) -> None:
+    def _complete(self, slot: int, episode: Episode) -> None:
+        """Ends a request."""
+        self.done[episode.number] = completion = self.slots.completion(slot, self.version)
         self.slots.release(slot)
         self.holdings.release(slot)
+        self.enough |= self.on_done is not None and self.on_done(episode.number, completion)
 
 
 def _stop_text(request: Request, decode: Decode | None) -> StopText | None:

@@ -22,7 +22,7 @@ from tunix.rollout.engine.batch import Batch, OnTokens, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import Sizes
+from tunix.rollout.engine.shapes import Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
@@ -44,6 +44,7 @@ class Engine:
         piece: int = 2048,
         page: int = 128,
         steps: int = 32,
+        ahead: int | None = None,
         room: float | None = None,
     ):
         """An engine without weights: `publish` gives it some.
@@ -60,6 +61,7 @@ class Engine:
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
             page: tokens of a page of the cache; a power of two.
             steps: tokens that a slot samples in one dispatch at most.
+            ahead: dispatches that are sent before the last one is read; None for what suits the platform.
             room: bytes for keys and values on each device; None for as many as slots can ever need.
 
         Raises:
@@ -75,7 +77,9 @@ class Engine:
             raise ValueError(f"sizes must be positive, and piece and page powers of two, not {given}")
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
-        bare = Sizes(0, length, piece, page, steps, windows, (), row_shards(mesh), cache_dtype or model.dtype)
+        if ahead is None:
+            ahead = usual_ahead(mesh.devices.flat[0].platform)
+        bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache_dtype or model.dtype)
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0

@@ -81,6 +81,18 @@ class State(NamedTuple):
     """Keys and values of each layer."""
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
+    progress: "Progress"
+
+
+class Progress(NamedTuple):
+    """How far each slot is: counted on the device, so that a dispatch can be sent before the last one is read."""
+
+    held: Any
+    """`[Sl]` int32: tokens in the cache."""
+    left: Any
+    """`[Sl]` int32: tokens that may still be sampled; 0 for slots that are idle, or whose turn has ended."""
+    drawn: Any
+    """`[Sl]` int32: index of the next token among those sampled for the request."""
 
 
 class Flow(NamedTuple):
@@ -88,12 +100,10 @@ class Flow(NamedTuple):
 
     slots: Host
     """`[Sl]` int32: the slots, in the order of their shards."""
-    held: Host
-    """`[Sl]` int32: tokens in the cache."""
-    left: Host
-    """`[Sl]` int32: tokens that may still be sampled; 0 for idle slots."""
-    drawn: Host
-    """`[Sl]` int32: index of the next token among those sampled for the request."""
+    progress: Progress
+    """As the host knows it."""
+    fresh: Host
+    """`[Sl]` bool: slots whose progress is the host's, since their turn began after the last dispatch was sent."""
     seeds: Host
     """`[Sl 2]` uint32: high and low word of the seed."""
     request: Host
@@ -119,7 +129,8 @@ def blank(model: Model, sizes: Sizes) -> State:
     """Slots without anything, and empty pages."""
     hidden = constrain(jnp.zeros((sizes.slots, model.config.d_model), model.dtype), "rows", None)
     numbers = [number * sizes.shards for number in sizes.pages]
-    return State(empty(model.config, numbers, sizes.page, sizes.dtype), hidden)
+    nothing = Progress(*(constrain(jnp.zeros(sizes.slots, jnp.int32), "rows") for _ in Progress._fields))
+    return State(empty(model.config, numbers, sizes.page, sizes.dtype), hidden, nothing)
 
 
 @compiled(static_argnames="model", donate_argnames="state")
@@ -135,7 +146,7 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     last = _by_shard(new.last, len(new.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     states = jnp.where(new.last[:, None] >= 0, found, state.hidden)
-    return State(caches, constrain(states, "rows", None)), hidden
+    return state._replace(caches=caches, hidden=constrain(states, "rows", None)), hidden
 
 
 @partial(jit, static_argnames="model")
@@ -190,8 +201,8 @@ def decode(
         enough: the dispatch ends as soon as no more slots than these are running.
     """
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
-    keys, left, drawn = _request_keys(flow), jnp.asarray(flow.left), jnp.asarray(flow.drawn)
-    adapters, size = jnp.asarray(flow.adapter), state.caches[0].size
+    held, left, drawn = _current(state.progress, flow)
+    keys, adapters, size = _request_keys(flow), jnp.asarray(flow.adapter), state.caches[0].size
     hidden = state.hidden[flow.slots]
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
@@ -209,7 +220,7 @@ def decode(
         step, caches, hidden, live, count, draws = carry
         new = _draw(model, weights, hidden, flow, keys, drawn + count, live)
         draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
-        positions = (flow.held + count)[:, None]
+        positions = (held + count)[:, None]
         views = [
             _view(own, positions, live, size, kind.window)
             for own, kind in zip(reads, model.config.distinct_kinds, strict=True)
@@ -219,14 +230,24 @@ def decode(
         live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
         return step + 1, caches, constrain(hidden[:, 0], "rows", None), live, count, draws
 
-    _, taken, hidden, _, count, draws = jax.lax.while_loop(running, one, start)
-    new = [_written(own, jnp.asarray(flow.held), steps, size) for own in reads]
+    _, taken, hidden, live, count, draws = jax.lax.while_loop(running, one, start)
+    new = [_written(own, held, steps, size) for own in reads]
     caches = tuple(
         _brought_back(cache, mine, new[kind], jnp.asarray(reads[kind].sources))
         for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
     )
     hidden = state.hidden.at[flow.slots].set(hidden, unique_indices=True)
-    return State(caches, constrain(hidden, "rows", None)), Steps(draws, count)
+    # A turn that ended with a stop id has nothing left, whatever the host knows yet.
+    after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
+    progress = jax.tree.map(lambda all, own: all.at[flow.slots].set(own, unique_indices=True), state.progress, after)
+    progress = Progress(*(constrain(x, "rows") for x in progress))
+    return State(caches, constrain(hidden, "rows", None), progress), Steps(draws, count)
+
+
+def _current(progress: Progress, flow: Flow) -> Progress:
+    """The progress `[Sl]` of a dispatch's slots."""
+    own = jax.tree.map(lambda known, all: jnp.where(flow.fresh, known, all[flow.slots]), flow.progress, progress)
+    return Progress(*own)
 
 
 def _view(reads: Any, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None) -> SlotsView:

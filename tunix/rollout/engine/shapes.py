@@ -32,6 +32,17 @@ SLOTS_ELSEWHERE = 256
 """Completions that are sampled at a time on any other platform."""
 
 
+AHEAD = {"cpu": 0}
+"""Dispatches that are sent before the last one is read, by platform: a CPU computes on the cores that would wait."""
+AHEAD_ELSEWHERE = 1
+"""The same on any other platform."""
+
+
+def usual_ahead(platform: str) -> int:
+    """Dispatches that this platform is sent before the last one is read, e.g. 0 for `cpu`."""
+    return AHEAD.get(platform, AHEAD_ELSEWHERE)
+
+
 def usual_slots(platform: str) -> int:
     """Slots that fill a device of this platform, e.g. 64 for `cpu`."""
     return SLOTS.get(platform, SLOTS_ELSEWHERE)
@@ -51,6 +62,8 @@ class Sizes:
     """Pt, e.g. 128."""
     steps: int
     """St: tokens that a slot samples in one dispatch at most."""
+    ahead: int
+    """Dispatches that are sent before the last one is read, e.g. 1."""
     windows: tuple[int | None, ...]
     """Window of each kind of layer; None where it sees everything."""
     pages: tuple[int, ...]
@@ -125,10 +138,12 @@ class Sizes:
     def columns(self, kind: int) -> int:
         """Co of a kind of layer: pages that a slot holds at most while it decodes.
 
-        Those of everything, or of the window before a dispatch and its steps.
+        Those of everything, or of the window before a dispatch, and of all tokens that may be sampled before one is
+        read.
         """
         whole, window = -(-self.length // self.page), self.windows[kind]
-        return whole if window is None else min(whole, -(-(window + self.steps) // self.page) + 1)
+        most = (1 + self.ahead) * self.steps
+        return whole if window is None else min(whole, -(-(window + most) // self.page) + 1)
 
     def visits(self, piece: int, kind: int) -> int:
         """Vi for a piece: each of its blocks may see all pages of one sequence."""

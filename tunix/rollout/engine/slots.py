@@ -9,7 +9,7 @@ Axes: Sl slots, St decode steps, T time.
 import jax
 import numpy as np
 
-from tunix.rollout.engine.programs import Flow
+from tunix.rollout.engine.programs import Flow, Progress
 from tunix.rollout.engine.request import Episode, Parked
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
 from tunix.types import Completion, Sampling
@@ -30,13 +30,14 @@ class Slots:
         held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
         settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
-        self._flow = Flow(every, held, left, drawn, seeds, request, adapter, stops, settings)
+        fresh = np.zeros(number, bool)
+        self._flow = Flow(every, Progress(held, left, drawn), fresh, seeds, request, adapter, stops, settings)
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, length), np.int32)
         self._logprobs = np.empty((number, length), np.float32)
         self._written, self._before = np.zeros((2, number), np.int32)
         self._looked_at, self._waits, self._taken = np.zeros((3, number), bool)
-        self._order = np.zeros(number, np.int64)
+        self._order, self._turns = np.zeros((2, number), np.int64)
         self._entered = 0
 
     def __len__(self) -> int:
@@ -61,13 +62,18 @@ class Slots:
 
     @property
     def held(self) -> np.ndarray:
-        """`[Sl]` tokens in the cache."""
-        return np.asarray(self._flow.held)
+        """`[Sl]` tokens in the cache, as far as dispatches have been read."""
+        return np.asarray(self._flow.progress.held)
 
     @property
     def left(self) -> np.ndarray:
-        """`[Sl]` tokens that may still be sampled."""
-        return np.asarray(self._flow.left)
+        """`[Sl]` tokens that may still be sampled, as far as dispatches have been read."""
+        return np.asarray(self._flow.progress.left)
+
+    @property
+    def turns(self) -> np.ndarray:
+        """`[Sl]` a number of each slot's turn: what was sampled in an earlier one is dropped. A copy."""
+        return self._turns.copy()
 
     @property
     def cut_by_text(self) -> bool:
@@ -75,28 +81,33 @@ class Slots:
         return any(episode is not None and episode.stop_text is not None for episode in self.episodes)
 
     def flow(self, slots: np.ndarray) -> Flow:
-        """What a dispatch of these slots reads: copies, which stay as they are while it runs."""
+        """What a dispatch of these slots reads, which is sent now: copies, which stay as they are while it runs."""
         flow = jax.tree.map(lambda x: x[slots], self._flow)
-        return flow._replace(left=np.where(self._waits[slots], 0, flow.left))
+        still = self._waits[slots] | ~self._taken[slots]
+        self._flow.fresh[slots[~still]] = False
+        progress = flow.progress._replace(left=np.where(still, 0, flow.progress.left))
+        return flow._replace(progress=progress, fresh=flow.fresh | still)
 
     def admit(self, slot: int, episode: Episode) -> np.ndarray:
         """Puts an episode into an idle slot, which waits for its tokens to be computed; returns these tokens."""
-        request, flow = episode.request, self._flow
+        request, flow, progress = episode.request, self._flow, self._flow.progress
         sampling, parked = request.sampling, episode.parked or Parked.start(request, self._length)
         prompt, number = np.asarray(request.prompt, np.int32), len(parked.tokens)
         self.episodes[slot], episode.parked = episode, None
         self._written[slot] = self._before[slot] = number
         self._tokens[slot, :number], self._logprobs[slot, :number] = parked.tokens, parked.logprobs
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
-        flow.held[slot], flow.drawn[slot], flow.left[slot] = len(prompt) + number, parked.drawn, parked.left
+        progress.held[slot], progress.drawn[slot] = len(prompt) + number, parked.drawn
+        progress.left[slot] = parked.left
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
         for rows, (own,) in zip(flow.transform, Transform.of([sampling]), strict=True):
             rows[slot] = own
-        self._order[slot], self._waits[slot], self._taken[slot] = self._entered, True, True
+        self._order[slot], self._taken[slot] = self._entered, True
         self._entered += 1
+        self._begin(slot)
         return np.concatenate([prompt, parked.tokens])
 
     def start(self, slot: int) -> None:
@@ -105,13 +116,13 @@ class Slots:
 
     def park(self, slot: int) -> Episode:
         """Takes an episode out of its slot, to be continued in another."""
-        episode, number, flow = self.episodes[slot], self._written[slot], self._flow
+        episode, number, progress = self.episodes[slot], self._written[slot], self._flow.progress
         assert episode is not None
         episode.parked = Parked(
             self._tokens[slot, :number].copy(),
             self._logprobs[slot, :number].copy(),
-            int(flow.drawn[slot]),
-            int(flow.left[slot]),
+            int(progress.drawn[slot]),
+            int(progress.left[slot]),
         )
         self.release(slot)
         return episode
@@ -120,16 +131,19 @@ class Slots:
         """Makes a slot idle."""
         self.episodes[slot] = None
         self._looked_at[slot] = self._waits[slot] = self._taken[slot] = False
-        self._flow.held[slot] = self._flow.left[slot] = 0
+        self._flow.progress.held[slot] = self._flow.progress.left[slot] = 0
+        self._turns[slot] += 1
 
-    def take(self, slots: np.ndarray, draws: Draw, counts: np.ndarray) -> list[int]:
-        """Writes down what a dispatch sampled; returns the slots whose turn has ended.
+    def take(self, slots: np.ndarray, turns: np.ndarray, draws: Draw, counts: np.ndarray) -> list[int]:
+        """Writes down what a dispatch sampled; returns the slots whose turn has ended, and which wait now.
 
         Args:
             slots: `[Sl]`, those of the dispatch.
+            turns: `[Sl]` their turns when it was sent; what it sampled for a turn that has ended since is dropped.
             draws: `[St Sl ...]`, on the host.
             counts: `[Sl]`: in slot s the first `counts[s]` were sampled.
         """
+        counts = np.where(turns == self._turns[slots], counts, 0)
         step, row = np.nonzero(np.arange(len(draws.tokens))[:, None] < counts)
         slot = slots[row]
         at = self._written[slot] + step
@@ -141,11 +155,12 @@ class Slots:
         for row in map(int, np.flatnonzero(self._looked_at[slots] & (counts > 0))):
             stopped[row] |= self._look(int(slots[row]), row, draws)
         ended = []
-        for row in map(int, np.flatnonzero(stopped | ((counts > 0) & (self._flow.left[slots] <= 0)))):
+        for row in map(int, np.flatnonzero(stopped | ((counts > 0) & (self.left[slots] <= 0)))):
             slot = int(slots[row])
             episode = self.episodes[slot]
             assert episode is not None
             episode.end_turn("stop" if stopped[row] else "length", int(self._written[slot]))
+            self._begin(slot)
             ended.append(slot)
         return ended
 
@@ -159,17 +174,17 @@ class Slots:
         The last token before the observation is among them: its state was lost where tokens after it were dropped.
         Returns None, and ends the episode by its length, where nothing could be sampled after the observation.
         """
-        episode, flow, start = self.episodes[slot], self._flow, int(self._written[slot])
+        episode, progress, start = self.episodes[slot], self._flow.progress, int(self._written[slot])
         assert episode is not None
-        more = episode.request.sampling.max_tokens - int(flow.drawn[slot])
-        room = self._length - int(flow.held[slot]) - len(observation)
+        more = episode.request.sampling.max_tokens - int(progress.drawn[slot])
+        room = self._length - int(progress.held[slot]) - len(observation)
         if min(more, room) <= 0:
             episode.ended = "length"
             return None
         end = start + len(observation)
         self._tokens[slot, start:end], self._logprobs[slot, start:end] = observation, 0.0
-        self._written[slot], flow.left[slot], self._waits[slot] = end, min(more, room), True
-        flow.held[slot] += len(observation)
+        self._written[slot], progress.left[slot] = end, min(more, room)
+        progress.held[slot] += len(observation)
         episode.open_turn(start, end)
         return self._tokens[slot, start - 1 : end].copy()
 
@@ -199,9 +214,14 @@ class Slots:
         episode.keep_top(*top)
         return found is not None
 
+    def _begin(self, slot: int) -> None:
+        """A turn begins, or is over until the next one: what is on its way is not the slot's any more."""
+        self._turns[slot] += 1
+        self._waits[slot] = self._flow.fresh[slot] = True
+
     def _count(self, slots: np.ndarray | int, tokens: np.ndarray | int) -> None:
         """Counts tokens that were sampled; fewer than 0 are taken back."""
-        flow = self._flow
-        for counted in (self._written, flow.held, flow.drawn):
+        progress = self._flow.progress
+        for counted in (self._written, progress.held, progress.drawn):
             counted[slots] += tokens
-        flow.left[slots] -= tokens
+        progress.left[slots] -= tokens

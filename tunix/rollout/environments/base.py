@@ -43,7 +43,8 @@ class Step:
 
 
 class Environment(ABC):
-    """One episode; every completion has its own. Its methods run in the trainer's process, so they should be quick."""
+    """One episode; every completion has its own. Its methods run in threads of the trainer's process, one at a time for
+    each episode: other completions are sampled meanwhile, and what episodes share has to bear several callers."""
 
     scores: ClassVar[bool] = True
     """Whether it gives rewards: an episode that was cut short then keeps the sum of its rewards so far, 0 at first.
