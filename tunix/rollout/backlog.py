@@ -153,6 +153,6 @@ def _encoded(completion: Completion) -> dict[str, Any]:
 
 def _decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
     """The inverse of `_encoded`."""
-    arrays = {name: np.frombuffer(base64.b64decode(saved[name]), dtype) for name, dtype in ARRAYS.items()}
+    tokens, logprobs, versions = (np.frombuffer(base64.b64decode(saved[x]), dtype) for x, dtype in ARRAYS.items())
     turns = tuple((start, end) for start, end in saved["turns"])
-    return Completion(**arrays, finish=saved["finish"], sampling=sampling, turns=turns)
+    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns)
