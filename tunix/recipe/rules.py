@@ -109,6 +109,8 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not (rewarded or writes) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
+    elif not writes and recipe.rollout.oversample > 1:
+        yield f"rollout.oversample: changes nothing for {recipe.algorithm.name}, which trains on no completions"
 
 
 def _ineffective_lengths(recipe: Sections) -> tuple[str, ...]:

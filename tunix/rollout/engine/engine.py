@@ -25,7 +25,7 @@ from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
-from tunix.types import Completion, Reply, Sampling, Workload
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
 
 
@@ -86,6 +86,8 @@ class Engine:
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
+        self.usage: Usage | None = None
+        """What the last requests took; None where there were none."""
         self.adapters: dict[str, int] = {}
         """Number of each adapter that is loaded with the weights, from 1, by name."""
         self._warm: Sizes | None = None
@@ -152,7 +154,14 @@ class Engine:
             Warmth(self.sampled_model, self._loaded, self._warm)()
 
     def sample(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: Sequence[Begun] | None = None,
     ) -> list[list[Completion]]:
         """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
 
@@ -161,20 +170,27 @@ class Engine:
         """
         if n < 1:
             raise UserError(f"n is {n}: ask for at least one completion of each prompt")
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
         requests = [
-            Request(prompt, sampling, seed, index) for index, prompt in enumerate(p for p in prompts for _ in range(n))
+            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far) for prompt, x in zip(asked, own, strict=True)
         ]
-        completions = self.run(requests, reply)
+        completions = self.run(requests, reply, on_done=on_done)
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     def run(
-        self, requests: Sequence[Request], reply: Reply | None = None, on_tokens: OnTokens | None = None
+        self,
+        requests: Sequence[Request],
+        reply: Reply | None = None,
+        on_tokens: OnTokens | None = None,
+        on_done: OnDone | None = None,
     ) -> list[Completion]:
         """Completes each request; the completions are in the order of the requests.
 
         Args:
             reply: (index of the request, completion so far) -> an observation to continue with, or None.
             on_tokens: receives new tokens while the requests run.
+            on_done: receives completions while others run; see `types.OnDone`.
 
         Raises:
             UserError: a sampling setting or a prompt is invalid.
@@ -182,9 +198,14 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
+        if not requests:
+            return []
         published = self._published(self._sizes_of(requests, reply))
         with jax.set_mesh(self.mesh):
-            return Batch(published, requests, reply, on_tokens).finish() if requests else []
+            batch = Batch(published, requests, reply, on_tokens, on_done)
+            completions = batch.finish()
+        self.usage = batch.meter.usage
+        return completions
 
     @property
     def sampled_model(self) -> Model:
