@@ -2,7 +2,7 @@
 
 Each is compiled in a process of its own from shapes alone, by XLA's TPU compiler (`pip install 'tunix[plan-tpu]'`) or
 NVIDIA's (`'tunix[plan-gpu]'`): peak memory, FLOPs, memory traffic and collectives of each device, with loops counted
-as often as they run. Nothing is run.
+as often as they run. Nothing is run. With `--engine`, the sampler's decode program (`compiled_engine.py`).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import compiled_engine
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
@@ -92,6 +93,9 @@ CASES: dict[str, Case] = {
 }
 
 
+COLUMNS = ("step", "before", "trace + compile, s", "peak GiB", "TFLOP", "GB moved", "GB sent, each device", "kernels")
+
+
 def measured(name: str, dump: Path | None) -> dict[str, Any]:
     """Compiles one case and reads its program."""
     start = time.perf_counter()
@@ -131,25 +135,28 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Compiles each case in a process of its own and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES), help="which of them")
-    parser.add_argument("--dump", type=Path, help="a folder for the optimized programs")
-    parser.add_argument("--one", choices=CASES, metavar="CASE", help="used by the benchmark itself")
+    names = [*CASES, *compiled_engine.CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="which of them")
+    parser.add_argument("--engine", action="store_true", help="the sampler's programs in place of training steps")
+    parser.add_argument("--dump", type=Path, help="a folder for the optimized training steps")
+    parser.add_argument("--one", choices=names, metavar="CASE", help="used by the benchmark itself")
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(measured(arguments.one, arguments.dump)))
+    if (name := arguments.one) is not None:
+        engines = compiled_engine.CASES
+        found = compiled_engine.measured(engines[name]) if name in engines else measured(name, arguments.dump)
+        print(json.dumps(found))
         return
-    table = Table(
-        "step", "before", "trace + compile, s", "peak GiB", "TFLOP", "GB moved", "GB sent, each device", "kernels"
-    )
-    for name in arguments.cases:
+    cases = compiled_engine.CASES if arguments.engine else CASES
+    table = Table(*((*compiled_engine.COLUMNS, *compiled_engine.MORE) if arguments.engine else COLUMNS))
+    for name in arguments.cases or cases:
         command = [sys.executable, "-m", "benchmarks.compiled", "--one", name]
         command += ["--dump", str(arguments.dump)] if arguments.dump else []
         made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode:
-            table.add_row(name, CASES[name].before, f"refused: {made.stderr.strip().splitlines()[-1][:200]}")
+            table.add_row(name, cases[name].before, f"refused: {made.stderr.strip().splitlines()[-1][:200]}")
             continue
         found = json.loads(made.stdout.splitlines()[-1])
-        table.add_row(*row(name, found))
+        table.add_row(*(compiled_engine.row(name, found) if arguments.engine else row(name, found)))
         sys.stderr.write(f"{name}: {json.dumps(found)}\n")
     Console(width=200).print(table)
 

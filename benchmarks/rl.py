@@ -2,11 +2,17 @@
 
 2 prompts of 64 tokens x 8 completions of 64, the small Llama shape, float32: the work that google/tunix and TRL were
 measured on. Steps run one after the other, as a run has them; the medians of what each part took.
+
+`--slow`: rollouts of 8 x 8 completions of very different lengths, where half of the rewards take half a second. Two
+runs that are equal to the bit take turns: one begins rewards while others sample, the other when all have been sampled.
 """
 
 import argparse
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,9 +27,11 @@ from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
+from tunix.protocols import Sampler
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.types import Sampling
+from tunix.types import Completion, Sampling
 
 PARTS = ("rollout", "reward", "update")
 
@@ -41,6 +49,9 @@ class Sizes(NamedTuple):
 
 
 SIZES = Sizes()
+RAGGED = Sizes(prompts=8, new=512)
+"""Of steps with slow rewards; a token of VOCABULARY in 64 ends a completion, so that a few are four times the mean."""
+VOCABULARY, SLOW, WORKERS = 1024, 0.5, 8
 
 
 def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
@@ -92,6 +103,71 @@ def measure(
     return seconds
 
 
+def half_slow(completion: str, completion_ids: list[int]) -> float:
+    """The same reward of one sample, for which half of the samples take half a second."""
+    if sum(completion_ids) % 2:
+        time.sleep(SLOW)
+    return sum(number % 2 == 0 for number in completion_ids) / len(completion_ids)
+
+
+class Silent:
+    """A sampler that reports nothing before all have been sampled."""
+
+    def __init__(self, engine: Sampler):
+        self.engine = engine
+        self.publish, self.warm = engine.publish, engine.warm
+
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None) -> list[list[Completion]]:
+        """Samples without `on_done`."""
+        return self.engine.sample(prompts, n, sampling, seed, reply, begun=begun)
+
+
+def slow_steps(silent: bool) -> Iterator[dict[str, Any]]:
+    """What one step after the other reports; updates are left out."""
+    sampling = Sampling(max_tokens=RAGGED.new, stop_ids=tuple(range(16)))
+    small = SHAPES["small"]
+    shape = replace(small, config=replace(small.config, vocab_size=VOCABULARY))
+    longest = RAGGED.length + RAGGED.new
+    client = shape.trainer(length=longest, rows=RAGGED.prompts * RAGGED.group, longest=longest)
+    if silent:
+        client.sampler = Silent(client.sampler)
+    algorithm = GRPO(GRPOConfig(group_size=RAGGED.group), sampling)
+    reward = RewardFunction(name="benchmarks.rl:half_slow")
+    with (
+        Scorer([reward], workers=WORKERS) as scorer,
+        closing(stream(sampling, scorer, VOCABULARY, 1, longest, RAGGED)) as data,
+    ):
+        for rollouts in data:
+            groups = algorithm.rollout(client, rollouts).groups
+            rewards = [list(episode.rewards.values()) for group in groups for episode in group]
+            lengths = [len(episode.completion.tokens) for group in groups for episode in group]
+            yield {**rollouts.clock.metrics, "rewards": rewards, "tokens": float(np.mean(lengths))}
+
+
+def show_slow(steps: int, console: Console) -> None:
+    """Measures and prints steps with slow rewards."""
+    runs = {"while others sample": slow_steps(silent=False), "afterwards": slow_steps(silent=True)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for turn in range(steps + 2):
+        for name, run in runs.items():
+            metrics = next(run)
+            if turn >= 2:
+                found[name].append(metrics)
+    rewards = [[metrics["rewards"] for metrics in rows] for rows in found.values()]
+    assert rewards[0] == rewards[1], "the two runs are one"
+    told = {
+        "rollout, s": "perf/rollout_seconds",
+        "waited for rewards, s": "perf/reward_seconds",
+        "overlap": "perf/reward_overlap",
+        "tokens": "tokens",
+    }
+    title = f"GRPO, {RAGGED.prompts} x {RAGGED.group}, half of the rewards take {SLOW} s; {WORKERS} workers"
+    table = Table("rewards begin", *told, title=title)
+    for name, rows in found.items():
+        table.add_row(name, *(f"{np.median([row.get(key, 0.0) for row in rows]):.3f}" for key in told.values()))
+    console.print(table)
+
+
 def plain_seconds(steps: int) -> float:
     """Seconds of the plain step of SFT on as many tokens, with which an update is compared."""
     work = interleaved({"plain": plain_work(SHAPES["small"])}, steps)
@@ -102,7 +178,11 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each kind")
-    arguments = parser.parse_args()
+    parser.add_argument("--slow", action="store_true", help="steps in which half of the rewards are slow")
+    arguments, console = parser.parse_args(), Console(width=120)
+    if arguments.slow:
+        show_slow(arguments.steps, console)
+        return
     found = Table(
         "",
         "step, ms",
@@ -115,7 +195,6 @@ def main() -> None:
         seconds = measure(arguments.steps, lora=lora, kl=kl)
         medians = [f"{np.median(seconds[part]) * 1e3:.0f}" for part in ("step", *PARTS)]
         found.add_row(name, *medians, f"{np.median(seconds['update']) / plain:.2f}")
-    console = Console(width=120)
     console.print(found)
     console.print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
 

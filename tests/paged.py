@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tunix.config import DType
-from tunix.models.attention.pages import Gathered, Pages, SlotsView, Table, Writes
+from tunix.models.attention.layouts import Columns, Pages
+from tunix.models.attention.pages import Gathered, SlotsView, Table, Writes
 from tunix.models.config import DecoderConfig
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model
@@ -36,7 +37,7 @@ def next_token(
 def slots_of_row(k: jax.Array, v: jax.Array) -> tuple[Pages, SlotsView]:
     """A slot for each token of a row `[T K H]`, whose page holds the whole row: token t is what slot t decodes."""
     number = len(k)
-    pages = Pages(*(jnp.stack([x] * number) for x in (k.transpose(1, 2, 0), v.transpose(1, 0, 2))))
+    pages = Columns(*(jnp.stack([x] * number) for x in (k.transpose(1, 2, 0), v.transpose(1, 0, 2))))
     rows = jnp.arange(number)
     own = Gathered(rows[None], rows[None], 0 * rows[None])
     return pages, SlotsView(Writes(rows[:, None], rows[:, None]), rows[:, None], Table(rows[:, None], 0 * rows), own)

@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic_core import PydanticCustomError
 
 DType = Literal["float32", "bfloat16"]
+CacheType = Literal["float32", "bfloat16", "int8", "fp8"]
+"""What keys and values are kept in: numbers of 8 bits are integers with a scale for each token and kv head, or e4m3."""
 GradientSums = Literal["compute", "float32"]
 TINY_BATCH, TINY_GROUP, TINY_COMPLETION = 8, 4, 32
 """Largest sizes of a `--tiny` run: rows of a batch, completions of a prompt, tokens of a completion."""
@@ -157,7 +159,7 @@ class ModelConfig(Config):
     """Which weights, and in which precision."""
 
     path: str | None = None
-    """Hub id, local folder, or the folder of a run."""
+    """Hub id, local folder, the folder of a run, or a folder on an object store, such as gs://bucket/model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from scratch: give `family`, and `preset` or `sizes`."""
     family: Family | None = None

@@ -12,7 +12,19 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
+from tunix.types import (
+    Batch,
+    Begun,
+    Completion,
+    Loss,
+    Metrics,
+    OnDone,
+    Reply,
+    Sampling,
+    Sequence,
+    Usage,
+    Workload,
+)
 
 
 @runtime_checkable
@@ -29,7 +41,14 @@ class SamplingClient(Protocol):
     """Anything that completes prompts: a client, or a sampler alone."""
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         """Samples `n` completions of each prompt from the weights that were published last.
 
@@ -40,10 +59,24 @@ class SamplingClient(Protocol):
             seed: a sampled token depends on (seed, request, token index) alone.
             reply: the environment's answer to a finished turn, or None; called in threads, for one turn of a request
                 at a time.
+            on_done: receives each completion as soon as it has ended, and may end the call by that where no
+                environment answers. A sampler need not call it; what it returns then has been sampled to the end.
+            begun: of each request its seed and its index, in place of `seed` and its number here, and what an earlier
+                call has sampled for it.
 
         Returns:
-            For each prompt its `n` completions.
+            For each prompt its `n` completions; those that `on_done` did not wait for are paused.
         """
+        ...
+
+
+@runtime_checkable
+class Metered(Protocol):
+    """A sampler that counts its work."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the last call of `sample` took; None where there was none."""
         ...
 
 
@@ -113,7 +146,8 @@ class Client(SamplingClient, Protocol):
         ...
 
     def publish(self) -> int:
-        """Makes `sample` use the current weights from the next call on. Returns their version."""
+        """Makes `sample` use the current weights from the next call on. Returns their version, a number that grows with
+        every update and goes on where a saved state is loaded."""
         ...
 
     def warm(self, work: Workload) -> None:

@@ -266,8 +266,9 @@ class Completion:
     logprobs: np.ndarray
     """`[T]` float32: log-probs in nats of the sampled tokens after the sampling transform, e.g. `[-0.3, -1.1, -0.01]`;
     0 where an environment wrote."""
-    finish: Literal["stop", "length"]
-    """Why it ended, e.g. `"length"`; `"stop"` also where the environment had no answer to a turn that stopped."""
+    finish: Literal["stop", "length", "paused"]
+    """Why it ended, e.g. `"length"`; `"stop"` also where the environment had no answer to a turn that stopped.
+    `"paused"`: the call ended before it, and another can continue it."""
     versions: np.ndarray
     """`[T]` int32: the version of the weights that each token was sampled from, e.g. `[3, 3, 3]`; where an environment
     wrote, of those that were published at the time."""
@@ -294,6 +295,34 @@ class Completion:
 Reply = Callable[[int, Completion], np.ndarray | None]
 """An environment as the sampler sees it: (request, its whole completion so far) -> `[T]` tokens of the observation with
 which the same request continues, or None at the end of the episode."""
+OnDone = Callable[[int, Completion], bool]
+"""Callback that receives (request, its completion) as soon as it has ended, while others still sample; returns whether
+that is enough: the call then ends, and whatever has not ended is paused."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request with random numbers of its own, which another call may have begun."""
+
+    seed: int
+    """The seed of its random numbers, e.g. 2968811710."""
+    index: int
+    """Its number among the requests of that seed, e.g. 3."""
+    so_far: Completion | None = None
+    """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a call of a sampler took."""
+
+    tokens: int
+    """Tokens that were sampled, e.g. 40960."""
+    slot_steps: int
+    """Decode steps, counted once for each slot whether it had something to sample or not, e.g. 65536."""
+    bytes: float
+    """Bytes that a device must read for these steps at least, e.g. 2.1e12: in each step all weights, and what the cache
+    held at the time."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.peers.cases import CASES, write_weights
 from benchmarks.peers.report import PAGE, cell, keep, kept, table, write
-from benchmarks.peers.run import PEERS, measure
+from benchmarks.peers.run import PEERS, check_out, measure
 from benchmarks.shapes import SHAPES
 
 
@@ -14,6 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="rows of the table")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="its columns")
+    parser.add_argument("--earlier", metavar="COMMIT", help="measures this commit too, in the column `here, earlier`")
     parser.add_argument("--rounds", type=int, default=7, help="turns that count")
     parser.add_argument("--warm", type=int, default=2, help="turns before, which compile")
     parser.add_argument(
@@ -25,6 +26,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
+    if arguments.earlier:
+        check_out(arguments.earlier)
     figures = kept(work / "figures.json")
     for name in arguments.cases:
         case = CASES[name]

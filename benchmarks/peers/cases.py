@@ -19,6 +19,12 @@ PROMPT, NEW = 64, 128
 """Tokens of a prompt and a completion where text is generated."""
 RAGGED, SHORTEST, LONGEST = 32, 8, 512
 """Requests, and their numbers of new tokens."""
+TAILED, MEDIAN, SPREAD, FEWEST, MOST = 48, 160, 1.1, 32, 4096
+"""Requests whose numbers of new tokens are log-normal: their median, the deviation of the logarithm, and both ends."""
+SHARED, SAMPLES, LONG_PROMPT, SHORT = 4, 8, 512, 64
+"""Prompts, completions of each, and tokens of both."""
+TURNS, TURN, OBSERVED = 4, 48, 24
+"""Turns of an episode at most, tokens of each in the mean, and tokens that an environment answers with."""
 GROUP, GROUPS, STEP = 8, 2, 64
 """Completions of a prompt, prompts, and tokens of both in a GRPO step."""
 PAIRS, SIDE = 4, 128
@@ -79,6 +85,22 @@ def _ragged(shape: Shape) -> dict[str, Any]:
     return {"prompts": _ids(shape, RAGGED, PROMPT), "new": new, "slots": RAGGED}
 
 
+def _long_tailed(shape: Shape) -> dict[str, Any]:
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SPREAD, TAILED)
+    new = np.clip(drawn, FEWEST, MOST).astype(int).tolist()
+    return {"prompts": _ids(shape, TAILED, PROMPT), "new": new, "slots": 16}
+
+
+def _shared(shape: Shape) -> dict[str, Any]:
+    prompts = [ids for ids in _ids(shape, SHARED, LONG_PROMPT) for _ in range(SAMPLES)]
+    return {"prompts": prompts, "new": [SHORT] * len(prompts), "slots": 16}
+
+
+def _turns(shape: Shape) -> dict[str, Any]:
+    more = {"turns": TURNS, "every": TURN, "observation": _ids(shape, 1, OBSERVED)[0], "slots": 16}
+    return {"prompts": _ids(shape, 24, PROMPT), "new": [2 * TURNS * TURN] * 24, **more}
+
+
 SPECIAL = 4
 """Number of the tokenizer's special words, which have the first ids: padding, begin, end, unknown."""
 
@@ -92,6 +114,10 @@ CASES = {
     "generate-small": Case("generate, small, 16 x (64 + 128)", "small", "generate", _even),
     "generate-big": Case("generate, big, 16 x (64 + 128)", "big", "generate", _even),
     "ragged": Case("generate, small, 32 ragged requests of 8 to 512", "small", "generate", _ragged),
+    "ragged-big": Case("generate, big, 32 ragged requests of 8 to 512", "big", "generate", _ragged),
+    "long-tailed": Case("generate, small, 48 requests of 32 to 4,096, log-normal", "small", "generate", _long_tailed),
+    "shared": Case("generate, small, 4 prompts of 512, 8 x 64 of each", "small", "generate", _shared),
+    "turns": Case("generate, small, 24 episodes of 4 turns of about 48 + 24", "small", "generate", _turns),
 }
 
 

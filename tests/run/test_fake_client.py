@@ -37,7 +37,7 @@ class FakeClient(Client):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def sample(self, prompts, n, sampling, seed, reply=None):
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None):
         self.calls.append("sample")
         rng, ones = np.random.default_rng(seed), np.ones(4)
         made = lambda: Completion(  # noqa: E731

@@ -92,6 +92,11 @@ def last(run: str = "run") -> dict[str, Any]:
         ),
         (["rollout.mesh={tensor: 4}"], ["rollout.mesh: tensor 4 does not divide 2 kv heads; tensor 2 would"]),
         (["rollout.slots=12"], ["rollout.slots: 12 slots are not split evenly over 8 copies", "8 or 16 would be"]),
+        (["rollout.oversample=0.9"], ["rollout.oversample", "is not a number not below 1"]),
+        (
+            ["reward=null", "rollout.environment={name: guessing}", "rollout.oversample=1.2"],
+            ["rollout", "oversample: 1.2 pauses what is not complete", "an environment's episode cannot be paused"],
+        ),
         (["rollout.mismatch_tolerance=-1"], ["rollout.mismatch_tolerance", "is not a number above 0"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[0] else "",

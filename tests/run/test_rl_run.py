@@ -107,8 +107,8 @@ def test_a_sampler_with_another_temperature_stops_the_run(
 ):
     real = Engine.sample
 
-    def sample(self: Engine, prompts: Any, n: int, sampling: Sampling, seed: int, reply: Any = None) -> Any:
-        return real(self, prompts, n, replace(sampling, temperature=1.0), seed, reply)
+    def sample(self: Engine, prompts: Any, n: int, sampling: Sampling, *rest: Any) -> Any:
+        return real(self, prompts, n, replace(sampling, temperature=1.0), *rest)
 
     monkeypatch.setattr(Engine, "sample", sample)
     write_policy(tmp_path, **PLAIN)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix.algorithms.loss import CURRENT
 from tunix.algorithms.masks import mismatch
 from tunix.errors import UserError
 from tunix.rollout.types import Scored
@@ -23,15 +24,21 @@ Credited = list[list[Sequence]]
 
 
 def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
-    """An episode as a sequence: the sampled tokens are trained, and `old_logprobs` are the sampler's."""
+    """An episode as a sequence: the sampled tokens are trained, and `old_logprobs` are the sampler's.
+
+    Where tokens may be of earlier weights, `CURRENT` is 1 for those that are not.
+    """
     prompt, completion = episode.prompt.tokens, episode.completion
     before = np.zeros(len(prompt), np.float32)
     failed = any(math.isnan(reward) for reward in episode.rewards.values())
+    current = {}
+    if episode.version is not None:
+        current = {CURRENT: np.concatenate([before, completion.versions == episode.version])}
     return Sequence(
         tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([before.astype(bool), completion.drawn]),
         weight=0.0 if failed or left_out else 1.0,
-        per_token={"old_logprobs": np.concatenate([before, completion.logprobs])},
+        per_token={"old_logprobs": np.concatenate([before, completion.logprobs]), **current},
     )
 
 
@@ -76,9 +83,11 @@ def renamed(sequences: Credited, old: str, new: str) -> Credited:
 
 
 def exceeds_mismatch(sequence: Sequence, limit: float) -> bool:
-    """Whether the log-probs of trainer and sampler differ too much on a sequence; see `masks.mismatch`."""
+    """Whether the log-probs of trainer and sampler differ too much on a sequence; see `masks.mismatch`. Tokens of
+    earlier weights say nothing about that."""
     arrays = sequence.per_token
-    return not mismatch(arrays["old_logprobs"], arrays["sampler_logprobs"], sequence.loss_mask) <= limit
+    mask = sequence.loss_mask & (arrays[CURRENT] > 0) if CURRENT in arrays else sequence.loss_mask
+    return not mismatch(arrays["old_logprobs"], arrays["sampler_logprobs"], mask) <= limit
 
 
 def without_mismatch(sequences: Credited, limit: float) -> Credited:

@@ -34,6 +34,10 @@ from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 REFERENCE = "reference_logprobs"
 """The per-token value in place of `LossInputs.reference_logprobs` where these were computed before the step."""
 
+CURRENT = "current"
+"""The per-token value that is 1 for tokens of the weights that the step was sampled from, 0 for those of earlier ones;
+only where there can be any."""
+
 
 def trained_only(inputs: LossInputs) -> LossInputs:
     """The inputs with 0 wherever nothing is trained: outside of the mask, and in sequences of weight 0.
@@ -196,9 +200,11 @@ def compared_with_sampler(
     """The outputs with metrics of `trainer log-prob - sampler log-prob` over the sampled tokens, and its maximum.
 
     `mismatch/mean`: mean absolute difference. `mismatch/k3`: estimate of KL(sampler || trainer). `mismatch/max`: the
-    largest absolute difference.
+    largest absolute difference. On tokens of earlier weights, where the policy has moved, the difference counts as 0.
     """
     trainer = jax.lax.stop_gradient(trainer)
+    if CURRENT in batch.per_token:
+        trainer = jnp.where(jnp.asarray(batch.per_token[CURRENT]) > 0, trainer, sampler)
     distance = jnp.abs(trainer - sampler)
     k3 = _estimate(log_ratio(jnp.asarray(sampler), trainer, batch), "k3")
     metrics = {**outputs.metrics, "mismatch/mean": distance, "mismatch/k3": k3}

@@ -79,7 +79,7 @@ class OnPolicy(Algorithm):
 
     def rollout(self, client: Client, data: Rollouts) -> Experience:
         """Samples and scores completions of the current policy."""
-        client.publish()
+        data.version = client.publish()
         return Experience(self.gather(client, data), data)
 
     def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
@@ -99,7 +99,7 @@ class OnPolicy(Algorithm):
             if metrics:
                 gate(metrics[0], prepared.batches[0], data, self.starts_at_reference)
             numbers = {**prepared.numbers, **merged(metrics)}
-        numbers |= {f"perf/{part}_seconds": seconds for part, seconds in data.clock.items()}
+        numbers |= data.clock.metrics
         return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes)
 
     @abstractmethod

@@ -49,6 +49,9 @@ def sampling_report(groups: Groups) -> dict[str, float]:
     }
     if any(len(episode.completion.turns) > 1 for episode in episodes):
         numbers["rollout/turns"] = float(np.mean([len(episode.completion.turns) for episode in episodes]))
+    if (version := episodes[0].version) is not None:
+        ages = version - np.concatenate([episode.completion.versions for episode in episodes])
+        numbers |= {"rollout/stale": float(np.mean(ages > 0)), "rollout/oldest": float(ages.max())}
     return numbers
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.trainer.progress import Display
-from tunix.types import Completion, Reply, Sampling
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling
 
 PATIENCE = 2.0
 """Seconds before progress is shown."""
@@ -64,12 +64,20 @@ class ProgressSampler:
     """Tokens that this object has sampled."""
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         """Implements `protocols.Sampler.sample`; the first request has the number `done`."""
         first = self.done
-        requests = [Request(prompts[i // n], sampling, seed, first + i) for i in range(n * len(prompts))]
-        sampled = self.engine.run(requests, reply, on_tokens=self._on_tokens)
+        own = begun or [Begun(seed, first + i) for i in range(n * len(prompts))]
+        requests = [Request(prompts[i // n], sampling, x.seed, x.index, so_far=x.so_far) for i, x in enumerate(own)]
+        sampled = self.engine.run(requests, reply, self._on_tokens, on_done)
         self.done = first + len(sampled)
         self.bar.show(self.done, self.tokens)
         return [sampled[i : i + n] for i in range(0, len(sampled), n)]

@@ -23,7 +23,8 @@ from tunix.errors import UserError
 from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
-from tunix.rollout.collect import ADDED, Collector, Player
+from tunix.rollout.arrivals import ADDED
+from tunix.rollout.collect import Collector, Player
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.reward_model import judge as reward_judge

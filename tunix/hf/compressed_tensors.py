@@ -9,7 +9,6 @@ Axes: I inputs, O outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,6 @@ from jaxtyping import Float, Int, Shaped
 
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import Entry, Stored
-from tunix.models.families.base import Piece
 from tunix.models.quantization.schemes import BITS, WORDS, Packing, format_of
 
 VALUES, PACKED, SCALES, SHAPE = "weight", "weight_packed", "weight_scale", "weight_shape"
@@ -67,28 +65,20 @@ class Rounded(Stored):
     scales: Stored
     packed: bool
 
-    @contextmanager
-    def open(self) -> Iterator[Piece]:
-        """Opens the matrix, to be read by slices while the block runs."""
-        with self.values.open() as values, self.scales.open() as scales:
-            yield _Numbers(values, scales, self.shape, self.packed)
+    @property
+    def size(self) -> int:
+        """Bytes of the numbers, and of what unpacking them needs meanwhile: as much again three times."""
+        return 4 * super().size
 
-
-@dataclass(frozen=True)
-class _Numbers:
-    values: Piece
-    scales: Piece
-    shape: tuple[int, ...]
-    packed: bool
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Float[np.ndarray, "o i"]:
-        rows, columns = index
-        values: Shaped[np.ndarray, "o i"] = self.values[rows, :]
+    def read_into(self, rows: Float[np.ndarray, "o I"], start: int) -> None:
+        """Fills `rows`, float32, from row `start` on."""
+        stop = start + len(rows)
+        values: Shaped[np.ndarray, "o i"] = self.values.read(start, stop)
         if self.packed:
-            values = unfolded(np.ascontiguousarray(values), self.shape[1])
-        scales = self.scales[rows, :].astype(np.float32)
-        tiles = values.astype(np.float32).reshape(len(values), scales.shape[1], -1) * scales[:, :, None]
-        return tiles.reshape(values.shape)[:, columns]
+            values = unfolded(values, self.shape[1])
+        scales = self.scales.read(start, stop).astype(np.float32)
+        tiles = (len(values), scales.shape[1], -1)
+        np.multiply(values.reshape(tiles), scales[:, :, None], out=rows.reshape(tiles), dtype=np.float32)
 
 
 def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -110,7 +100,7 @@ def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
                 f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
                 f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
             )
-        found[module + VALUES] = Rounded(held.file, held.key, shape, "F32", held, scales, packed)
+        found[module + VALUES] = Rounded(held.file, held.key, shape, "F32", held.begin, held, scales, packed)
     return found
 
 
@@ -118,8 +108,7 @@ def _shape(stored: Stored | None, packed: Stored) -> tuple[int, ...]:
     """The shape that a packed matrix has unpacked, read from its file."""
     if stored is None or stored.shape != (2,):
         raise UserError(f"{packed.file}: {packed.key} is there without its shape. Download the folder again.")
-    with stored.open() as piece:
-        outputs, inputs = (int(size) for size in piece[(slice(0, 2),)])
+    outputs, inputs = (int(size) for size in stored.read())
     if packed.shape[0] != outputs or packed.shape[1] not in (-(-inputs * bits // 32) for bits in (4, 8)):
         raise UserError(
             f"{packed.file}: {packed.key} has shape {packed.shape}, which is no matrix ({outputs}, {inputs}) of 4 or 8 "

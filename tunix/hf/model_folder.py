@@ -1,29 +1,26 @@
 """Reads and writes Hugging Face model folders, tensor by tensor.
 
-Reading: every tensor that the config requires is looked up and its shape checked before anything is read. A layer's
-tensor goes shard by shard from the file to the devices and into its place in the stacked array, which is updated in
-place; so the host holds about one tensor beyond the model itself. A matrix that is quantized is rounded on the way, so
-that the unrounded model is never in memory. Writing: the same way back, into an atomic folder.
+Reading: every tensor that the config requires is looked up and its shape checked before anything is read. Then
+`tensor_loading` brings them to the devices, a few at a time; a matrix that is quantized is rounded on the way, so that
+the unrounded model is never in memory. Writing: the same way back, into an atomic folder.
 """
 
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
     Stored,
@@ -32,17 +29,18 @@ from tunix.hf.safetensors_io import (
     tensors_of_folder,
     write_shards,
 )
-from tunix.mesh import sharding
+from tunix.hf.tensor_loading import Place, Read, load, target_of
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE, Tensor
 from tunix.models.families.table import FAMILIES, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
-from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize, tile_of
+from tunix.models.quantization.formats import Quantization, is_scale, quantize, tile_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
+from tunix.util.object_store import url_of
 
 BESIDE_WEIGHTS = (
     "tokenizer.json",
@@ -61,17 +59,22 @@ BESIDE_WEIGHTS = (
 HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|masked_bias)$")
 """Buffers that older folders contain although the model computes them."""
 
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+"""What is taken of a folder from elsewhere: neither pickles nor code."""
 STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 TIE_CHUNK = 1 << 24
 """Elements compared at a time where a folder with tied embeddings also contains a head."""
 
 
 def resolve_folder(path: str) -> Path:
-    """The path of a local folder, or of a hub id's snapshot (downloaded once, without pickles and code).
+    """The path of a local folder, of a hub id's snapshot (downloaded once, without pickles and code), or of the copy
+    of a folder on an object store, such as `gs://bucket/model`, without its weights.
 
     Raises:
-        UserError: there is no such folder, or the hub cannot provide it.
+        UserError: there is no such folder, or the hub or the store cannot provide it.
     """
+    if url := url_of(path):
+        return local_copy(url, WANTED)
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -86,9 +89,8 @@ def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=["*/*"]))
     except GatedRepoError as error:
         raise UserError(
             f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`."
@@ -120,18 +122,26 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     stored = named_tensors(folder, model.config.family)
     _check(model, stored, dtypes, folder)
     table = FAMILIES[model.config.family].tensors
-    loaded: Params = {}
+    reads: list[Read] = []
     for name, dtype in dtypes.items():
         if is_scale(name):
             continue  # loaded with its values
-        if name.startswith("layers/"):
-            number, *shape = model.shapes[name]
-            layers = [[stored[key] for key in table[name].keys(layer, tuple(shape))] for layer in range(number)]
-            loaded |= _load_stacked(model, name, table[name], layers, dtype, mesh)
-        else:
-            place = sharding(model.axes[name], model.shapes[name], mesh)
-            loaded[name] = _read([stored[table[name].name]], table[name], model.shapes[name], place).astype(dtype)
-    return loaded
+        places = _places(table[name], name, model.shapes[name])
+        target = target_of(model, name, table[name], len(next(iter(places.values()))), dtype, mesh)
+        reads += [Read(name, stored[key], target, place) for key, place in places.items()]
+    return load(reads)
+
+
+def _places(tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
+    """The tensors that hold a parameter, and where each belongs in it."""
+    if not name.startswith("layers/"):
+        return dict.fromkeys(tensor.keys(None, shape), ())
+    keys = {layer: tensor.keys(layer, shape[1:]) for layer in range(shape[0])}
+    return {
+        key: (layer, expert) if tensor.by_expert else (layer,)
+        for layer, found in keys.items()
+        for expert, key in enumerate(found)
+    }
 
 
 def has_score(folder: Path) -> bool:
@@ -149,52 +159,6 @@ def reward_model(folder: Path) -> UserError:
         f"{folder} is a reward model: it has {SCORE} and gives scores, not words. Name it as reward.model, or go on "
         "training it with `algorithm: {name: reward}`"
     )
-
-
-def _load_stacked(
-    model: Model, name: str, tensor: Tensor, layers: Sequence[Sequence[Stored]], dtype: DType, mesh: Mesh
-) -> Params:
-    """Loads a stacked parameter of the layers, with its scales where it is quantized."""
-    quantized = name in model.quantized
-    names = (name, name + SCALE) if quantized else (name,)
-    places = tuple(sharding(model.axes[one], model.shapes[one], mesh) for one in names)
-    stacks = tuple(
-        jnp.zeros(model.shapes[one], model.kinds.get(one, dtype), device=place)
-        for one, place in zip(names, places, strict=True)
-    )
-    put = _put(places, model.rounding(name) if quantized else None)
-    shape = model.shapes[name][1:]
-    single = sharding(model.axes[name][1:], shape, mesh)
-    for layer, files in enumerate(layers):
-        stacks = put(stacks, _read(files, tensor, shape, single), layer)
-        # Without waiting, reading would run ahead and hold several tensors.
-        jax.block_until_ready(stacks)
-    return dict(zip(names, stacks, strict=True))
-
-
-@cache
-def _put(places: tuple[NamedSharding, ...], rounding: tuple[Quantization, int] | None) -> Callable[..., Any]:
-    """The compiled function that writes a layer's tensor into its stack, or its values and scales into theirs.
-
-    All parameters and folders share it, so that it is compiled once for each shape and placement.
-    """
-
-    def put(stacks: tuple[jax.Array, ...], value: jax.Array, layer: jax.Array | int) -> tuple[jax.Array, ...]:
-        parts = quantize(value, *rounding) if rounding else (value,)
-        return tuple(
-            jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), layer, 0)
-            for stack, part in zip(stacks, parts, strict=True)
-        )
-
-    return jit(put, donate_argnums=0, out_shardings=places)
-
-
-def _read(stored: Sequence[Stored], tensor: Tensor, shape: tuple[int, ...], place: NamedSharding) -> jax.Array:
-    """Reads a weight in the file's dtype, from one tensor or one per expert; each device's part is read separately."""
-    with ExitStack() as stack:
-        pieces = [stack.enter_context(one.open()) for one in stored]
-        part = cast(Callable[[Any], np.ndarray], partial(tensor.read, pieces, shape))
-        return jax.block_until_ready(jax.make_array_from_callback(shape, place, part))
 
 
 def named_tensors(folder: Path, family: str) -> dict[str, Stored]:
@@ -271,9 +235,8 @@ def _equal(a: Stored, b: Stored) -> bool:
     if a.shape != b.shape:
         return False
     rows = max(TIE_CHUNK // a.shape[1], 1)
-    with a.open() as left, b.open() as right:
-        spans = [slice(start, min(start + rows, a.shape[0])) for start in range(0, a.shape[0], rows)]
-        return all(np.array_equal(left[span, :], right[span, :]) for span in spans)
+    spans = [(start, start + rows) for start in range(0, a.shape[0], rows)]
+    return all(np.array_equal(a.read(*span), b.read(*span)) for span in spans)
 
 
 def save_folder(
@@ -366,10 +329,6 @@ def _entries(
             yield from entry(name, layer, shape)
     for name, shape in sorted(ends.items(), reverse=True):
         yield from entry(name, None, shape)
-
-
-Place = tuple[int, ...]
-"""Index of a file's tensor in our stacked array: () for a table, (layer,), or (layer, expert)."""
 
 
 def _to_host(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:

@@ -22,7 +22,7 @@ from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_
 from tunix.lora.adapt import plain_pairs, tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
-from tunix.models.families.base import Tensor, axis_sizes
+from tunix.models.families.base import AXES, Tensor, axis_sizes
 from tunix.models.families.table import FAMILIES
 from tunix.util.atomic_io import atomic_folder
 
@@ -127,17 +127,13 @@ def _drop_copy(
     if embed not in stored:
         stored[embed] = stored.pop(head)
         return
-    with stored[embed].open() as one, stored[head].open() as other:
-        if stored[embed].shape != stored[head].shape or not np.array_equal(one[:, :], other[:, :]):
-            raise UserError(
-                f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
-            )
+    if stored[embed].shape != stored[head].shape or not np.array_equal(stored[embed].read(), stored[head].read()):
+        raise UserError(f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them.")
     del stored[head]
 
 
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    with stored.open() as piece:
-        return tensor.read([piece], shape, tuple(slice(None) for _ in shape))
+    return tensor.read(stored.read(), shape)
 
 
 Place = tuple[Tensor, tuple[int, ...]]
@@ -150,7 +146,7 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     sizes, found = axis_sizes(config), {}
     for name, low in adapter.modules.items():
         base = FAMILIES[config.family].tensors[f"layers/{name}/w"]
-        output, inputs = re.findall(r"\([^)]*\)|\S+", base.theirs)
+        output, inputs = re.findall(AXES, base.theirs)
         stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
         tensors = {
             "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r"),

@@ -1,29 +1,29 @@
 """Safetensors files, independent of models: which tensors a folder contains; reading and writing one at a time.
 
-Reading goes through the safetensors library. A file is mapped again for each tensor, because mapped pages count as this
-process's memory until the file is closed. Writing streams: the header needs only shapes, so one tensor is in memory at
-a time (format: https://huggingface.co/docs/safetensors, 8 bytes of header length, a JSON header, then the bytes in
-order).
+The safetensors library checks a file. Its tensors are read by ranges of rows, into memory and not mapped: mapped pages
+would be read one by one, and count as this process's memory until the file is closed. Writing streams: the header needs
+only shapes, so one tensor is in memory at a time (format: https://huggingface.co/docs/safetensors, 8 bytes of header
+length, a JSON header, then the bytes in order).
 """
 
 import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tunix.errors import UserError
-from tunix.models.families.base import Piece
+from tunix.hf.remote_folder import address_of
 from tunix.models.families.table import read_json
 from tunix.util.atomic_io import refuse_foreign
+from tunix.util.object_store import read
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -48,19 +48,33 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     """The dtype as safetensors spells it, e.g. `BF16`."""
+    begin: int
+    """The byte of the file at which its values begin."""
 
-    @contextmanager
-    def open(self) -> Iterator[Piece]:
-        """Opens the tensor, to be read by slices while the block runs."""
-        if self.dtype == "F8_E4M3":  # the library looks for it in numpy, which has none
-            yield cast(Piece, self._mapped())
-        else:
-            with _opened(self.file) as file:
-                yield file.get_slice(self.key)
+    @property
+    def size(self) -> int:
+        """Bytes of memory that reading all of it takes."""
+        return math.prod(self.shape) * np.dtype(WRITTEN[self.dtype]).itemsize
 
-    def _mapped(self) -> np.ndarray:
-        header, begins = _header(self.file)
-        return np.memmap(self.file, WRITTEN[self.dtype], "r", begins + header[self.key]["data_offsets"][0], self.shape)
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Reads the rows from `start` to before `stop`, all of them by default.
+
+        Raises:
+            UserError: the file cannot be read, or has become shorter.
+        """
+        rows = range(self.shape[0])[start:stop]
+        array = np.empty((len(rows), *self.shape[1:]), WRITTEN[self.dtype])
+        self.read_into(array, rows.start)
+        return array
+
+    def read_into(self, rows: np.ndarray, start: int) -> None:
+        """Fills `rows`, contiguous and of the file's dtype, from row `start` on: a contiguous range of the file.
+
+        Raises:
+            UserError: the file cannot be read, or has become shorter.
+        """
+        row = math.prod(self.shape[1:]) * rows.itemsize
+        read_range(self.file, self.begin + start * row, rows.reshape(-1).view(np.uint8).data)
 
 
 @dataclass(frozen=True)
@@ -114,9 +128,13 @@ def tensors_of_file(file: Path) -> dict[str, Stored]:
         UserError: it is damaged, or a link out of its folder.
     """
     refuse_foreign(file.parent, file.name)
-    with _opened(file) as opened:  # opening checks the file
-        keys, (header, _) = list(opened.keys()), _header(file)
-    return {key: Stored(file, key, tuple(header[key]["shape"]), header[key]["dtype"]) for key in keys}
+    _check_file(file)
+    header, begins = _header(file)
+    header.pop("__metadata__", None)
+    return {
+        key: Stored(file, key, tuple(held["shape"]), held["dtype"], begins + held["data_offsets"][0])
+        for key, held in header.items()
+    }
 
 
 def check_tensors(
@@ -180,16 +198,37 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         return json.loads(opened.read(length)), 8 + length
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def read_range(file: Path, begin: int, into: memoryview) -> None:
+    """Fills `into` with the bytes of a file from `begin` on; those of a copy come from the object store.
+
+    Raises:
+        UserError: the file cannot be read, or ends before.
+    """
+    if url := address_of(file):
+        data = read(url, begin, begin + len(into))
+        into[: len(data)] = data
+        into = into[len(data) :]
+    else:
+        try:
+            with open(file, "rb", buffering=0) as opened:
+                opened.seek(begin)
+                while into and (count := opened.readinto(into)):
+                    into = into[count:]
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
+    if into:
+        raise UserError(f"{file} has become shorter while it was read. Download or export it again.")
+
+
+def _check_file(file: Path) -> None:
+    """Raises UserError unless the library accepts a file: its header, and that the file holds what that names."""
     try:
-        opened = safe_open(file, "numpy")
+        with safe_open(file, "numpy"):
+            return
     except SafetensorError as error:
         raise UserError(f"{file} is not a whole safetensors file ({error}). Download or export it again.") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
-    with opened:
-        yield opened
 
 
 def _refuse_folder(folder: Path) -> NoReturn:

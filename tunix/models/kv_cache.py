@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tunix.config import DType
+from tunix.config import CacheType
 from tunix.mesh import Axes, constrain
-from tunix.models.attention.pages import CachedView, Pages
+from tunix.models.attention.layouts import Columns, Pages, placed
+from tunix.models.attention.pages import CachedView
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
 from tunix.models.layers import rms_norm, rope_tables
@@ -81,20 +82,22 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     return tuple(map(of_layer, weights.layers))
 
 
-def empty(config: DecoderConfig, numbers: Sequence[int], size: int, dtype: DType) -> tuple[Pages, ...]:
+def empty(
+    config: DecoderConfig, numbers: Sequence[int], size: int, kind: CacheType, layout: type[Pages] = Columns
+) -> tuple[Pages, ...]:
     """Empty pages, those of each layer.
 
     Args:
         config: of the decoder.
         numbers: Pg for each kind of layer, over all shards of the rows.
         size: Pt.
-        dtype: of keys and values.
+        kind: what keys and values are kept in.
+        layout: how they lie, as whoever decodes reads them (`attention/decoding.py`).
     """
 
     def one(number: int) -> Pages:
-        heads, dim = config.num_kv_heads, config.head_dim
-        keys, values = jnp.zeros((number, heads, dim, size), dtype), jnp.zeros((number, heads, size, dim), dtype)
-        return Pages(*(constrain(x, "rows", "kv_heads", None, None) for x in (keys, values)))
+        pages = layout.empty(number, config.num_kv_heads, config.head_dim, size, kind)
+        return placed(pages, lambda x, axes: constrain(x, *axes))
 
     return tuple(one(numbers[config.distinct_kinds.index(kind)]) for kind in config.kinds)
 

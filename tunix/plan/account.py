@@ -22,6 +22,8 @@ FREE = {
 """Operations that move no memory, or whose start has been counted."""
 SLICING = {"dynamic-slice", "gather", "slice"}
 """Operations that read only a part of their first operand."""
+UPDATING = {"dynamic-update-slice", "scatter"}
+"""Operations that change a part of their first operand, in place."""
 PASSING = {"bitcast", "copy", "reshape", "transpose", "convert"}
 """Operations that only pass on, element by element, what a slice of it will read."""
 
@@ -252,6 +254,8 @@ def traffic(program: Program, one: Instruction, home: Computation) -> float:
         return 2.0 * one.size
     if one.opcode == "dynamic-update-slice":
         return 2.0 * operands[1].size
+    if one.opcode == "scatter":
+        return 2.0 * _scattered(one, home)
     if one.opcode != "fusion":
         return float(one.size + sum(operand.size for operand in operands))
     (called, *_) = one.calls
@@ -275,7 +279,7 @@ def _of(program: Program, one: Instruction, names: set[str], whole: int) -> int:
     if one.opcode in SLICING and one.operands[0] in names:
         return one.size
     # What is updated in place is not read.
-    return 0 if one.opcode == "dynamic-update-slice" and one.operands[0] in names else whole
+    return 0 if one.opcode in UPDATING and one.operands[0] in names else whole
 
 
 def _users(inside: Computation, name: str) -> list[tuple[Instruction, set[str]]]:
@@ -294,7 +298,14 @@ def _written(inside: Computation, root: Instruction) -> int:
     made = root
     while made.opcode in PASSING and made.operands[0] in inside:
         made = inside[made.operands[0]]
+    if made.opcode == "scatter":
+        return _scattered(made, inside)
     return inside[made.operands[1]].size if made.opcode == "dynamic-update-slice" else root.size
+
+
+def _scattered(one: Instruction, home: Computation) -> int:
+    """Bytes of a scatter's updates; an array that it may not change in place is copied first, which counts itself."""
+    return sum(home[name].size for name in one.operands[len(one.operands) // 2 + 1 :])
 
 
 def sent(kind: str, one: Instruction, home: Computation) -> int:

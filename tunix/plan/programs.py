@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
 from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
+from tunix.models.attention.layouts import placed
 from tunix.models.kv_cache import LAYERS, TOP, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.holdings import Holdings
@@ -201,8 +202,7 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
         state = blank.eval_shape(model, sizes)
-    axes: Axes = ("rows", "kv_heads", None, None)
-    pages = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, axes), state.caches)
+        pages = tuple(placed(one, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)) for one in state.caches)
     hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
     progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
     return State(pages, cast(jax.Array, hidden), progress)

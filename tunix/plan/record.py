@@ -33,7 +33,7 @@ from tunix.run.loop import Stream
 from tunix.run.streams import open_stream
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.perf import training_flops
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
+from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence, Workload
 from tunix.util.sizes import bytes_of
 
 MOST_STEPS = 64
@@ -136,7 +136,14 @@ class Recorder:
         return self._score("values", self.subject.critic or self.subject.policy, sequences, "values")
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         """Completions of made-up tokens, as long as can be; what the engine does is added by `programs_of`."""
         limit = self.subject.recipe.data.max_length

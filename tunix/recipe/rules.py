@@ -8,6 +8,7 @@ from tunix.models.families.table import preset, small, with_sizes
 from tunix.recipe.algorithms import ALGORITHMS
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutConfig
+from tunix.util.object_store import url_of
 
 
 def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
@@ -24,6 +25,11 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
 def _disagreements(recipe: Sections) -> Iterator[str]:
     """Messages about sections that contradict each other, and about models that a family does not support."""
     model = recipe.model
+    if url := url_of(recipe.output):
+        yield (
+            f"output: {url} is on an object store, which holds no lock and appends to no file: keep the run on a disk, "
+            f"then `tunix export RUN {url}`"
+        )
     if model.init == "random":
         try:
             decoder = preset(model.preset) if model.preset else small(str(model.family))
@@ -103,6 +109,8 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not (rewarded or writes) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
+    elif not writes and recipe.rollout.oversample > 1:
+        yield f"rollout.oversample: changes nothing for {recipe.algorithm.name}, which trains on no completions"
 
 
 def _ineffective_lengths(recipe: Sections) -> tuple[str, ...]:

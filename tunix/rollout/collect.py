@@ -1,14 +1,16 @@
 """From prompts to scored episodes: the input of each step of an on-policy algorithm.
 
 `RolloutStep` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
-completions (over several turns where an environment answers) and the rewards score them. Every random number follows
-from the run's seed and the position in the data, so a resumed run samples what an uninterrupted one would have.
+completions (over several turns where an environment answers) and the rewards score them as they end. Every random
+number follows from the run's seed and the position in the data, so a resumed run samples what an uninterrupted one
+would have.
 
 Axes: P prompts, G group, T time.
 """
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
@@ -23,6 +25,8 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
+from tunix.rollout.arrivals import Arrivals
+from tunix.rollout.backlog import Backlog, Pending, Race
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
@@ -30,9 +34,6 @@ from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import ENVIRONMENT, Clock, Scored
 from tunix.types import Batch, Completion, Sampling, Sequence
-
-ADDED = ("completion_ids", "completion_tokens")
-"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
 
 
 class Player:
@@ -119,38 +120,86 @@ class Collector:
         owners = [prompt for prompt in prompts for _ in range(n)]
         with clock.part("rollout"):
             played = self.play([owner.row for owner in owners], seed) if self.play else None
-            if played is None:
-                groups = sampler.sample([prompt.tokens for prompt in prompts], n, self.sampling, seed)
-            else:
-                starts = [episode.prompt for episode in played.episodes]
+            starts, each, reply = [prompt.tokens for prompt in prompts], n, None
+            if played is not None:
+                starts, each, reply = [episode.prompt for episode in played.episodes], 1, played.reply
                 owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
-                groups = sampler.sample(starts, 1, self.sampling, seed, played.reply)
-        completions = list(itertools.chain.from_iterable(groups))
+            arrivals = Arrivals(self.tokenizer, self.scorer, owners)
+
+            def arrive(number: int, completion: Completion) -> bool:
+                arrivals.add(number, completion)
+                return False
+
+            groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive)
+            arrivals.close()
+            for number, completion in enumerate(itertools.chain.from_iterable(groups)):
+                arrivals.add(number, completion)
+        clock.meter(sampler)
+        episodes = self._scored(owners, arrivals, clock, played)
+        return [episodes[i : i + n] for i in range(0, len(episodes), n)]
+
+    def first(
+        self, sampler: SamplingClient, prompts: List[Pending], n: int, wanted: int, seed: int, clock: Clock
+    ) -> tuple[list[list[Scored]], list[Pending]]:
+        """Samples until `wanted` groups are complete, and scores these.
+
+        Args:
+            sampler: completes the prompts.
+            prompts: with what has been sampled for them before.
+            n: completions of each prompt.
+            wanted: the groups that are complete first, at most all.
+            seed: the run's.
+            clock: as in `collect`.
+
+        Returns:
+            The groups, in the order of the prompts; and the other prompts, with what has been sampled for them.
+        """
+        owners = [prompt for prompt in prompts for _ in range(n)]
+        with clock.part("rollout"):
+            race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted)
+            arrivals = Arrivals(self.tokenizer, self.scorer, owners)
+            begun = [request for prompt in prompts for request in prompt.requests(n, seed)]
+            asked = race.missing
+
+            def arrive(number: int, completion: Completion) -> bool:
+                for own in race.add(asked[number], completion):
+                    arrivals.add(*own)
+                return race.over
+
+            for own in race.start():
+                arrivals.add(*own)
+            given = [owners[i].tokens for i in asked], 1, self.sampling, seed, None, arrive, [begun[i] for i in asked]
+            found = [] if race.over else sampler.sample(*given)
+            arrivals.close()
+            for number, (completion,) in enumerate(found):
+                arrive(number, completion)
+        if found:
+            clock.meter(sampler)
+        episodes = self._scored([owners[i] for i in arrivals.numbers], arrivals, clock)
+        left = [replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts) if i not in race.taken]
+        return [episodes[i : i + n] for i in range(0, len(episodes), n)], left
+
+    def _scored(
+        self, owners: List[Prompt], arrivals: Arrivals, clock: Clock, played: Episodes | None = None
+    ) -> list[Scored]:
+        """The completions with their scores, for which it waits."""
+        completions, texts = arrivals.completions, arrivals.texts
         with clock.part("reward"):
-            texts = [self._text(completion) for completion in completions]
-            scores = self._scores(owners, completions, texts)
+            scores: dict[str, List[Any]] = dict(arrivals.scores(clock))
             if self.judge is not None:
+                began = time.monotonic()
                 scores[self.judge.name] = self.judge.scores(owners, completions, texts)
+                clock.count(rewards=time.monotonic() - began)
         turns: list[tuple[float, ...]] = [()] * len(owners)
         if played is not None:
             played.finish(completions)
             if ENVIRONMENT in self.weights:
                 scores[ENVIRONMENT] = played.scores
             turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
-        episodes = [
+        return [
             _episode(owner, completion, text, {name: column[i] for name, column in scores.items()}, turns[i])
             for i, (owner, completion, text) in enumerate(zip(owners, completions, texts, strict=True))
         ]
-        return [episodes[i : i + n] for i in range(0, len(episodes), n)]
-
-    def _scores(self, owners: List[Prompt], completions: List[Completion], texts: List[str]) -> dict[str, list]:
-        if self.scorer is None:
-            return {}
-        names = dict.fromkeys(name for owner in owners for name in owner.row)
-        columns: dict[str, list[Any]] = {name: [owner.row.get(name) for owner in owners] for name in names}
-        columns["completion_ids"] = [completion.tokens.tolist() for completion in completions]
-        columns["completion_tokens"] = [int(completion.drawn.sum()) for completion in completions]
-        return dict(self.scorer.score([owner.text for owner in owners], list(texts), columns))
 
     def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
         """The prompt with the tokens that the environment starts with.
@@ -165,9 +214,6 @@ class Collector:
             )
         text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
         return replace(prompt, tokens=start, text=prompt.text or text)
-
-    def _text(self, completion: Completion) -> str:
-        return self.tokenizer.decode(completion.tokens, skip_special=True) if self.tokenizer else ""
 
 
 @dataclass
@@ -198,6 +244,12 @@ class RolloutStep:
     """Groups that are written to `samples.jsonl`."""
     clock: Clock = field(default_factory=Clock)
     """Seconds spent in each part of this step."""
+    version: int = 0
+    """The version of the weights that this step is sampled from, e.g. 3."""
+    backlog: Backlog | None = None
+    """Where prompts wait that were begun beyond a step's; None where no step begins more than it trains on."""
+    spare: int = 0
+    """Prompts that a step begins beyond its own."""
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -211,12 +263,19 @@ class RolloutStep:
         return self.collector.weights
 
     def more(self, number: int) -> list[Prompt]:
-        """Reads `number` further prompts; fewer where the data is exhausted."""
-        return self.stream.take(number)
+        """Takes `number` further prompts; fewer where the data is exhausted."""
+        return list((self.backlog or self.stream).take(number))
 
     def collect(self, client: SamplingClient, prompts: List[Prompt], n: int) -> list[list[Scored]]:
-        """`n` scored episodes of each prompt; see `Collector.collect`."""
-        return self.collector.collect(client, prompts, n, self.next_seed(), self.clock)
+        """`n` scored episodes of each prompt, or of those that are complete first; see `Collector`."""
+        if self.backlog is None:
+            return self.collector.collect(client, prompts, n, self.next_seed(), self.clock)
+        given = [prompt for prompt in prompts if isinstance(prompt, Pending)]
+        assert len(given) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
+        asked = [*given, *self.backlog.take(self.spare)]
+        groups, left = self.collector.first(client, asked, n, len(given), self.seed, self.clock)
+        self.backlog.put_back(left)
+        return [[replace(episode, version=self.version) for episode in group] for group in groups]
 
     def next_seed(self) -> int:
         """A seed for the next call of the sampler, e.g. 2968811710: it follows from the run's seed, the position in the
@@ -245,7 +304,7 @@ class RolloutStream:
         return self
 
     def __next__(self) -> RolloutStep:
-        prompts = self._like.stream.take(self._like.size)
+        prompts = self._like.more(self._like.size)
         if not prompts:
             raise StopIteration
         first, self._first = self._first, False
@@ -253,12 +312,16 @@ class RolloutStream:
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last step that was handed out, the further prompts that it took included."""
-        return self._like.stream.get_state()
+        return self._position.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned."""
         self._first = False
-        self._like.stream.set_state(state)
+        self._position.set_state(state)
+
+    @property
+    def _position(self) -> Backlog | Prompts:
+        return self._like.backlog or self._like.stream
 
     def close(self) -> None:
         """Ends the threads and processes that read rows and score completions."""

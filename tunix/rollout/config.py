@@ -1,5 +1,6 @@
 """The recipe's section `rollout`. Loads without jax."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -31,6 +32,9 @@ class RolloutConfig(Config):
     the device does not say how much it has, as on a CPU, slots take what they need."""
     mesh: RolloutMeshConfig | Literal["auto"] = "auto"
     """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
+    oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """How many groups a step begins for each that it trains on, such as 1.2: sampling ends when enough are complete,
+    and the others are continued in the next step. Which are first depends on `slots`, `memory` and `mesh`."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
     1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone causes some."""
@@ -43,6 +47,19 @@ class RolloutConfig(Config):
     def devices(self) -> RolloutMeshConfig | None:
         """How the devices are divided; None for auto."""
         return None if self.mesh == "auto" else self.mesh
+
+    def spare(self, prompts: int) -> int:
+        """Prompts that a step of so many begins beyond them, e.g. 7 of 32 with an oversample of 1.2."""
+        return math.ceil(round(self.oversample * prompts, 6)) - prompts
+
+    @model_validator(mode="after")
+    def _whole_episodes(self) -> "RolloutConfig":
+        if self.oversample > 1 and self.environment is not None:
+            raise ValueError(
+                f"oversample: {self.oversample:g} pauses what is not complete, and an environment's episode cannot be "
+                "paused: set it to 1, or leave environment out"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -4,14 +4,15 @@ Axes: P prompts, G group.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tunix.data.types import Prompt
-from tunix.protocols import SamplingClient
+from tunix.protocols import Metered, SamplingClient
 from tunix.types import Batch, Completion, Sequence
 
 ENVIRONMENT = "environment"
@@ -32,6 +33,9 @@ class Scored:
     """Name of a reward that failed -> the reason."""
     turn_rewards: tuple[float, ...] = ()
     """The environment's reward for each turn; their sum is its reward for the episode."""
+    version: int | None = None
+    """The version of the weights that its step was sampled from, e.g. 3, where some of its tokens may be of earlier
+    ones; None where none can be."""
 
     @property
     def truncated(self) -> bool:
@@ -40,7 +44,11 @@ class Scored:
 
 
 class Clock(dict[str, float]):
-    """Seconds spent, by the name of the activity."""
+    """Seconds spent, by the name of the activity; and what the sampler and the rewards counted meanwhile."""
+
+    def __init__(self, *seconds: Any) -> None:
+        super().__init__(*seconds)
+        self._counted: Counter[str] = Counter()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -48,6 +56,28 @@ class Clock(dict[str, float]):
         began = time.monotonic()
         yield
         self[name] = self.get(name, 0.0) + time.monotonic() - began
+
+    def count(self, **amounts: int | float) -> None:
+        """Adds to the counts of the step."""
+        self._counted.update(amounts)
+
+    def meter(self, sampler: SamplingClient) -> None:
+        """Adds the work of the sampler's last call, where it counts it."""
+        if isinstance(sampler, Metered) and (usage := sampler.usage) is not None:
+            self.count(tokens=usage.tokens, slot_steps=usage.slot_steps, bytes=usage.bytes)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The step's metrics, `perf/...`: seconds of each part, and rates and shares of what was counted."""
+        counted, sampling = self._counted, max(self.get("rollout", 0.0), 1e-9)
+        numbers = {f"perf/{part}_seconds": seconds for part, seconds in self.items()}
+        if counted["rewards"]:
+            numbers["perf/reward_overlap"] = counted["overlapped"] / counted["rewards"]
+        if counted["slot_steps"]:
+            numbers["perf/rollout_idle"] = 1 - counted["tokens"] / counted["slot_steps"]
+            numbers["perf/rollout_tokens_per_second"] = counted["tokens"] / sampling
+            numbers["perf/rollout_bytes_per_second"] = counted["bytes"] / sampling
+        return numbers
 
 
 @runtime_checkable
@@ -66,6 +96,9 @@ class Rollouts(Protocol):
     """Groups that are written to `samples.jsonl`."""
     clock: Clock
     """Seconds spent in each part of this step."""
+    version: int
+    """The version of the weights that this step is sampled from, e.g. 3; set by the algorithm when it has published
+    them."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -77,7 +110,11 @@ class Rollouts(Protocol):
         ...
 
     def collect(self, client: SamplingClient, prompts: List[Prompt], n: int) -> list[list[Scored]]:
-        """Samples and scores `n` episodes of each prompt: `[P][G]`."""
+        """Samples and scores `n` episodes of each prompt: `[P][G]`.
+
+        Where the run oversamples, further prompts are begun with these, and as many groups as prompts were given come
+        back, those that are complete first; the others are among the prompts of the next call or step.
+        """
         ...
 
     def packed(self, sequences: List[Sequence], size: int) -> Batch:

@@ -14,7 +14,7 @@ from tunix.data.accounting import Accounting
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import Sink
-from tunix.trainer.perf import Compilations, Work, peak_flops, peak_memory
+from tunix.trainer.perf import Compilations, Work, bandwidth, peak_flops, peak_memory
 from tunix.trainer.progress import Display, evaluated
 
 
@@ -113,7 +113,7 @@ class Recorder:
         (step, update, accounting, speed), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
         _check(step, values)
-        values |= _accounting(update, accounting)
+        values |= _accounting(update, accounting) | _roofline(values)
         if step % self._every == 0 or self._extra:
             values |= speed or self._speed()
             self._write(step, values)
@@ -198,6 +198,12 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
         **({"data/pieces": float(counted.pieces)} if counted.pieces else {}),
         "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
+
+
+def _roofline(values: Mapping[str, float]) -> dict[str, float]:
+    """The share of the memory's bandwidth that the sampler's reads took at least, where both are known."""
+    read, most = values.get("perf/rollout_bytes_per_second"), bandwidth(jax.devices()[0])
+    return {} if read is None or most is None else {"perf/rollout_roofline": read / most}
 
 
 _DIGITS = str.maketrans("", "", "0123456789.")

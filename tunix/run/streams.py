@@ -10,7 +10,9 @@ from tunix.config import DType, RowKind
 from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, total_steps
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.collect import ADDED, Collector, RolloutStep, RolloutStream
+from tunix.rollout.arrivals import ADDED
+from tunix.rollout.backlog import Backlog
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.inputs import Inputs, row_kind_of
@@ -39,11 +41,14 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
     rounds = recipe.quantization is not None and recipe.quantization.inputs
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
     tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
+    stream, spare = Prompts(**read, train_on=row_kind_of(recipe, algorithm)), recipe.rollout.spare(recipe.batch_size)
     return RolloutStream(
         RolloutStep(
             prompts=[],
             collector=collector,
-            stream=Prompts(**read, train_on=row_kind_of(recipe, algorithm)),
+            stream=stream,
+            backlog=Backlog(stream, collector.sampling) if spare else None,
+            spare=spare,
             size=recipe.batch_size,
             seed=recipe.seed,
             first=True,
@@ -70,7 +75,8 @@ def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
 def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
     """The largest workload of the sampler at a step or an evaluation; None where neither samples."""
     held_out = len(evaluation.prompts)
-    trained = recipe.batch_size if algorithm.train_on == RowKind.PROMPT else 0
+    begun = recipe.batch_size + recipe.rollout.spare(recipe.batch_size)
+    trained = begun if algorithm.train_on == RowKind.PROMPT else 0
     if not held_out + trained:
         return None
     group, replies = recipe.algorithm.samples_per_prompt, recipe.rollout.environment is not None

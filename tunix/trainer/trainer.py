@@ -15,13 +15,25 @@ from typing import Literal
 import numpy as np
 
 from tunix.models.model import Params
-from tunix.protocols import Sampler, Saving
+from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
 from tunix.trainer.learner import Learner, required
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
-from tunix.types import Batch, Completion, Loss, Metrics, Reply, Sampling, Sequence, Workload
+from tunix.types import (
+    Batch,
+    Begun,
+    Completion,
+    Loss,
+    Metrics,
+    OnDone,
+    Reply,
+    Sampling,
+    Sequence,
+    Usage,
+    Workload,
+)
 
 
 class Trainer:
@@ -40,7 +52,8 @@ class Trainer:
         """
         self.learner, self.sampler, self.critic = learner, sampler, critic
         self.exporter = exporter or Exporter()
-        self._version = 0
+        self._version = int(learner.state.step)
+        """Updates that made the weights; it goes on after a restart: tokens of earlier weights may be left."""
         self._stale = True
 
     @property
@@ -51,6 +64,7 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self.learner.state, self._stale = replace(state, critic=None), True
+        self._version = int(state.step)
         if self.critic is not None:
             assert state.critic is not None
             self.critic.state = state.critic
@@ -65,7 +79,7 @@ class Trainer:
             if self.critic is None:
                 raise ValueError("there is no separate critic: build the client with critic='own'")
             return self.critic.step(batch, loss)
-        self._stale = True
+        self._changed()
         return self.learner.step(batch, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
@@ -78,7 +92,7 @@ class Trainer:
         Raises:
             ValueError: no gradients were accumulated.
         """
-        self._stale = True
+        self._changed()
         return self.learner.optim_step()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
@@ -115,7 +129,14 @@ class Trainer:
         return (self.critic or self.learner).values(sequences)
 
     def sample(
-        self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         """`n` completions of each prompt, sampled with the published weights.
 
@@ -124,14 +145,23 @@ class Trainer:
         """
         if self._stale:
             raise ValueError("the weights have changed: publish() before sample()")
-        return self.sampler.sample(prompts, n, sampling, seed, reply)
+        return self.sampler.sample(prompts, n, sampling, seed, reply, on_done, begun)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the last call of `sample` took, where the sampler counts it."""
+        return self.sampler.usage if isinstance(self.sampler, Metered) else None
 
     def publish(self) -> int:
-        """Passes the current weights to the sampler if they have changed; returns their version."""
+        """Passes the current weights to the sampler if they have changed; returns their version: the updates so far."""
         if self._stale:
-            self._version, self._stale = self._version + 1, False
+            self._stale = False
             self.sampler.publish(self.learner.params, self._version)
         return self._version
+
+    def _changed(self) -> None:
+        """The weights are about to change by an update."""
+        self._version, self._stale = self._version + 1, True
 
     def warm(self, work: Workload) -> None:
         """Compiles every shape that this workload of the sampler can need, so that nothing compiles afterwards."""

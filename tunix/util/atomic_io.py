@@ -14,15 +14,23 @@ from pathlib import Path
 from typing import IO
 
 from tunix.errors import UserError
+from tunix.util.object_store import files_of, uploaded, url_of
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A temporary folder next to `path` that is renamed to `path` when the block ends without an error.
 
+    Where `path` is on an object store, the temporary folder is a local one, and its files are copied at the end.
+
     Raises:
-        UserError: `path` exists and is not an empty folder, or the disk refuses a write.
+        UserError: `path` exists and is not an empty folder, or the disk or the store refuses a write.
     """
+    if (url := url_of(path)) is not None:
+        refuse_taken(path)
+        with uploaded(url) as folder:
+            yield folder
+        return
     path = path.expanduser().resolve()
     refuse_taken(path)
     temporary = _sibling(path)
@@ -63,7 +71,7 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
     Raises:
         UserError: the disk refuses; the old file is still there.
     """
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.writelines(line.encode("utf-8") for line in lines)
 
 
@@ -73,13 +81,17 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
     Raises:
         UserError: the disk refuses; the old file is still there.
     """
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file next to `path` that is renamed to `path` when the block ends without an error."""
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file next to `path` that is renamed to `path` when the block ends without an error.
+
+    Raises:
+        UserError: the disk refuses; the old file is still there.
+    """
     temporary = _sibling(path)
     try:
         with open(temporary, "wb") as file:
@@ -102,8 +114,11 @@ def _sibling(path: Path) -> Path:
 
 def refuse_taken(path: Path) -> None:
     """Raises UserError where a new folder would replace something; an empty folder may be filled."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{path} is there already and nothing is overwritten: choose another path, or move it away.")
+    url = url_of(path)
+    if (url is not None and files_of(url)) or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+        raise UserError(
+            f"{url or path} is there already and nothing is overwritten: choose another path, or move it away."
+        )
 
 
 def refuse_foreign(folder: Path, name: str) -> None:

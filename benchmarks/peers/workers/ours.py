@@ -1,5 +1,7 @@
 """Our worker: the client's methods, called as in a run."""
 
+from collections.abc import Iterable
+
 from turns import reward, start
 
 case, turn = start()
@@ -24,7 +26,7 @@ from tunix.rollout.engine.engine import Engine  # noqa: E402
 from tunix.rollout.engine.request import Request  # noqa: E402
 from tunix.rollout.rewards.scorer import Scorer  # noqa: E402
 from tunix.trainer.trainer import Trainer  # noqa: E402
-from tunix.types import Batch, Loss, Sampling, Sequence  # noqa: E402
+from tunix.types import Batch, Completion, Loss, Sampling, Sequence  # noqa: E402
 
 SHAPE = SHAPES[case["shape"]]
 """Its trainer has the weights of the case's folder, which were exported from one."""
@@ -93,20 +95,34 @@ def grpo() -> None:
             parts = {name: rollouts.clock[name] for name in ("rollout", "update")}
 
 
+def text_of(ids: Iterable[int]) -> str:
+    """A text in which one id in so many ends a turn, as random weights end none by themselves."""
+    return "".join("." if i % case["every"] == 0 else "-" for i in ids)
+
+
+def answer(number: int, so_far: Completion) -> np.ndarray | None:
+    """What an environment says between the turns of a case that has several."""
+    return np.array(case["observation"], np.int32) if len(so_far.turns) < case["turns"] else None
+
+
 def generate() -> None:
     """Completions of all requests, which are handed in at once."""
     trainer = SHAPE.trainer()
+    several = "turns" in case
     length = max(len(ids) + new for ids, new in zip(case["prompts"], case["new"], strict=True))
-    engine = Engine(trainer.learner.spec.model, trainer.learner.spec.mesh, slots=case["slots"], length=length)
+    length += case["turns"] * len(case["observation"]) if several else 0
+    spec = trainer.learner.spec
+    engine = Engine(spec.model, spec.mesh, slots=case["slots"], length=length, decode=text_of)
     engine.publish(trainer.learner.params, 0)
+    ends = (".",) if several else ()
     asked = [
-        Request(np.array(ids, np.int32), Sampling(max_tokens=new), case["seed"], index)
+        Request(np.array(ids, np.int32), Sampling(max_tokens=new, stop_strings=ends), case["seed"], index)
         for index, (ids, new) in enumerate(zip(case["prompts"], case["new"], strict=True))
     ]
     tokens = 0
     while True:
         turn(tokens=tokens)
-        tokens = sum(len(one.tokens) for one in engine.run(asked))
+        tokens = sum(int(one.drawn.sum()) for one in engine.run(asked, answer if several else None))
 
 
 {"sft": sft, "dpo": dpo, "grpo": grpo, "generate": generate}[case["kind"]]()

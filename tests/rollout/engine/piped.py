@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.types import Completion, Reply, Sampling, Workload
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Workload
 
 
 class PipedSampler:
@@ -36,20 +36,29 @@ class PipedSampler:
         self._call("warm", work)
 
     def sample(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: Sequence[Begun] | None = None,
     ) -> list[list[Completion]]:
-        return self._call("sample", prompts, n, sampling, seed, reply=reply)
+        return self._call("sample", prompts, n, sampling, seed, given={"begun": begun}, reply=reply, on_done=on_done)
 
-    def run(self, requests, reply: Reply | None = None, on_tokens=None) -> list[Completion]:
-        return self._call("run", requests, reply=reply, on_tokens=on_tokens)
+    def run(
+        self, requests, reply: Reply | None = None, on_tokens=None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        return self._call("run", requests, reply=reply, on_tokens=on_tokens, on_done=on_done)
 
     def close(self) -> None:
         self._pipe.send(None)
         self._process.join()
 
-    def _call(self, name: str, *args: Any, **callbacks: Callable | None) -> Any:
+    def _call(self, name: str, *args: Any, given: Mapping[str, Any] | None = None, **callbacks: Callable | None) -> Any:
         """The answer of the engine there; what it asks of the callbacks meanwhile is answered here."""
-        self._pipe.send((name, args, [key for key, x in callbacks.items() if x is not None]))
+        self._pipe.send((name, args, given or {}, [key for key, x in callbacks.items() if x is not None]))
         while True:
             kind, value = self._pipe.recv()
             if kind == "error":
@@ -74,8 +83,8 @@ def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
         return ask
 
     while (call := pipe.recv()) is not None:
-        name, args, callbacks = call
+        name, args, given, callbacks = call
         try:
-            pipe.send(("done", getattr(engine, name)(*args, **{key: asked(key) for key in callbacks})))
+            pipe.send(("done", getattr(engine, name)(*args, **given, **{key: asked(key) for key in callbacks})))
         except Exception as error:
             pipe.send(("error", error))

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.perf import Compilations
-from tunix.types import Completion, Sampling, Workload
+from tunix.types import Begun, Completion, Sampling, Workload
 
 MODEL = Model(PLAIN)
 VOCAB = PLAIN.vocab_size
@@ -218,6 +219,8 @@ def test_nothing_compiles_after_warm_up(params):
         load(seed)
     engine.publish(moved, 2)
     load(6)
+    # One short request needs neither as many slots nor as many pages: it takes what is there.
+    engine.run([Request(prompts(VOCAB, (4,), 9)[0], Sampling(max_tokens=3), 9)])
     assert compilations.since_warmup == 0
 
 
@@ -430,3 +433,59 @@ def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_file, "_unstack", watched)
     engine.publish({name: x + 0 for name, x in params.items()}, 2)
     assert engine.version == 2
+
+
+# --- Ending early ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_paused_is_continued_as_it_was(engine):
+    """The call ends with the second completion; under other weights' version the rest comes as if nothing had been."""
+    whole, done = engine.run(MIXED), []
+
+    def on_done(number: int, completion: Completion) -> bool:
+        done.append((number, len(completion.tokens)))
+        return len(done) == 2
+
+    first = engine.run(MIXED, on_done=on_done)
+    assert [number for number, found in enumerate(first) if found.finish != "paused"] == sorted(n for n, _ in done)
+    assert all(len(first[number].tokens) == tokens for number, tokens in done)
+    paused = [number for number, found in enumerate(first) if found.finish == "paused"]
+    assert any(len(first[number].tokens) for number in paused)
+    rest = engine.run([replace(MIXED[number], so_far=first[number]) for number in paused])
+    for number, found in zip(paused, rest, strict=True):
+        same(whole[number], found)
+        if found.top is not None:
+            np.testing.assert_allclose(whole[number].top[1], found.top[1], atol=1e-5)
+
+
+def test_each_token_has_the_version_that_it_was_sampled_from(params):
+    engine = small_engine(MODEL, params, slots=3, steps=5, ahead=1)  # what is on its way when the call ends counts
+    prompt = prompts(VOCAB, (6,))
+    asked = {"n": 3, "sampling": Sampling(max_tokens=12), "seed": 4}
+    (first,) = engine.sample(prompt, **asked, on_done=lambda *_: True)
+    assert [found.finish for found in first] == ["length"] * 3  # all ended in one dispatch
+    ends = [Sampling(max_tokens=number) for number in (3, 12)]
+    requests = [Request(prompt[0], sampling, 4, index) for index, sampling in enumerate(ends)]
+    version = engine.version
+    _, paused = engine.run(requests, on_done=lambda *_: True)
+    engine.publish(params, version + 1)
+    ((found,),) = engine.sample(prompt, 1, ends[1], 0, begun=[Begun(4, 1, paused)])
+    number = len(paused.tokens)
+    assert 0 < number < 12
+    assert found.versions.tolist() == [version] * number + [version + 1] * (12 - number)
+    np.testing.assert_array_equal(found.tokens, first[1].tokens)
+
+
+def test_what_a_call_takes_is_counted(params):
+    """Two slots of three: 3 and 8 tokens of a prompt of 6 in pages; a step reads all weights, and what is held."""
+    engine = small_engine(MODEL, params, slots=3, steps=5)
+    (prompt,) = prompts(VOCAB, (6,))
+    assert engine.usage is None
+    engine.run([Request(prompt, Sampling(max_tokens=number), 0, number) for number in (3, 8)])
+    usage = engine.usage
+    assert usage is not None
+    assert (usage.tokens, usage.slot_steps) == (11, 2 * 8)
+    read = [x for name, x in params.items() if name != "embed/w" or PLAIN.tied]
+    token = PLAIN.num_layers * 2 * PLAIN.num_kv_heads * PLAIN.head_dim * 4
+    held = (7 + 8 + 9) + sum(range(7, 15))
+    assert usage.bytes == pytest.approx(8 * sum(x.nbytes for x in read) + token * held)

@@ -96,7 +96,7 @@ def test_a_bfloat16_model_has_a_bfloat16_cache_and_stays_near():
     model = Model(RICH, dtype="bfloat16")
     params = random_params(model)
     engine = small_engine(model, params)
-    assert engine.sizes.dtype == "bfloat16"
+    assert engine.sizes.cache == "bfloat16"
     # Logits are capped to 5 here and keep 8 bits: a rounding step is 2^-6 of a nat, and a few of them meet.
     assert_logprobs_of_full_forward(model, params, engine, atol=0.1)
 

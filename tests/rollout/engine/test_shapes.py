@@ -44,6 +44,14 @@ def test_slots_and_pages_are_no_more_than_requests_need():
     assert sizes_of(64, 1024, windows=(512, None)).of_requests([100] * 99).pages == (6 * 65, 128)
 
 
+def test_shapes_cover_those_of_smaller_loads_and_no_larger_ones():
+    sizes = sizes_of(64, 1024)
+    few, short, whole = (sizes.of_requests(tokens) for tokens in ([600] * 2, [100] * 64, [1024] * 64))
+    assert (whole.covers(few), whole.covers(short), whole.covers(whole)) == (True, True, True)
+    # Too few slots, and too few pages in as many slots.
+    assert (few.covers(whole), short.covers(whole)) == (False, False)
+
+
 def test_a_piece_is_long_where_it_is_filled():
     assert (BARE.pieces, BARE.piece_of(5000), BARE.piece_of(1536)) == ((2048, 256), 2048, 2048)
     assert [BARE.piece_of(tokens) for tokens in (1535, 300, 1)] == [256, 256, 256]

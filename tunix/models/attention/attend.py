@@ -24,8 +24,10 @@ from jaxtyping import Array, Float
 
 from tunix.mesh import device_in_use, partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
+from tunix.models.attention.decoding import reader_of
 from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
-from tunix.models.attention.pages import CachedView, Pages, PieceView
+from tunix.models.attention.layouts import Pages, placed, rounded
+from tunix.models.attention.pages import CachedView, PieceView
 from tunix.util.loops import switch
 
 CONTEXT = "context"
@@ -119,18 +121,19 @@ def attend_cached(
         softcap: `softcap * tanh(scores / softcap)` before the mask.
         sinks: as in `attend`.
     """
-    how = {"scale": scale, "softcap": softcap}
+    how, new = {"scale": scale, "softcap": softcap}, rounded(k, v, cache.kind)
 
-    def part(cache, q, k, v, view):
+    def part(cache, q, new, view):
         if not isinstance(view, PieceView):
-            cache = pages.written(cache, view.writes, k, v)
-            return cache, pages.of_slots(q, cache, view, **how)
+            cache = pages.written(cache, view.writes, new)
+            return cache, reader_of(cache).of_slots(q, cache, view, **how)
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
-        cache = pages.piece_written(cache, view, k, v)
+        cache = pages.piece_written(cache, view, new)
         return cache, pages.before_piece(q, cache, view, **how)
 
-    cache, found = at_each_device(part, cache, q, k, v, view, mixes=True)
+    cache, found = at_each_device(part, cache, q, new, view, mixes=True)
     if isinstance(view, PieceView):
+        k, v = new.exact(q.dtype)
         found = merged(_within_rows(q, k, v, view.segments, scale, softcap, sinks=sinks is not None), found)
     return _past_sinks(found, sinks), cache
 
@@ -148,7 +151,7 @@ def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: An
     if mesh.empty or mesh.size == 1:
         return part(cache, *more)
     first = cache if isinstance(cache, Pages) else cache[0]
-    heads = "heads" if first.keys.shape[1] % shards("heads") == 0 else None
+    heads = "heads" if first.kv_heads % shards("heads") == 0 else None
 
     def place(x: jax.Array) -> jax.sharding.PartitionSpec:
         axes = ("rows", None) if x.ndim <= 2 else ("rows", None, heads, None)
@@ -156,8 +159,8 @@ def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: An
 
     # Views are opened up: their fields would not take places for arrays.
     leaves, tree = jax.tree.flatten(more)
-    held = jax.tree.map(lambda x: partition(("rows", heads, None, None), x.shape, mesh), cache)
-    own = held if isinstance(cache, Pages) else held[0]
+    own = placed(first, lambda x, axes: partition(axes, x.shape, mesh))
+    held = own if isinstance(cache, Pages) else (own, own)
     results = (own, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else own
     at_home = jax.shard_map(
         lambda cache, *leaves: part(cache, *jax.tree.unflatten(tree, leaves)),

@@ -1,9 +1,10 @@
 """Keys and values in pages: a sequence holds the pages that its tokens need, and sequences with one prompt share them.
 
-A layer has a pool of pages. New tokens are written to their places (`Writes`), then read what came before them. A piece
-of prompts reads its own tokens by attention within rows, and pages of earlier tokens by `Visits`. Slots that decode
-read their pages by a `Table`, each page for one slot: a dispatch of many steps first gathers them side by side
-(`gathered`), so that every step is a plain product over whole arrays, and at its end brings back what was written.
+A layer has a pool of pages (`layouts.py`). New tokens are written to their places (`Writes`), then read what came
+before them. A piece of prompts reads its own tokens by attention within rows, and pages of earlier tokens by `Visits`.
+Slots that decode read their pages by a `Table`: where they are, by a kernel (`decoding.py`), or, where there is none,
+side by side. Then a dispatch of many steps first gathers them, each page for one slot (`gathered`), so that every step
+is a plain product over whole arrays, and at its end brings back what was written.
 
 A page is read in full, and what is behind a sequence's last token hidden: pages start as zeros and hold only what was
 written, so nothing in them is ever not a number.
@@ -21,26 +22,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.attention.inputs import HIDDEN, Mixed, Segments, grouped, scaled, ungrouped
+from tunix.models.attention.layouts import Pages, Tokens, page_of
 
 BLOCK_Q = 64
 """Queries of a piece that visit a page together, at most."""
 NOWHERE = 1 << 30
 """A page that does not exist: what is written there is dropped."""
 
-
 Host = jax.Array | np.ndarray
-
-
-class Pages(NamedTuple):
-    """The cache of one layer; the keys' head dim stands before their tokens, as a batched product on a CPU wants it."""
-
-    keys: Float[Array, "Pg K H Pt"]
-    values: Float[Array, "Pg K Pt H"]
-
-    @property
-    def size(self) -> int:
-        """Pt."""
-        return self.values.shape[2]
 
 
 class Table(NamedTuple):
@@ -116,8 +105,9 @@ class SlotsView:
     writes: Writes
     positions: Int[Array, "B C"]
     table: Table
-    """Its pages are places in `gathered`."""
-    gathered: Gathered
+    """Its pages are places in `gathered`, or of the pool."""
+    gathered: Gathered | None
+    """None where a kernel reads pages where they are."""
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
 
@@ -152,19 +142,18 @@ def block_of(length: int) -> int:
     return min(BLOCK_Q, length)
 
 
-def written(pages: Pages, writes: Writes, k: Float[Array, "B C K H"], v: Float[Array, "B C K H"]) -> Pages:
-    """The pages with new tokens in them."""
-    at, offsets = writes.pages.reshape(-1), writes.offsets.reshape(-1)
-    k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    keys = pages.keys.at[at, :, :, offsets].set(k.astype(pages.keys.dtype), mode="drop")
-    return Pages(keys, pages.values.at[at, :, offsets].set(v.astype(pages.values.dtype), mode="drop"))
+def written(pages: Pages, writes: Writes, new: Tokens) -> Pages:
+    """The pages with new tokens `[B C ...]` in them."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
+    return pages.with_tokens(writes.pages.reshape(-1), writes.offsets.reshape(-1), flat)
 
 
 def of_slots(
     q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
     """Attention of one query of each slot over gathered pages; slots without pages mix nothing."""
-    queries, own = grouped(scaled(q, scale), pages.keys.shape[1]), view.gathered
+    queries, own = grouped(scaled(q, scale), pages.kv_heads), view.gathered
+    assert own is not None, "pages that are read side by side come with the places they were gathered from"
     owners, starts = own.owners[0], own.starts[0]
     # Of each page the slot sees these tokens: comparing positions here and not in the products is once for all layers.
     ends = view.positions[owners, 0] + 1 - starts
@@ -172,7 +161,7 @@ def of_slots(
     seen = at < ends[:, None]
     if view.window is not None:
         seen &= at >= ends[:, None] - view.window
-    found = _visited(queries[owners], seen[:, None], pages.keys, pages.values, softcap)
+    found = _visited(queries[owners], seen[:, None], *pages.read(q.dtype), softcap)
     # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
     columns = view.table.pages
     peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in found)
@@ -181,12 +170,12 @@ def of_slots(
     share = jnp.exp(peaks - peak[:, None])
     # As products: a CPU's library sums a middle axis of large arrays a hundred times slower.
     mass, mixed = jnp.einsum("BcKJQ,BcKJQ->BKJQ", share, masses), jnp.einsum("BcKJQ,BcKJQH->BKJQH", share, sums)
-    return _settled(peak, mass, mixed, q.dtype)
+    return settled(peak, mass, mixed, q.dtype)
 
 
 def gathered(pages: Pages, sources: Int[Array, "s Vi"]) -> Pages:
     """Some pages, side by side."""
-    return Pages(*(x[sources[0]] for x in pages))
+    return jax.tree.map(lambda x: x[sources[0]], pages)
 
 
 def brought_back(pages: Pages, taken: Pages, places: Int[Array, "B c"], sources: Int[Array, "s Vi"]) -> Pages:
@@ -196,9 +185,12 @@ def brought_back(pages: Pages, taken: Pages, places: Int[Array, "B c"], sources:
     def one(index: jax.Array, pages: Pages) -> Pages:
         place = jnp.maximum(places[index], 0)
         target = sources[0, place]
+
         # Page by page: a scatter of so large pieces is slow on a CPU.
-        new = (jnp.where(places[index] >= 0, mine[place], all[target]) for all, mine in zip(pages, taken, strict=True))
-        return Pages(*(all.at[target].set(x) for all, x in zip(pages, new, strict=True)))
+        def put(all: jax.Array, mine: jax.Array) -> jax.Array:
+            return all.at[target].set(jnp.where(places[index] >= 0, mine[place], all[target]))
+
+        return jax.tree.map(put, pages, taken)
 
     return jax.lax.fori_loop(0, len(places), one, pages)
 
@@ -216,7 +208,7 @@ def before_piece(
     (_, length, heads, dim), size, visits = q.shape, pages.size, view.visits
     width = block_of(length)
     blocks = length // width
-    queries = grouped(scaled(q, scale).reshape(blocks, width, heads, dim), pages.keys.shape[1])
+    queries = grouped(scaled(q, scale).reshape(blocks, width, heads, dim), pages.kv_heads)
     owners, positions, begins = (x.reshape(blocks, width) for x in (view.ids, view.positions, view.begins))
 
     def one(index: jax.Array, found: tuple) -> tuple:
@@ -225,36 +217,30 @@ def before_piece(
         seen = (at < begins[block][:, None]) & (owners[block] == owner)[:, None]
         if view.window is not None:
             seen &= at > positions[block][:, None] - view.window
-        keys, values = (x[page][None] for x in pages)
-        part = _visited(queries[block][None], seen[None], keys, values, softcap)
+        part = _visited(queries[block][None], seen[None], *page_of(pages, page).read(q.dtype), softcap)
         new = _joined(tuple(x[block] for x in found), tuple(x[0] for x in part))
         return tuple(all.at[block].set(x) for all, x in zip(found, new, strict=True))
 
     found = jax.lax.fori_loop(0, visits.number[0], one, _nothing(blocks, queries))
     peak, mass, sums = found
-    mixed, lse = _settled(peak, mass, sums, q.dtype)
+    mixed, lse = settled(peak, mass, sums, q.dtype)
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
 
-def piece_written(pages: Pages, view: PieceView, k: Float[Array, "B C K H"], v: Float[Array, "B C K H"]) -> Pages:
-    """The pages with the tokens of one piece in them, and those that begin as others."""
+def piece_written(pages: Pages, view: PieceView, new: Tokens) -> Pages:
+    """The pages with the tokens `[1 C ...]` of one piece in them, and those that begin as others."""
     touches, copies, size = view.touches, view.copies, pages.size
-    around = ((size, size), (0, 0), (0, 0))
-    k, v = (jnp.pad(x[0], around).astype(all.dtype) for x, all in zip((k, v), pages, strict=True))
+    around = jax.tree.map(lambda x: jnp.pad(x[0], ((size, size), *((0, 0),) * (x.ndim - 2))), new)
 
     def touched(index: jax.Array, pages: Pages) -> Pages:
         page, column, first, end = (x[0, index] for x in touches[:4])
-        new = (jax.lax.dynamic_slice_in_dim(x, column + size, size) for x in (k, v))
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, column + size, size), around)
         at = jnp.arange(size)
-        here = (at >= first) & (at < end)
-        keys, values = next(new).transpose(1, 2, 0), next(new).transpose(1, 0, 2)
-        keys = jnp.where(here, keys, pages.keys[page])
-        values = jnp.where(here[:, None], values, pages.values[page])
-        return Pages(pages.keys.at[page].set(keys), pages.values.at[page].set(values))
+        return pages.with_page(page, own, (at >= first) & (at < end))
 
     def copied(index: jax.Array, pages: Pages) -> Pages:
         source, target = copies.sources[0, index], copies.targets[0, index]
-        return Pages(*(x.at[target].set(x[source]) for x in pages))
+        return jax.tree.map(lambda x: x.at[target].set(x[source]), pages)
 
     pages = jax.lax.fori_loop(0, touches.number[0], touched, pages)
     return jax.lax.fori_loop(0, copies.number[0], copied, pages)
@@ -269,7 +255,6 @@ def _visited(
 ) -> tuple[Float[Array, "g K J Q"], Float[Array, "g K J Q"], Float[Array, "g K J Q H"]]:
     """What some queries find in a page each: the highest score, the mass relative to it, and the sum of values."""
     number, kv_heads, _, _, dim = queries.shape
-    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     flat = queries.reshape(number, kv_heads, -1, dim)
     scores = jnp.einsum("gKQH,gKHp->gKQp", flat, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(*queries.shape[:-1], -1)
@@ -291,7 +276,7 @@ def _joined(one: tuple, other: tuple) -> tuple:
     return peak, mass, sum(share[..., None] * part[2] for share, part in zip(shares, (one, other), strict=True))
 
 
-def _settled(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:
+def settled(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:
     """The mean of the values and the log-sum-exp; where nothing was seen, zeros and HIDDEN."""
     any_seen = peak > HIDDEN
     mass = jnp.where(any_seen, mass, 1.0)

@@ -1,16 +1,16 @@
 """What a family file fills in: how its config.json is read and written, and what its tensors are called.
 
 A `Tensor` maps one of our weights to its Hugging Face name and layout, such as `(N H) D` there and `D N H` here, and
-converts single shards between the two. The families here share most names; a family file adds its norms.
+converts between the two. The families here share most names; a family file adds its norms.
 
 Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, E experts.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -20,13 +20,10 @@ from tunix.models.families.hf_config import Fields, write_rope_fields
 
 SCORE = "score.weight"
 """The scalar head of a reward model's folder."""
-
-
-@runtime_checkable
-class Piece(Protocol):
-    """A tensor in a file, read by slices."""
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray: ...
+AXES = r"\([^)]*\)|\S+"
+"""Matches one axis of a file: `D`, or the flattened `(N H)`."""
+Array = TypeVar("Array", bound=Any)
+"""An array of numpy or jax, which this module is loaded without."""
 
 
 @dataclass(frozen=True)
@@ -62,35 +59,19 @@ class Tensor:
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in the file of a weight that has `shape` here."""
         sizes = dict(zip(self.ours.split(), shape, strict=True))
-        return tuple(math.prod(sizes[axis] for axis in group) for group in self._groups)
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self.groups)
 
-    def read(self, pieces: Sequence[Piece], shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` of our weight; only what it needs is read from the file.
+    def read(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Our weight, or one expert's part of it, from the file's array; the inverse of `write`.
 
         Args:
-            pieces: the tensors of `keys`.
-            shape: of our weight.
+            array: numpy's or jax's, in the layout of the file.
+            shape: of the weight.
         """
-        if self.by_expert:
-            parts = [self.single.read([piece], shape[1:], index[1:]) for piece in pieces[index[0]]]
-            return np.stack(parts)
-        (piece,) = pieces
-        axes = self.ours.split()
+        axes = self.single.ours.split()
         sizes = dict(zip(axes, shape, strict=True))
-        bounds = {axis: where.indices(sizes[axis])[:2] for axis, where in zip(axes, index, strict=True)}
-        slices = []
-        for group in self._groups:
-            if not group:
-                slices.append(slice(0, 1))
-                continue
-            first, *rest = group
-            # Flattened axes are contiguous runs as long as only the outermost is split, which mesh.RULES ensures.
-            assert all(bounds[axis] == (0, sizes[axis]) for axis in rest), (self.name, index)
-            run = math.prod(sizes[axis] for axis in rest)
-            slices.append(slice(bounds[first][0] * run, bounds[first][1] * run))
         order = self._order
-        part = piece[tuple(slices)].reshape([bounds[axis][1] - bounds[axis][0] for axis in order])
-        return part.transpose([order.index(axis) for axis in axes])
+        return array.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
 
     def write(self, array: np.ndarray) -> np.ndarray:
         """Our weight, or one expert's part of it, in the file's layout."""
@@ -99,18 +80,30 @@ class Tensor:
         return array.transpose([axes.index(axis) for axis in self._order]).reshape(sizes)
 
     @property
-    def contracted(self) -> int:
-        """How many of our first axes are a matrix's inputs, which come last in the file."""
-        return len(self._groups[-1])
+    def turned(self) -> "Tensor":
+        """The same weight, from a file that holds the matrix transposed."""
+        outer, inner = re.findall(AXES, self.theirs)
+        return replace(self, theirs=f"{inner} {outer}")
 
     @property
-    def _groups(self) -> list[list[str]]:
-        listed = re.findall(r"\([^)]*\)|\S+", self.theirs)
+    def is_transposed(self) -> bool:
+        """Whether the file holds a matrix the other way round than we do."""
+        return len(self.groups) == 2 and self.turned._order == self.single.ours.split() != self._order
+
+    @property
+    def contracted(self) -> int:
+        """How many of our first axes are a matrix's inputs, which come last in the file."""
+        return len(self.groups[-1])
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Our axes that each of the file's axes holds, outermost first; none for `1`."""
+        listed = re.findall(AXES, self.theirs)
         return [[] if group == "1" else group.strip("()").split() for group in listed]
 
     @property
     def _order(self) -> list[str]:
-        return [axis for group in self._groups for axis in group]
+        return [axis for group in self.groups for axis in group]
 
 
 def axis_sizes(config: DecoderConfig) -> dict[str, int]:

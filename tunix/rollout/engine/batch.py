@@ -23,13 +23,14 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.holdings import Copy, Holdings
+from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, Steps, blank, decode, prefill, score
 from tunix.rollout.engine.replies import Replies
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
-from tunix.types import Completion, Reply
+from tunix.types import Completion, OnDone, Reply
 
 OnTokens = Callable[[int, np.ndarray], None]
 """Callback that receives (index of the request, its new tokens) after each dispatch."""
@@ -68,20 +69,26 @@ class Batch:
     """Requests that are answered together."""
 
     def __init__(
-        self, published: Published, requests: Sequence[Request], reply: Reply | None, on_tokens: OnTokens | None
+        self,
+        published: Published,
+        requests: Sequence[Request],
+        reply: Reply | None = None,
+        on_tokens: OnTokens | None = None,
+        on_done: OnDone | None = None,
     ):
         """Queues the requests; for the arguments see `Engine.run`."""
         self.version = published.version
-        # An environment's answers may take all that is left.
-        most = [published.sizes.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
-        self.sizes = published.sizes.of_requests(most)
+        self.sizes = published.sizes
         self.model, self.weights = published.model, published.weights
-        self.replies, self.on_tokens = Replies(reply), on_tokens
+        self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
         given = enumerate(zip(requests, numbers, strict=True))
-        episodes = [Episode(x, number, _stop_text(x, published.decode), adapter) for number, (x, adapter) in given]
+        episodes = [
+            Episode.of(x, number, _stop_text(x, published.decode), adapter, self.sizes.length)
+            for number, (x, adapter) in given
+        ]
         self.waiting = deque(episodes)
-        self.expected = Counter(_prompt_key(x) for x in requests)
+        self.expected = Counter(_prompt_key(x.request) for x in episodes if x.parked is None)
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
@@ -89,14 +96,21 @@ class Batch:
         self.state: State = blank(self.model, self.sizes)
         self.flights: deque[Flight] = deque()
         self.done: list[Completion | None] = [None] * len(episodes)
+        self.enough = False
+        """Whether nobody waits for the requests that are left."""
+        self.meter = Meter(self.model, self.weights, self.sizes, len(requests))
 
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
         try:
-            while self.waiting or len(self.slots.taken):
+            while (self.waiting or len(self.slots.taken)) and not self.enough:
                 self._proceed()
         finally:
             self.replies.close()
+        while self.flights:  # what they sample is there to be continued
+            self._land(self.flights.popleft())
+        for episode in [*self.waiting, *(self.slots.park(slot) for slot in self.slots.taken.tolist())]:
+            self.done[episode.number] = episode.paused(self.version)
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
 
@@ -239,7 +253,9 @@ class Batch:
 
     def _land(self, flight: Flight) -> None:
         """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
-        ended = self.slots.take(flight.slots, flight.turns, *jax.device_get(flight.sampled))
+        draws, counts = jax.device_get(flight.sampled)
+        self.meter.add(self.slots.held[flight.slots], counts)
+        ended = self.slots.take(flight.slots, flight.turns, draws, counts)
         self._show(flight.slots)
         for slot in ended:
             episode = self.slots.episodes[slot]
@@ -337,9 +353,10 @@ class Batch:
 
     def _complete(self, slot: int, episode: Episode) -> None:
         """Ends a request."""
-        self.done[episode.number] = self.slots.completion(slot, self.version)
+        self.done[episode.number] = completion = self.slots.completion(slot, self.version)
         self.slots.release(slot)
         self.holdings.release(slot)
+        self.enough |= self.on_done is not None and self.on_done(episode.number, completion)
 
 
 def _stop_text(request: Request, decode: Decode | None) -> StopText | None:

@@ -1,6 +1,6 @@
 """How many slots and pages a sampler has, by the bytes that there are for keys and values.
 
-A dispatch gathers the pages of its slots, so that each page counts twice.
+Where a dispatch gathers the pages of its slots, each page counts twice; where a kernel reads them in their places, once.
 
 Axes: Pt tokens of a page.
 """
@@ -11,21 +11,27 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.errors import UserError
+from tunix.models.attention.layouts import SCALE_BYTES, STORED
 from tunix.models.config import DecoderConfig
 from tunix.rollout.engine.shapes import Sizes, usual_slots
 
 MOST_SLOTS = 1024
 """Slots of a shard at most: with so many, reading the weights is a small part of a token's time."""
-TWICE = 2
-"""How often a page is there while its slot decodes."""
+MOST_NUMBERS = 2**31
+"""Numbers of the keys of a layer's pages on a device: kernels count them in 32 bits."""
 
 
 def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of a page (Pt) in all layers of each kind, on each device."""
-    tensor = mesh.shape["tensor"]
-    heads = config.num_kv_heads // (tensor if config.num_kv_heads % tensor == 0 else 1)
-    layer = 2 * heads * config.head_dim * sizes.page * jnp.dtype(sizes.dtype).itemsize
+    token = config.head_dim * jnp.dtype(STORED[sizes.cache]).itemsize + (SCALE_BYTES if sizes.cache == "int8" else 0)
+    layer = 2 * _heads(config, mesh) * sizes.page * token
     return tuple(layer * config.kinds.count(kind) for kind in config.distinct_kinds)
+
+
+def _heads(config: DecoderConfig, mesh: Mesh) -> int:
+    """Kv heads of which a device has the keys and values."""
+    tensor = mesh.shape["tensor"]
+    return config.num_kv_heads // (tensor if config.num_kv_heads % tensor == 0 else 1)
 
 
 def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, room: float | None) -> Sizes:
@@ -43,19 +49,21 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     Raises:
         UserError: there is no room for one request.
     """
-    each, kinds = page_bytes(config, mesh, sizes), range(len(sizes.windows))
-    longest = TWICE * sum(sizes.columns(kind) * each[kind] for kind in kinds)
+    kinds, times = range(len(sizes.windows)), 1 if sizes.in_place else 2
+    each = [times * number for number in page_bytes(config, mesh, sizes)]
+    longest = sum(sizes.columns(kind) * each[kind] for kind in kinds)
     if slots is None and room is not None:
         slots = sizes.shards * max(1, min(int(2 * room / longest), MOST_SLOTS))
     slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
-    most = sizes.most_pages(slots // sizes.shards)
+    counted = MOST_NUMBERS // (_heads(config, mesh) * sizes.page * config.head_dim)
+    most = tuple(min(number, counted) for number in sizes.most_pages(slots // sizes.shards))
     if room is None:
         return replace(sizes, slots=slots, pages=most)
-    local = TWICE * sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    local = sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
     whole = [kind for kind in kinds if sizes.windows[kind] is None]
-    pages = int((room - local) / max(TWICE * sum(each[kind] for kind in whole), 1))
+    pages = int((room - local) / max(sum(each[kind] for kind in whole), 1))
     if room < local or any(pages < sizes.columns(kind) for kind in whole):
-        need = local + TWICE * sum(sizes.columns(kind) * each[kind] for kind in whole)
+        need = local + sum(sizes.columns(kind) * each[kind] for kind in whole)
         raise UserError(
             f"rollout.memory: {room / 1e9:.3g} GB are left for keys and values on each device, and one request of "
             f"{sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "

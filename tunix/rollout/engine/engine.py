@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import DType
+from tunix.config import CacheType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import row_shards, sharding
+from tunix.models.attention.decoding import reader, spec_of
 from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
@@ -24,7 +25,7 @@ from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
-from tunix.types import Completion, Reply, Sampling, Workload
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
 
 
@@ -38,7 +39,7 @@ class Engine:
         *,
         slots: int | None = None,
         length: int,
-        cache_dtype: DType | None = None,
+        cache: CacheType | None = None,
         decode: Decode | None = None,
         moving: Collection[str] = (),
         piece: int = 2048,
@@ -55,7 +56,7 @@ class Engine:
             slots: requests that are answered at a time, rounded up to as many in each shard of the rows; None for as
                 many as there is room for.
             length: tokens of prompt and completion at most.
-            cache_dtype: of keys and values; None takes the model's.
+            cache: what keys and values are kept in; None for the model's dtype.
             decode: token ids -> text, for stop strings.
             moving: names of tables that train along with an adapter, and so change with every `publish`.
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
@@ -79,12 +80,18 @@ class Engine:
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
-        bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache_dtype or model.dtype)
+        cache = cache or model.dtype
+        read_by = reader(spec_of(model.config, mesh, model.dtype, cache, page)).name
+        bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache, read_by)
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
+        self.usage: Usage | None = None
+        """What the last requests took; None where there were none."""
         self.adapters: dict[str, int] = {}
         """Number of each adapter that is loaded with the weights, from 1, by name."""
+        self._warm: Sizes | None = None
+        """The shapes that were compiled in advance."""
         self._mixture: Mixture | None = None
         self._base: Weights | None = None
         self._base_of: dict[str, weakref.ref] = {}
@@ -142,11 +149,19 @@ class Engine:
         Raises:
             ValueError: no weights were loaded.
         """
+        self._warm = self.sizes.of_requests([work.length] * work.requests)
         with jax.set_mesh(self.mesh):
-            Warmth(self.sampled_model, self._loaded, self.sizes.of_requests([work.length] * work.requests))()
+            Warmth(self.sampled_model, self._loaded, self._warm)()
 
     def sample(
-        self, prompts: Sequence[np.ndarray], n: int, sampling: Sampling, seed: int, reply: Reply | None = None
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: Sequence[Begun] | None = None,
     ) -> list[list[Completion]]:
         """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
 
@@ -155,20 +170,27 @@ class Engine:
         """
         if n < 1:
             raise UserError(f"n is {n}: ask for at least one completion of each prompt")
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
         requests = [
-            Request(prompt, sampling, seed, index) for index, prompt in enumerate(p for p in prompts for _ in range(n))
+            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far) for prompt, x in zip(asked, own, strict=True)
         ]
-        completions = self.run(requests, reply)
+        completions = self.run(requests, reply, on_done=on_done)
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     def run(
-        self, requests: Sequence[Request], reply: Reply | None = None, on_tokens: OnTokens | None = None
+        self,
+        requests: Sequence[Request],
+        reply: Reply | None = None,
+        on_tokens: OnTokens | None = None,
+        on_done: OnDone | None = None,
     ) -> list[Completion]:
         """Completes each request; the completions are in the order of the requests.
 
         Args:
             reply: (index of the request, completion so far) -> an observation to continue with, or None.
             on_tokens: receives new tokens while the requests run.
+            on_done: receives completions while others run; see `types.OnDone`.
 
         Raises:
             UserError: a sampling setting or a prompt is invalid.
@@ -176,9 +198,14 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
-        published = self._published
+        if not requests:
+            return []
+        published = self._published(self._sizes_of(requests, reply))
         with jax.set_mesh(self.mesh):
-            return Batch(published, requests, reply, on_tokens).finish() if requests else []
+            batch = Batch(published, requests, reply, on_tokens, on_done)
+            completions = batch.finish()
+        self.usage = batch.meter.usage
+        return completions
 
     @property
     def sampled_model(self) -> Model:
@@ -196,9 +223,15 @@ class Engine:
         """Whether the present copy of the base was made from these arrays."""
         return all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
 
-    @property
-    def _published(self) -> Published:
-        return Published(self.sampled_model, self._loaded, self.version, self.adapters, self.sizes, self.decode)
+    def _published(self, sizes: Sizes) -> Published:
+        return Published(self.sampled_model, self._loaded, self.version, self.adapters, sizes, self.decode)
+
+    def _sizes_of(self, requests: Sequence[Request], reply: Reply | None) -> Sizes:
+        """The shapes for these requests: those compiled in advance if they are enough, however few the requests."""
+        # An environment's answers may take all that is left.
+        most = [self.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
+        least = self.sizes.of_requests(most)
+        return self._warm if self._warm is not None and self._warm.covers(least) else least
 
     @property
     def _loaded(self) -> Weights:

@@ -30,11 +30,12 @@ class Copy(NamedTuple):
 class Reads(NamedTuple):
     """The pages that a dispatch reads, of one kind of layer; see `models.attention.pages.Gathered`."""
 
-    sources: np.ndarray
-    owners: np.ndarray
-    starts: np.ndarray
+    sources: np.ndarray | None
+    """None, with the next two, where pages are read in their places."""
+    owners: np.ndarray | None
+    starts: np.ndarray | None
     places: np.ndarray
-    """`[Sl Co]` the place of each slot's pages among those that are gathered; -1 for none."""
+    """`[Sl Co]` the place of each slot's pages in the pool, or among those that are gathered; -1 for none."""
     first: np.ndarray
     """`[Sl]` index within its sequence of each slot's first page."""
 
@@ -112,7 +113,7 @@ class Holdings:
     def free(self, shard: int) -> int:
         """Pages that slots of a shard can take: of the kind that has fewest, among layers without a window.
 
-        A dispatch gathers the pages of its slots, so that all slots hold no more than there are, shared ones included.
+        Where a dispatch gathers the pages of its slots, all slots hold no more than there are, shared ones included.
         """
         pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds(windows=False)]
         return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.length)
@@ -129,6 +130,8 @@ class Holdings:
 
     def _left(self, kind: int, shard: int) -> int:
         """Pages that slots of a shard may hold beside those that they hold."""
+        if self.sizes.in_place:
+            return len(self._pools[kind][shard].free)
         mine = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
         return self.sizes.pages[kind] - sum(map(len, self._held[kind][mine]))
 
@@ -250,6 +253,8 @@ class Holdings:
             self._write(slot)
         self._changed.difference_update(slots.tolist())
         tables = [(table[slots], first[slots]) for table, first in zip(self._tables, self._firsts, strict=True)]
+        if self.sizes.in_place:
+            return tuple(Reads(None, None, None, *one) for one in tables)
         shards = self.sizes.shards
         number = [(table.reshape(shards, -1) >= 0).sum(axis=1).max() for table, _ in tables]
         sizes = self.sizes.gathered(len(slots))

@@ -20,10 +20,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from tunix.mesh import constrain, platform
 from tunix.models.attention.attend import at_each_device
+from tunix.models.attention.decoding import BY_NAME
+from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import (
     NOWHERE,
     Gathered,
-    Pages,
     PieceView,
     SlotsView,
     Table,
@@ -130,7 +131,8 @@ def blank(model: Model, sizes: Sizes) -> State:
     hidden = constrain(jnp.zeros((sizes.slots, model.config.d_model), model.dtype), "rows", None)
     numbers = [number * sizes.shards for number in sizes.pages]
     nothing = Progress(*(constrain(jnp.zeros(sizes.slots, jnp.int32), "rows") for _ in Progress._fields))
-    return State(empty(model.config, numbers, sizes.page, sizes.dtype), hidden, nothing)
+    layout = BY_NAME[sizes.reader].layout
+    return State(empty(model.config, numbers, sizes.page, sizes.cache, layout), hidden, nothing)
 
 
 @compiled(static_argnames="model", donate_argnames="state")
@@ -207,9 +209,7 @@ def decode(
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
     kinds = [model.config.distinct_kinds.index(kind) for kind in model.config.kinds]
-    taken = tuple(
-        at_each_device(gathered, cache, reads[kind].sources) for cache, kind in zip(state.caches, kinds, strict=True)
-    )
+    taken = tuple(_taken(cache, reads[kind]) for cache, kind in zip(state.caches, kinds, strict=True))
     start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), draws)
 
     def running(carry: tuple) -> jax.Array:
@@ -233,7 +233,7 @@ def decode(
     _, taken, hidden, live, count, draws = jax.lax.while_loop(running, one, start)
     new = [_written(own, held, steps, size) for own in reads]
     caches = tuple(
-        _brought_back(cache, mine, new[kind], jnp.asarray(reads[kind].sources))
+        _brought_back(cache, mine, new[kind], reads[kind])
         for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
     )
     hidden = state.hidden.at[flow.slots].set(hidden, unique_indices=True)
@@ -255,7 +255,7 @@ def _view(reads: Any, positions: Int[Array, "Sl 1"], live: jax.Array, size: int,
     column = jnp.clip(positions // size - reads.first[:, None], 0, reads.places.shape[1] - 1)
     place = jnp.take_along_axis(reads.places, column, axis=1)
     place = jnp.where(live[:, None] & (place >= 0), place, NOWHERE)
-    own = Gathered(reads.sources, reads.owners, reads.starts)
+    own = None if reads.sources is None else Gathered(reads.sources, reads.owners, reads.starts)
     return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), own, window)
 
 
@@ -266,13 +266,18 @@ def _written(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int[A
     return jnp.where(columns < reads.places.shape[1], places, -1)
 
 
-def _brought_back(cache: Pages, taken: Pages, places: jax.Array, sources: jax.Array) -> Pages:
+def _taken(cache: Pages, reads: Any) -> Pages:
+    """A layer's pages as the steps of a dispatch read and write them: gathered, or all of them in their places."""
+    return cache if reads.sources is None else at_each_device(gathered, cache, reads.sources)
+
+
+def _brought_back(cache: Pages, taken: Pages, places: jax.Array, reads: Any) -> Pages:
     """A layer's pages with those that a dispatch has written to."""
 
     def part(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:
         return brought_back(*both, places, sources)
 
-    return at_each_device(part, (cache, taken), places, sources)
+    return taken if reads.sources is None else at_each_device(part, (cache, taken), places, reads.sources)
 
 
 def _request_keys(flow: Flow) -> Key[Array, "Sl"]:

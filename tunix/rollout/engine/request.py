@@ -34,6 +34,8 @@ class Request:
     """Number of the request among those of one seed."""
     adapter: str | None = None
     """Name of the loaded adapter that answers; None for the weights alone."""
+    so_far: Completion | None = None
+    """The paused completion that is continued; None for a new one."""
 
 
 class StopText:
@@ -92,6 +94,13 @@ class Parked(NamedTuple):
         left = min(request.sampling.max_tokens, length - len(request.prompt))
         return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), 0, left)
 
+    @classmethod
+    def again(cls, request: Request, so_far: Completion, length: int) -> "Parked":
+        """A request that another call has paused."""
+        drawn = int(so_far.drawn.sum())
+        left = min(request.sampling.max_tokens - drawn, length - len(request.prompt) - len(so_far.tokens))
+        return cls(so_far.tokens, so_far.logprobs, drawn, left)
+
 
 @dataclass
 class Episode:
@@ -114,6 +123,19 @@ class Episode:
     """What it had when it left a slot to others; None where it never had to, or is in a slot again."""
     ended: Literal["stop", "length"] | None = None
     """Why the current turn has ended; None while it goes on."""
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """`[T]` the versions of the tokens that another call has sampled."""
+
+    @classmethod
+    def of(cls, request: Request, number: int, stop_text: StopText | None, adapter: int, length: int) -> "Episode":
+        """A request's episode at its beginning, or where another call has paused it; for `length` see `Parked`."""
+        episode, before = cls(request, number, stop_text, adapter), request.so_far
+        if before is not None and len(before.tokens):
+            episode.parked, episode.versions = Parked.again(request, before, length), before.versions
+            episode.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
+            episode.prompt_logprobs = before.prompt_logprobs
+            episode.top = [] if before.top is None else [before.top]
+        return episode
 
     def keep_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Keeps the alternatives `[T A]` of some tokens, where the request wants them."""
@@ -133,9 +155,20 @@ class Episode:
         if self.stop_text is not None:
             self.stop_text.restart()
 
+    def paused(self, version: int) -> Completion:
+        """The completion so far of an episode that is in no slot, to be continued by another call."""
+        tokens, logprobs = self.parked[:2] if self.parked else (np.zeros(0, np.int32), np.zeros(0, np.float32))
+        self.turns[-1] = (self.turns[-1][0], len(tokens))
+        return self._completion(tokens, logprobs, version, "paused")
+
     def completion(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> Completion:
         """The completion so far, whose current turn has ended."""
         assert self.ended is not None
+        return self._completion(tokens, logprobs, version, self.ended)
+
+    def _completion(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, finish: Literal["stop", "length", "paused"]
+    ) -> Completion:
         top = None
         if n := self.request.sampling.top_logprobs:
             pieces = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)), *self.top]
@@ -144,8 +177,8 @@ class Episode:
         return Completion(
             tokens=tokens,
             logprobs=logprobs,
-            finish=self.ended,
-            versions=np.full(len(tokens), version, np.int32),
+            finish=finish,
+            versions=np.append(self.versions, np.full(len(tokens) - len(self.versions), version, np.int32)),
             sampling=self.request.sampling,
             turns=tuple(self.turns),
             top=top,

@@ -11,7 +11,8 @@ Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode step
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tunix.config import DType
+from tunix.config import CacheType
+from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.pages import block_of
 
 NARROW = 8
@@ -70,8 +71,10 @@ class Sizes:
     """Pages of each kind of layer, in each shard."""
     shards: int
     """Into how many shards the slots are split: each has its own pages, and computes its own pieces."""
-    dtype: DType
-    """Dtype of keys and values."""
+    cache: CacheType
+    """What keys and values are kept in."""
+    reader: str = "gathered"
+    """Who reads pages while slots decode (`models/attention/decoding.py`)."""
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
@@ -88,6 +91,12 @@ class Sizes:
 
         return replace(self, slots=mine * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
 
+    def covers(self, other: "Sizes") -> bool:
+        """Whether there are as many slots and pages as in these shapes of the same engine."""
+        return self.slots >= other.slots and all(
+            mine >= least for mine, least in zip(self.pages, other.pages, strict=True)
+        )
+
     def most_pages(self, slots: int) -> tuple[int, ...]:
         """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer.
 
@@ -95,6 +104,11 @@ class Sizes:
         """
         spare = [0 if window is None else 1 for window in self.windows]
         return tuple(self.columns(kind) * (slots + more) for kind, more in enumerate(spare))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether dispatches read pages where they are; else they gather them, and each is there twice."""
+        return BY_NAME[self.reader].in_place
 
     @property
     def slots_of_shard(self) -> int:
@@ -116,15 +130,21 @@ class Sizes:
     def gathered(self, width: int) -> list[tuple[int, ...]]:
         """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.
 
-        Halves and halves again of what they can hold at most, down to one page each.
+        Halves and halves again of what they can hold at most, down to one page each. What reads them where they are
+        has no use for a number: one entry stands for all.
         """
+        if self.in_place:
+            return [self.pages]
         width //= self.shards
         most = [min(width * self.columns(kind), pages) for kind, pages in enumerate(self.pages)]
         levels = LEVELS - self.widths.index(width * self.shards)
         parts = [2**power for power in range(levels) if not power or width * 2**power <= max(most)]
         whole = enumerate(self.windows)
         shares = [(kind, window is None) for kind, window in whole]
-        return [tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts]
+        numbers = [
+            tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts
+        ]
+        return list(dict.fromkeys(numbers))
 
     @property
     def pieces(self) -> tuple[int, ...]:

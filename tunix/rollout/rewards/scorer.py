@@ -1,12 +1,14 @@
 """Scores samples with several rewards: calls are spread over workers, and the scores have the order of the samples.
 
+Samples may come one after the other, as a sampler completes them: a call starts as soon as it has all of its samples.
 A call that fails as a whole (it raised, hung or died) is repeated sample by sample, so that only the sample that caused
-it is lost. All workers do the same, so their number changes no result.
+it is lost. All workers do the same, so neither their number nor the order of arrival changes a result.
 """
 
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,8 +103,19 @@ class Scorer:
         for name, values in (("completions", completions), *columns.items()):
             if len(values) != len(prompts):
                 raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts")
-        parts = {reward.name: self._parts(reward, prompts, completions, columns) for reward in self.rewards}
-        return Scoring(self, {name: [(part, self._submit(part)) for part in listed] for name, listed in parts.items()})
+        scoring = self.open(list(columns))
+        for number, texts in enumerate(zip(prompts, completions, strict=True)):
+            scoring.add(number, *texts, {name: values[number] for name, values in columns.items()})
+        scoring.seal()
+        return scoring
+
+    def open(self, columns: Sequence[str]) -> "Scoring":
+        """Begins to score samples that come one after the other, with these columns.
+
+        Raises:
+            UserError: a column that a reward requires is missing.
+        """
+        return Scoring(self, columns)
 
     def close(self) -> None:
         """Ends all workers; the results of calls that still run are lost."""
@@ -115,63 +128,112 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _parts(
-        self, reward: Reward, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> "list[_Part]":
-        """Splits the samples into the calls of one reward."""
-        column_of = reward.arguments(list(columns))
-        arguments: dict[str, Sequence[Any]] = {name: columns[column] for name, column in column_of.items()}
-        names = MANY if reward.batched else ONE
-        texts: dict[str, Sequence[str]] = dict(zip(names, (prompts, completions), strict=True))
-        arguments |= {name: texts[name] for name in reward.texts}
-        if reward.source is not None:
-            for name, column in column_of.items():
-                _check_sendable(reward, column, arguments[name])
-        whole = _Part(reward, arguments, len(prompts))
-        size = whole.count if reward.batched else TOGETHER if reward.asynchronous else 1
-        return [whole.slice(i, i + size) for i in range(0, whole.count, max(size, 1))]
-
-    def _submit(self, part: "_Part") -> "Future[list[Outcome] | str]":
-        remote = part.reward.source is not None
+    def _submit(self, call: "_Call", spans: "list[_Span]") -> "Future[list[Outcome] | str]":
+        remote = call.reward.source is not None
         pool, rewards = (self._processes, self._remote) if remote else (self._threads, self._local)
-        return pool.submit(rewards.index(part.reward), part.arguments, part.count, self._deadline)
+        return pool.submit(spans, rewards.index(call.reward), call.arguments, len(call.samples), self._deadline)
 
 
 class Scoring:
-    """Scoring that was started; `result` waits for the scores."""
+    """Scoring that was begun: samples are added in any order, and `result` waits for the scores."""
 
-    def __init__(self, scorer: Scorer, parts: "dict[str, list[tuple[_Part, Future[list[Outcome] | str]]]]") -> None:
-        """Is created by `Scorer.start`."""
+    def __init__(self, scorer: Scorer, columns: Sequence[str]) -> None:
+        """Is created by `Scorer.open`."""
         self._scorer = scorer
-        self._parts = parts
+        self._column_of = {reward.name: reward.arguments(columns) for reward in scorer.rewards}
+        self._waiting: dict[str, list[_Sample]] = {reward.name: [] for reward in scorer.rewards}
+        """Samples whose call is not complete yet, by reward."""
+        self._calls: dict[str, list[tuple[_Call, Future[list[Outcome] | str]]]] = {
+            reward.name: [] for reward in scorer.rewards
+        }
+        self._spans: list[_Span] = []
+
+    def add(self, number: int, prompt: str, completion: str, columns: Mapping[str, Any]) -> None:
+        """Adds a sample; calls that are complete with it start at once.
+
+        Args:
+            number: its place among the scores.
+            prompt: its prompt.
+            completion: what is scored.
+            columns: the row's columns by name; one that is missing counts as None.
+
+        Raises:
+            UserError: a column has a value that cannot be sent to a worker.
+        """
+        for reward in self._scorer.rewards:
+            names: tuple[str, ...] = MANY if reward.batched else ONE
+            texts: dict[str, str] = dict(zip(names, (prompt, completion), strict=True))
+            column_of = self._column_of[reward.name]
+            arguments = {name: columns.get(column) for name, column in column_of.items()}
+            if reward.source is not None:
+                for name, column in column_of.items():
+                    _check_sendable(reward, column, arguments[name])
+            waiting = self._waiting[reward.name]
+            waiting.append(_Sample(number, arguments | {name: texts[name] for name in reward.texts}))
+            if not reward.batched and len(waiting) == (TOGETHER if reward.asynchronous else 1):
+                self._start(reward)
+
+    def seal(self) -> None:
+        """Starts the calls that were waiting for more samples: there are no more."""
+        for reward in self._scorer.rewards:
+            if self._waiting[reward.name]:
+                self._start(reward)
 
     def result(self) -> dict[str, list[Score]]:
-        """Waits for all scores; returns them by reward name, in the order of the samples."""
-        return {name: [score for part in parts for score in self._scores(*part)] for name, parts in self._parts.items()}
+        """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
+        self.seal()
+        found = {
+            name: dict(pair for call in calls for pair in self._scores(*call)) for name, calls in self._calls.items()
+        }
+        return {name: [scores[number] for number in sorted(scores)] for name, scores in found.items()}
 
-    def _scores(self, part: "_Part", future: "Future[list[Outcome] | str]") -> list[Score]:
+    def seconds(self, until: float) -> tuple[float, float]:
+        """Seconds of all calls that have ended, before a moment of `time.monotonic` and in total."""
+        spans = list(self._spans)
+        before = sum(max(min(end, until) - start, 0.0) for start, end in spans)
+        return before, sum(end - start for start, end in spans)
+
+    def _start(self, reward: Reward) -> None:
+        """Starts a call of a reward for the samples that wait; one for the whole batch reads it in its order."""
+        samples, self._waiting[reward.name] = self._waiting[reward.name], []
+        call = _Call(reward, sorted(samples, key=lambda sample: sample.number) if reward.batched else samples)
+        self._calls[reward.name].append((call, self._scorer._submit(call, self._spans)))
+
+    def _scores(self, call: "_Call", future: "Future[list[Outcome] | str]") -> list[tuple[int, Score]]:
+        """The number and the score of each sample of a call."""
         outcomes = future.result()
-        if isinstance(outcomes, str) and part.count > 1:
-            singles = [part.slice(i, i + 1) for i in range(part.count)]
-            again = [(single, self._scorer._submit(single)) for single in singles]
-            return [score for single in again for score in self._scores(*single)]
-        listed = [outcomes] if isinstance(outcomes, str) else outcomes
-        reward = part.reward
-        return [Failure(f"{reward.name} {o}") if isinstance(o, str) else reward.clipped(o) for o in listed]
+        if isinstance(outcomes, str) and len(call.samples) > 1:
+            singles = [_Call(call.reward, [sample]) for sample in call.samples]
+            again = [(single, self._scorer._submit(single, self._spans)) for single in singles]
+            return [pair for single in again for pair in self._scores(*single)]
+        listed, reward = [outcomes] if isinstance(outcomes, str) else outcomes, call.reward
+        scores = [Failure(f"{reward.name} {o}") if isinstance(o, str) else reward.clipped(o) for o in listed]
+        return [(sample.number, score) for sample, score in zip(call.samples, scores, strict=True)]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The samples of one call of one reward."""
+class _Sample:
+    """A sample as one reward reads it."""
+
+    number: int
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of one reward."""
 
     reward: Reward
-    arguments: Mapping[str, Sequence[Any]]
-    count: int
+    samples: Sequence[_Sample]
 
-    def slice(self, start: int, end: int) -> "_Part":
-        """The samples from `start` up to `end`."""
-        arguments = {name: values[start:end] for name, values in self.arguments.items()}
-        return _Part(self.reward, arguments, min(end, self.count) - start)
+    @property
+    def arguments(self) -> dict[str, list[Any]]:
+        """The values of each argument, one for each sample."""
+        return {name: [sample.arguments[name] for sample in self.samples] for name in self.samples[0].arguments}
+
+
+_Span = tuple[float, float]
+"""Start and end of a call, by `time.monotonic`."""
 
 
 class _Pool:
@@ -185,15 +247,16 @@ class _Pool:
         self._executor = ThreadPoolExecutor(len(workers), thread_name_prefix="reward")
         self._closed = threading.Event()
 
-    def submit(self, *request: Any) -> "Future[list[Outcome] | str]":
-        """Queues a call for the next free worker."""
-        return self._executor.submit(self._call, request)
+    def submit(self, spans: list[_Span], *request: Any) -> "Future[list[Outcome] | str]":
+        """Queues a call for the next free worker; its time is added to the spans when it has ended."""
+        return self._executor.submit(self._call, spans, request)
 
-    def _call(self, request: tuple[Any, ...]) -> list[Outcome] | str:
-        worker = self._idle.get()
+    def _call(self, spans: list[_Span], request: tuple[Any, ...]) -> list[Outcome] | str:
+        worker, start = self._idle.get(), time.monotonic()
         try:
             return "was given up" if self._closed.is_set() else worker.call(*request)
         finally:
+            spans.append((start, time.monotonic()))
             self._idle.put(worker)
 
     def close(self) -> None:
@@ -205,10 +268,10 @@ class _Pool:
             worker.close()
 
 
-def _check_sendable(reward: Reward, column: str, values: Sequence[Any]) -> None:
-    """Refuses values that cannot be sent to a worker process."""
+def _check_sendable(reward: Reward, column: str, value: Any) -> None:
+    """Refuses a value that cannot be sent to a worker process."""
     try:
-        encode(values if isinstance(values, list) else list(values))
+        encode([value])
     except (TypeError, ValueError) as error:
         raise UserError(
             f"the reward {reward.name} reads the column {column!r}, which holds {error}: only text, numbers, true, "

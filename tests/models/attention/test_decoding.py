@@ -1,0 +1,148 @@
+"""Slots that decode: each way to read pages mixes what a plain softmax over the sequence mixes.
+
+Axes: B slots, T time, N query heads, K kv heads, H head dim, Pt tokens of a page.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import static_validate_inputs
+
+from tunix.models.attention import decode_ragged, decode_triton, pages
+from tunix.models.attention.decode_spec import DecodeSpec
+from tunix.models.attention.decoding import BY_NAME, reader, reader_of
+from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
+from tunix.models.attention.pages import NOWHERE, Gathered, SlotsView, Table, Writes
+from tunix.rollout.engine.holdings import Reads
+
+HELD = np.array([1, 40, 100, 64, 0])
+"""Tokens of each slot; the last one is idle."""
+PAGE, COLUMNS = 16, 7
+H100 = DecodeSpec(16, 8, 128, "bfloat16", "bfloat16", 128, (None,), None, "gpu", 9.0)
+V5P = replace(H100, platform="tpu", capability=None)
+
+
+def sequences(heads: int, kv_heads: int, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A query of each slot `[B N H]`, and keys and values of its tokens `[B T K H]`."""
+    random = np.random.default_rng(0)
+    q = random.normal(size=(len(HELD), heads, dim))
+    k, v = random.normal(size=(2, len(HELD), HELD.max(), kv_heads, dim))
+    return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
+
+
+def in_pages(layout, kind: str, k: np.ndarray, v: np.ndarray, window: int | None):
+    """The tokens in pages of a pool, in no order, and the table; pages that a window has passed are not held."""
+    pool = np.random.default_rng(1).permutation(len(HELD) * COLUMNS + 3).tolist()
+    cache = layout.empty(len(pool), k.shape[2], k.shape[3], PAGE, kind)
+    table, first = np.full((len(HELD), COLUMNS), -1, np.int32), np.zeros(len(HELD), np.int32)
+    for slot, held in enumerate(HELD.tolist()):
+        first[slot] = 0 if window is None else max(0, held - window) // PAGE
+        for index in range(first[slot], -(-held // PAGE)):
+            page = table[slot, index - first[slot]] = pool.pop()
+            here = np.arange(PAGE) < held - index * PAGE
+            own = (np.pad(x[slot], ((0, PAGE), (0, 0), (0, 0)))[index * PAGE : (index + 1) * PAGE] for x in (k, v))
+            cache = cache.with_page(jnp.int32(page), rounded(*map(jnp.asarray, own), kind), jnp.asarray(here))
+    return cache, table, first
+
+
+def view_of(table: np.ndarray, first: np.ndarray, window: int | None, *, side_by_side: bool) -> SlotsView:
+    """What the last token of each slot sees."""
+    positions = jnp.asarray(np.maximum(HELD - 1, 0))[:, None]
+    own, places = None, table
+    if side_by_side:
+        reads = Reads.of(table, first, 1, int((table >= 0).sum()), PAGE)
+        own, places = Gathered(*map(jnp.asarray, reads[:3])), reads.places
+    writes = Writes(jnp.full_like(positions, NOWHERE), positions)
+    return SlotsView(writes, positions, Table(jnp.asarray(places), jnp.asarray(first)), own, window)
+
+
+def mixed(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, softcap: float | None
+) -> np.ndarray:
+    """`[B N H]` the plain softmax over each slot's tokens."""
+    found = np.zeros_like(q)
+    for slot, held in enumerate(HELD.tolist()):
+        seen = np.s_[slot, 0 if window is None else max(0, held - window) : held]
+        keys, values = (np.repeat(x[seen], q.shape[1] // k.shape[2], axis=1) for x in (k, v))
+        scores = np.einsum("NH,TNH->NT", q[slot], keys) * scale
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-1e30))
+        found[slot] = np.einsum("NT,TNH->NH", weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30), values)
+    return found
+
+
+def of_slots(name: str, q: np.ndarray, cache, view: SlotsView, **how) -> np.ndarray:
+    """What an implementation mixes."""
+    one = BY_NAME[name]
+    queries = jnp.asarray(q)[:, None]
+    if not one.in_place:
+        assert view.gathered is not None
+        cache = pages.gathered(cache, view.gathered.sources)
+    # JAX's interpreter of TPUs' kernels knows no reshaped reference, which this one has: its reference takes its place.
+    function = partial(one.of_slots, **how)
+    function = function if name == "ragged" else jax.jit(function)
+    return np.asarray(function(queries, cache, view)[0][:, 0])
+
+
+def reference(*arrays: jax.Array, **settings) -> jax.Array:
+    """JAX's reference of its kernel, which is told the same but for the sizes of blocks."""
+    static_validate_inputs(*arrays, **settings)
+    blocks = ("num_kv_pages_per_block", "num_queries_per_block", "vmem_limit_bytes")
+    return ref_ragged_paged_attention(*arrays, **{name: x for name, x in settings.items() if name not in blocks})
+
+
+CASES = [
+    ("gathered", {}),
+    ("triton", {}),
+    ("ragged", {}),
+    ("ragged", {"kind": "fp8"}),
+    ("gathered", {"kind": "int8"}),
+    ("triton", {"kind": "int8"}),
+    ("triton", {"kind": "fp8", "window": 20}),
+    ("triton", {"window": 20, "softcap": 3.0, "kv_heads": 1}),
+    ("ragged", {"window": 20, "softcap": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name} {case}" for name, case in CASES])
+def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, monkeypatch):
+    monkeypatch.setattr(decode_triton, "PART", 48)
+    monkeypatch.setattr(decode_ragged, "ragged_paged_attention", reference)
+    kind, window, softcap = case.get("kind", "float32"), case.get("window"), case.get("softcap")
+    q, k, v = sequences(4, case.get("kv_heads", 2), case.get("dim", 16))
+    cache, table, first = in_pages(BY_NAME[name].layout, kind, k, v, window)
+    view = view_of(table, first, window, side_by_side=not BY_NAME[name].in_place)
+    found = of_slots(name, q, cache, view, scale=0.3, softcap=softcap)
+    held = rounded(jnp.asarray(k), jnp.asarray(v), kind).exact(jnp.float32)
+    expected = mixed(q, *map(np.asarray, held), 0.3, window, softcap)
+    there = HELD > 0
+    np.testing.assert_allclose(found[there], expected[there], rtol=1e-5, atol=1e-5)
+    assert np.all(np.isfinite(found))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (H100, "triton"),
+        (replace(H100, capability=7.5), "gathered"),
+        (replace(H100, head_dim=96), "gathered"),
+        (replace(H100, cache="fp8", capability=8.0), "gathered"),
+        (V5P, "ragged"),
+        (replace(V5P, head_dim=64), "gathered"),
+        (replace(V5P, cache="int8"), "gathered"),
+        (replace(V5P, kv_heads=3), "gathered"),
+        (replace(V5P, platform="cpu"), "gathered"),
+    ],
+)
+def test_a_kernel_reads_what_it_can(spec: DecodeSpec, name: str):
+    assert reader(spec).name == name
+
+
+def test_a_layout_is_read_by_one_implementation_alone():
+    for layout, name in ((Columns, "gathered"), (Rows, "triton"), (Interleaved, "ragged")):
+        assert reader_of(layout.empty(1, 1, 8, 8, "float32")).name == name

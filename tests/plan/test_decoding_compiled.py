@@ -1,0 +1,78 @@
+"""The sampler's programs compiled for accelerators that are not here: no second cache, no gathered weights.
+
+Needs the compilers, `pip install 'tunix[plan-tpu,plan-gpu]'`; each is set up in a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.plan.test_kernels_compiled import installed
+from tests.trainers import PLAIN
+
+CODE = "import sys; from tests.plan.test_decoding_compiled import compile_for; compile_for(*sys.argv[1:])"
+READERS = {"v5e:1x1": "ragged", "v5p:1x1x1": "ragged", "v6e:1x1": "ragged", "h100:1": "triton"}
+MESHES = [{"data": 8, "fsdp": 1}, {"fsdp": 8}, {"fsdp": 1, "tensor": 8}, {"fsdp": 2, "tensor": 4}]
+
+
+def compile_for(topology: str, mesh: str, kinds: str, cache: str) -> None:
+    """Compiles decoding and a piece and prints what the programs hold; called in a process of its own."""
+    from benchmarks.compiled_engine import EngineCase, measured
+    from tunix.config import MeshConfig
+    from tunix.models.model import Model
+
+    sizes: Mapping[str, Any] = {"d_model": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 2048}
+    config = replace(PLAIN, vocab_size=4096, num_layers=2, **sizes)
+    if kinds == "windows":
+        config = replace(config, window=512, local_layers=(True, False), attention_softcap=50.0)
+    case = EngineCase("", topology, 64, 2048, MeshConfig(**json.loads(mesh)), cache=cache or None)  # pyright: ignore
+    print(json.dumps(measured(case, Model(config, dtype="bfloat16"))))
+
+
+def found(topology: str, mesh: Mapping[str, int] | None = None, kinds: str = "whole", cache: str = "") -> dict[str, Any]:
+    """What the programs hold, or the test is left out."""
+    if not installed(topology):
+        pytest.skip(f"the compiler of {topology} is not installed")
+    mine = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {name: value for name, value in os.environ.items() if name not in mine}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, "-c", CODE, topology, json.dumps(mesh or {}), kinds, cache]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["whole", "windows"])
+@pytest.mark.parametrize("topology", READERS)
+def test_a_dispatch_reads_pages_in_their_places(topology: str, kinds: str):
+    """Two layers' pages are 1 GiB, those of a window a third: copied once they would be a half of the cache at least."""
+    program = found(topology, kinds=kinds)
+    assert program["reader"] == READERS[topology]
+    assert program["temporary"] < 0.1 * program["cache"]
+    # A step reads the weights and the cache, and what is sampled from: [64 4096] logits.
+    assert program["bytes"] < 1.15 * program["ideal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "cache"), [("h100:1", "int8"), ("h100:1", "fp8"), ("v5p:1x1x1", "fp8")])
+def test_numbers_of_8_bits_are_read_in_their_places(topology: str, cache: str):
+    program = found(topology, cache=cache)
+    assert program["reader"] == READERS[topology]
+    assert program["temporary"] < 0.1 * program["cache"]
+    assert program["bytes"] < 1.15 * program["ideal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_no_step_gathers_weights(mesh: dict[str, int]):
+    """A layer has 17 MB of weights; what is gathered of a step are the last states or logits, below a megabyte."""
+    program = found("h100:8", mesh)
+    assert program["large"] == []
+    assert program["temporary"] < 0.1 * program["cache"]

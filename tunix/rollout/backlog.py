@@ -1,0 +1,158 @@
+"""Prompts that wait for their step, those that were begun in an earlier one at the front.
+
+A step that oversamples begins more groups than it trains on, and ends when it has enough of them. The others come back
+here with all that was sampled, and are the first prompts of the next step. All of it is part of the position that a
+run saves.
+
+Axes: G group, T time.
+"""
+
+import base64
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from tunix.data.accounting import Accounting
+from tunix.data.pipeline import Prompts
+from tunix.data.types import Prompt
+from tunix.types import Begun, Completion, Sampling
+
+BEGUN = "begun"
+"""The key of a position under which the prompts that were begun are."""
+ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+"""What is saved of a completion, by the name of its attribute."""
+
+
+@dataclass(frozen=True)
+class Pending(Prompt):
+    """A prompt with its place in the data, which its random numbers follow from, and what has been sampled for it."""
+
+    place: int
+    """Position of its row in the order of the data, over all epochs, e.g. 4711."""
+    so_far: tuple[Completion | None, ...] = ()
+    """`[G]` completions, ended, paused, or None; empty where nothing was begun, e.g. `()`."""
+
+    def requests(self, n: int, seed: int) -> list[Begun]:
+        """Its `n` requests; the random numbers of each follow from the run's seed, its place and its number."""
+        own = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
+        return [Begun(own, index, completion) for index, completion in enumerate(self.so_far or (None,) * n)]
+
+
+class Backlog:
+    """A queue in front of a stream of prompts, to which a step returns what it has begun and not trained on."""
+
+    def __init__(self, stream: Prompts, sampling: Sampling):
+        """An empty queue.
+
+        Args:
+            stream: where further prompts are read.
+            sampling: the settings of all completions.
+        """
+        self._stream, self._sampling = stream, sampling
+        self._queue: list[Pending] = []
+
+    def take(self, number: int) -> list[Pending]:
+        """The next `number` prompts, those that came back first; fewer where the data is exhausted."""
+        taken, self._queue = self._queue[:number], self._queue[number:]
+        while len(taken) < number and (one := self._read()):
+            taken.append(one)
+        return taken
+
+    def put_back(self, prompts: List[Pending]) -> None:
+        """Returns prompts to the queue, which stays in the order of the data."""
+        self._queue = sorted([*self._queue, *prompts], key=lambda one: one.place)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as values that JSON can store."""
+        begun = [{"place": one.place, "so_far": [x and _encoded(x) for x in one.so_far]} for one in self._queue]
+        return {**self._stream.get_state(), BEGUN: begun}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a position that `get_state` returned; the rows of the prompts in it are read again."""
+        position = {name: value for name, value in state.items() if name != BEGUN}
+        self._queue = [self._again(position, saved) for saved in state[BEGUN]]
+        self._stream.set_state(position)
+        self._stream.accounting = Accounting.from_dict(position["accounting"])
+
+    def _read(self) -> Pending | None:
+        place = self._stream.get_state()["next_index"]
+        return next((_pending(prompt, place) for prompt in self._stream.take(1)), None)
+
+    def _again(self, position: Mapping[str, Any], saved: Mapping[str, Any]) -> Pending:
+        self._stream.set_state({**position, "next_index": saved["place"]})
+        (prompt,) = self._stream.take(1)
+        so_far = tuple(x and _decoded(x, self._sampling) for x in saved["so_far"])
+        return _pending(prompt, saved["place"], so_far)
+
+
+class Race:
+    """Groups on their way, of which the first that are complete are taken.
+
+    Groups that end in one dispatch of the sampler end in the order of its slots, so that no clock decides.
+    """
+
+    def __init__(self, groups: List[list[Completion | None]], wanted: int):
+        """Nothing is taken yet.
+
+        Args:
+            groups: `[P][G]` what is there of each completion; all groups are of one size.
+            wanted: groups to take, at most all.
+        """
+        self.groups = groups
+        self.taken: list[int] = []
+        """The numbers of the groups that were taken, in that order."""
+        self._wanted, self._n = min(wanted, len(groups)), len(groups[0])
+
+    @property
+    def over(self) -> bool:
+        """Whether there are enough groups."""
+        return len(self.taken) == self._wanted
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the requests that have not ended; request i is of group i // n."""
+        return [i for i, x in enumerate(x for group in self.groups for x in group) if not _ended(x)]
+
+    def start(self) -> list[tuple[int, Completion]]:
+        """Takes groups that were complete before; returns the completions of those, with the numbers of their
+        requests."""
+        return [own for group in range(len(self.groups)) for own in self._taken(group)]
+
+    def add(self, number: int, completion: Completion) -> list[tuple[int, Completion]]:
+        """Adds a completion; returns all of its group, with their numbers, where the group is taken for it."""
+        group, member = divmod(number, self._n)
+        self.groups[group][member] = completion if len(completion.tokens) else None
+        return self._taken(group)
+
+    def _taken(self, group: int) -> list[tuple[int, Completion]]:
+        members = [completion for completion in self.groups[group] if completion is not None and _ended(completion)]
+        if self.over or group in self.taken or len(members) < self._n:
+            return []
+        self.taken.append(group)
+        return [(group * self._n + member, completion) for member, completion in enumerate(members)]
+
+
+def _ended(completion: Completion | None) -> bool:
+    return completion is not None and completion.finish != "paused"
+
+
+def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] = ()) -> Pending:
+    own = {field.name: getattr(prompt, field.name) for field in fields(Prompt)}
+    return Pending(**own, place=place, so_far=so_far)
+
+
+def _encoded(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON values, bit for bit."""
+    arrays = {name: np.asarray(getattr(completion, name), dtype) for name, dtype in ARRAYS.items()}
+    coded = {name: base64.b64encode(x.tobytes()).decode() for name, x in arrays.items()}
+    return {**coded, "finish": completion.finish, "turns": completion.turns}
+
+
+def _decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
+    """The inverse of `_encoded`."""
+    tokens, logprobs, versions = (np.frombuffer(base64.b64decode(saved[x]), dtype) for x, dtype in ARRAYS.items())
+    turns = tuple((start, end) for start, end in saved["turns"])
+    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns)

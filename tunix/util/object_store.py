@@ -1,0 +1,90 @@
+"""Files on object stores, `gs://bucket/...` or `s3://bucket/...`: ranges are read, and folders written, through etils.
+
+pathlib makes one slash of two, so `gs:/bucket/folder` stands for the same place: a path of the command line may be one.
+A store has neither locks nor renames, so that no run can live there (`recipe.rules`).
+"""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tunix.errors import UserError
+
+PACKAGES = {"gs": "gcs", "s3": "s3"}
+"""Scheme -> the extra of tunix that reads it."""
+LAST = ("config.json", "adapter_config.json")
+"""Files that are written when all others are there: without one of them, a folder is no model."""
+CHUNK = 1 << 24
+
+
+def url_of(path: str | Path) -> str | None:
+    """The address in an object store that a path stands for, e.g. `gs://bucket/folder`; None for a local one."""
+    found = re.fullmatch(r"(gs|s3):/{1,2}([^/].*)", str(path))
+    return None if found is None else f"{found[1]}://{found[2].rstrip('/')}"
+
+
+def files_of(url: str) -> dict[str, int]:
+    """The files directly in a folder -> their sizes in bytes; empty where there is no such folder.
+
+    Raises:
+        UserError: the store cannot be reached.
+    """
+    with _errors(url):
+        folder = _path(url)
+        found = {file.name: file.stat() for file in folder.iterdir()} if folder.is_dir() else {}
+    return {name: about.length for name, about in found.items() if not about.is_directory}
+
+
+def read(url: str, begin: int, end: int) -> bytes:
+    """The bytes of a file from `begin` to before `end`: one request for exactly these.
+
+    Raises:
+        UserError: the store cannot be reached, or there is no such file.
+    """
+    from etils.epath import backend
+
+    with _errors(url):
+        data: Any = backend.fsspec_backend.fs(url).cat_file(url, start=begin, end=end)
+        return data
+
+
+@contextmanager
+def uploaded(url: str) -> Iterator[Path]:
+    """A local folder that is copied to the store when the block ends without an error; what makes it a model is last.
+
+    Raises:
+        UserError: the store cannot be reached, or refuses a write; then nothing is left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="tunix-") as local:
+        yield Path(local)
+        with _errors(url):
+            try:
+                for file in sorted(Path(local).iterdir(), key=lambda file: (file.name in LAST, file.name)):
+                    with file.open("rb") as source, _path(f"{url}/{file.name}").open("wb") as out:
+                        shutil.copyfileobj(source, out, CHUNK)
+            except BaseException:
+                _path(url).rmtree(missing_ok=True)
+                raise
+
+
+def _path(url: str) -> Any:
+    from etils import epath
+
+    return epath.Path(url)
+
+
+@contextmanager
+def _errors(url: str) -> Iterator[None]:
+    """Turns whatever a store's library raises, each its own classes, into one message."""
+    try:
+        yield
+    except ImportError as error:
+        extra = PACKAGES[url.partition(":")[0]]
+        raise UserError(f"{url}: {error}. The package comes with `pip install 'tunix[{extra}]'`.") from error
+    except Exception as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{url}: the object store does not answer as it should ({said}).") from error
