@@ -20,10 +20,11 @@ from tunix.run.samples import Samples, prompts_of, readable_tokens
 from tunix.trainer.progress import Display
 from tunix.types import Sampling, Workload
 
-MISMATCH: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.25}
+MISMATCH: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 1.0}
 """Default `rollout.mismatch_tolerance`: the largest difference of trainer and sampler that rounding explains. For
 bfloat16, five times the largest measured one (4.6e-2, Gemma 2 of four layers), since trained models are sharper than
-random ones. It is used too where activations are rounded to 8 bits: values that differ in their last bit may round in
+random ones. For caches of 8 bits, which round keys and values that the trainer does not round, as many times the
+largest measured one (`benchmarks.mismatch`). That of bfloat16 is used too where activations are rounded to 8 bits: values that differ in their last bit may round in
 different directions."""
 
 
@@ -38,7 +39,8 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
         return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=packed, **read)
     rounds = recipe.quantization is not None and recipe.quantization.inputs
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
-    tolerance = recipe.rollout.mismatch_tolerance or MISMATCH["bfloat16" if rounds else recipe.model.dtype]
+    kinds = ["bfloat16" if rounds else recipe.model.dtype, recipe.rollout.cache_dtype or recipe.model.dtype]
+    tolerance = recipe.rollout.mismatch_tolerance or max(MISMATCH[kind] for kind in kinds)
     return RolloutStream(
         RolloutStep(
             prompts=[],

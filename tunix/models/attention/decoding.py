@@ -16,7 +16,7 @@ from tunix.mesh import partition
 from tunix.models.attention import decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.inputs import Mixed
-from tunix.models.attention.layouts import Columns, Interleaved, Pages, Rows
+from tunix.models.attention.layouts import LARGEST, Columns, Interleaved, Pages, Rows
 from tunix.models.config import DecoderConfig
 
 
@@ -69,14 +69,17 @@ def reader(spec: DecodeSpec) -> Reader:
     return next(one for one in IMPLEMENTATIONS if one.lacks(spec) is None)
 
 
+def unsaved(spec: DecodeSpec) -> str | None:
+    """Why a cache of 8 bits would save nothing on this platform; None where it does, and for other caches.
+
+    Where pages are gathered they are there twice. A CPU does so with every cache.
+    """
+    if spec.cache not in LARGEST or spec.platform == "cpu" or reader(spec).in_place:
+        return None
+    kernel = IMPLEMENTATIONS[0 if spec.platform == "tpu" else 1]
+    return f"{kernel.name} cannot read it in its place: {kernel.lacks(spec)}"
+
+
 def reader_of(cache: Pages) -> Reader:
     """The implementation that reads pages of this layout."""
     return next(one for one in IMPLEMENTATIONS if one.layout is type(cache))
-
-
-def described(spec: DecodeSpec) -> str:
-    """Which implementation reads a cache, and why none before it: `gathered (ragged: it needs a TPU)`."""
-    found, reasons = reader(spec), [(one.name, one.lacks(spec)) for one in IMPLEMENTATIONS]
-    if (missing := dict(reasons).get({"tpu": "ragged", "gpu": "triton"}.get(spec.platform, ""))) is not None:
-        return f"{found.name} ({missing})"
-    return found.name
