@@ -57,7 +57,7 @@ def distances(family: str, cache: "CacheType | None" = None) -> dict[str, float]
         return LossOutputs({"loss": Term(-inputs.logprobs)}, {"mean": apart}, {"max": apart, "reference": drift})
 
     shape, rng = shape_of(family), np.random.default_rng(0)
-    client = shape.trainer(reference=True, cache_dtype=cache)
+    client = shape.trainer(reference=True, cache=cache)
     prompts = list(rng.integers(3, shape.config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32))
     client.publish()
     completions = client.sample(prompts, GROUP, Sampling(max_tokens=NEW), seed=0)

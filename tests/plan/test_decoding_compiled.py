@@ -35,7 +35,9 @@ def compile_for(topology: str, mesh: str, kinds: str, cache: str) -> None:
     print(json.dumps(measured(case, Model(config, dtype="bfloat16"))))
 
 
-def found(topology: str, mesh: Mapping[str, int] | None = None, kinds: str = "whole", cache: str = "") -> dict[str, Any]:
+def found(
+    topology: str, mesh: Mapping[str, int] | None = None, kinds: str = "whole", cache: str = ""
+) -> dict[str, Any]:
     """What the programs hold, or the test is left out."""
     if not installed(topology):
         pytest.skip(f"the compiler of {topology} is not installed")

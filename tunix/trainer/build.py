@@ -209,9 +209,7 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
     held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
     room = room_of(settings.sampler_memory, memory, mesh, held, references=settings.reference)
-    return engine_of(
-        spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, settings.cache_dtype
-    )
+    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, settings.cache_dtype)
 
 
 def engine_of(
