@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix.config import DType, MeshConfig
+from tunix.config import CacheType, DType, MeshConfig
 from tunix.data.packing import pack, row_length
 from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig

