@@ -54,7 +54,7 @@ def found(
 @pytest.mark.parametrize("kinds", ["whole", "windows"])
 @pytest.mark.parametrize("topology", READERS)
 def test_a_dispatch_reads_pages_in_their_places(topology: str, kinds: str):
-    """Two layers' pages are 1 GiB, those of a window a third: copied once they would be a half of the cache at least."""
+    """Two layers' pages are 1 GiB, those of a window a third: copied once they would be half of the cache at least."""
     program = found(topology, kinds=kinds)
     assert program["reader"] == READERS[topology]
     assert program["temporary"] < 0.1 * program["cache"]

@@ -1,4 +1,4 @@
-"""The parity gate of kernels that decode: an engine uses one only on devices where it gives the gathered pages' numbers.
+"""The parity gate of kernels that decode: an engine uses one only where it gives the gathered pages' numbers.
 
 As in `gate.py`, the first start on a device compares them: slots of several lengths, with pages in no order.
 

@@ -298,7 +298,7 @@ def _draw(
     logits = model.logits(weights.top, hidden[:, None])[:, 0]
     if len(logits) % shards("draws") == 0:
         # Each device samples for some slots from whole rows: parts of the vocabulary would be gathered time and again.
-        logits = constrain(logits, "draws", None)
+        logits = constrain(constrain(logits, "rows", "vocab"), "draws", None)
     new = draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)
     # Where the tokens are split otherwise than the slots are, the embedding would be gathered for them.
     return jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), new)
