@@ -2,7 +2,7 @@
 
 As in `gate.py`, the first start on a device compares them: slots of several lengths, with pages in no order.
 
-Axes: B slots, N query heads, K kv heads, H head dim, Pg pages, Pt tokens of a page, Co columns of a page table.
+Axes: B rows, N query heads, K kv heads, H head dim, Pg pages, Pt tokens of a page, Co columns of a page table.
 """
 
 import logging

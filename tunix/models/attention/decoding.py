@@ -2,22 +2,15 @@
 
 An implementation comes with the layout of pages that it reads. To add a kernel, write one file with `lacks` and
 `of_slots`, and one line of `IMPLEMENTATIONS`.
-
-Axes: N query heads, K kv heads, H head dim, Pt tokens of a page.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jax.sharding import Mesh
-
-from tunix.config import CacheType, DType
-from tunix.mesh import partition
 from tunix.models.attention import decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.inputs import Mixed
 from tunix.models.attention.layouts import LARGEST, Columns, Interleaved, Pages, Rows
-from tunix.models.config import DecoderConfig
 
 
 class Reader(NamedTuple):
@@ -41,27 +34,6 @@ IMPLEMENTATIONS: tuple[Reader, ...] = (
 )
 """The implementations, the fastest first; the last one reads every cache."""
 BY_NAME = {one.name: one for one in IMPLEMENTATIONS}
-
-
-def spec_of(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
-    """What is read on each device of a mesh: pages of `page` tokens by queries of this dtype."""
-    device = mesh.devices.flat[0]
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    capability = getattr(device, "compute_capability", None) if platform == "gpu" else None
-    split = partition(("kv_heads",), (config.num_kv_heads,), mesh)[0] is not None
-    parts = mesh.shape["tensor"] if split else 1
-    return DecodeSpec(
-        config.num_heads // parts,
-        config.num_kv_heads // parts,
-        config.head_dim,
-        dtype,
-        cache,
-        page,
-        tuple(kind.window for kind in config.distinct_kinds),
-        config.attention_softcap,
-        platform,
-        None if capability is None else float(capability),
-    )
 
 
 def reader(spec: DecodeSpec) -> Reader:

@@ -29,7 +29,7 @@ STORED: dict[CacheType, Any] = {
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 """The largest numbers that 8 bits hold; int8 is scaled up to it, fp8 is cut off there."""
 SCALE_BYTES = 4
-"""Of the scale that int8 has for each token and kv head, of its key and of its value."""
+"""Bytes of the scale that int8 has for each token and kv head, of its key and of its value."""
 
 
 class Tokens(NamedTuple):
@@ -81,7 +81,7 @@ class _Apart(NamedTuple):
     keys: Array
     values: Float[Array, "Pg K Pt H"]
     scales: Float[Array, "Pg K 2 Pt"] | None = None
-    """Of int8: what each token's key and value are multiplied by."""
+    """For int8, what each token's key and value are multiplied by."""
 
 
 class Columns(_Apart):
@@ -113,7 +113,7 @@ class Columns(_Apart):
         """What it holds."""
         return _kind_of(self.values)
 
-    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "g K H Pt"], Float[Array, "g K Pt H"]]:
+    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "Pg K H Pt"], Float[Array, "Pg K Pt H"]]:
         """Keys and values of all pages, as numbers of this dtype."""
         keys, values = self.keys if self.TURNED else self.keys.swapaxes(-1, -2), self.values
         if self.scales is None:
@@ -149,8 +149,8 @@ class Rows(Columns):
 class _Together(NamedTuple):
     """Keys and values in one array."""
 
-    both: Float[Array, "Pg Pt KK H"]
-    """KK is 2 K: the key and then the value of each kv head."""
+    both: Float[Array, "Pg Pt _ H"]
+    """`[Pg Pt 2K H]`: the key and then the value of each kv head."""
 
 
 class Interleaved(_Together):
@@ -178,7 +178,7 @@ class Interleaved(_Together):
         """What it holds."""
         return _kind_of(self.both)
 
-    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "g K H Pt"], Float[Array, "g K Pt H"]]:
+    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "Pg K H Pt"], Float[Array, "Pg K Pt H"]]:
         """Keys and values of all pages, as numbers of this dtype."""
         keys, values = self.both[:, :, 0::2], self.both[:, :, 1::2]
         return keys.transpose(0, 2, 3, 1).astype(dtype), values.transpose(0, 2, 1, 3).astype(dtype)
@@ -215,7 +215,7 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
 
 
 def _joined(new: Tokens) -> Array:
-    """Keys and values of tokens as `Interleaved` has them, `[... KK H]`."""
+    """Keys and values of tokens as `Interleaved` has them, `[... 2K H]`."""
     both = jnp.stack([new.keys, new.values], axis=-2)
     return both.reshape(*both.shape[:-3], -1, both.shape[-1])
 

@@ -17,8 +17,8 @@ from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import row_shards, sharding
 from tunix.models.attention.decode_gate import reader_here
-from tunix.models.attention.decoding import spec_of, unsaved
-from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
+from tunix.models.attention.decoding import unsaved
+from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
 from tunix.rollout.engine.budget import within
@@ -82,7 +82,7 @@ class Engine:
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
         cache = cache or model.dtype
-        spec = spec_of(model.config, mesh, model.dtype, cache, page)
+        spec = decode_spec(model.config, mesh, model.dtype, cache, page)
         if reason := unsaved(spec):
             raise UserError(
                 f"rollout.cache_dtype: {cache} saves nothing on these devices ({spec.platform}): {reason}. Leave it out"
