@@ -4,7 +4,7 @@ A program computes one kv head's queries of one slot over PART tokens of its seq
 joined by XLA. Parts are counted from a sequence's first page, so that neither company nor the longest slot changes a
 digit. On a CPU the kernel is interpreted, for tests.
 
-Axes: B rows, Co columns of a page table, Pa parts, N query heads, K kv heads, J query heads of a kv head (filled up to
+Axes: B rows, Co columns of a page table, N query heads, K kv heads, J query heads of a kv head (filled up to
 ROWS of a tile), H head dim, Pg pages, Pt tokens of a page.
 """
 

@@ -71,7 +71,9 @@ def rounded(k: Float[Array, "*at K H"], v: Float[Array, "*at K H"], kind: CacheT
         return jnp.where(largest > 0, largest / LARGEST[kind], 1.0)
 
     scales = [scale(x) for x in (k, v)]
-    numbers = (jnp.round(x.astype(jnp.float32) / one[..., None]).astype(dtype) for x, one in zip((k, v), scales))
+    numbers = (
+        jnp.round(x.astype(jnp.float32) / one[..., None]).astype(dtype) for x, one in zip((k, v), scales, strict=True)
+    )
     return Tokens(*numbers, jnp.stack(scales, axis=-1))
 
 
@@ -128,7 +130,7 @@ class Columns(_Apart):
         parts.append((new.values.transpose(1, 0, 2), here[:, None]))
         if new.scales is not None:
             parts.append((new.scales.transpose(1, 2, 0), here))
-        return type(self)(*(_put(all, index, *part) for all, part in zip(self, parts)))
+        return type(self)(*(_put(all, index, *part) for all, part in zip(self, parts, strict=False)))
 
     def with_tokens(self, at: Int[Array, "B"], offsets: Int[Array, "B"], new: Tokens) -> "Columns":
         """The pages with one new token `[B ...]` in each of these places, of which those outside are left out."""
@@ -211,7 +213,7 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     def axes(given: Axes) -> Axes:
         return tuple(None if whole and axis == "kv_heads" else axis for axis in given)
 
-    return type(pages)(*(None if x is None else place(x, axes(own)) for x, own in zip(pages, pages.AXES)))
+    return type(pages)(*(None if x is None else place(x, axes(own)) for x, own in zip(pages, pages.AXES, strict=False)))
 
 
 def _joined(new: Tokens) -> Array:
