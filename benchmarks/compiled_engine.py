@@ -16,7 +16,9 @@ from tunix.models.families.table import preset
 from tunix.models.model import Model
 from tunix.plan import programs, topology
 from tunix.plan.account import account
+from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
+from tunix.trainer.sampler_mesh import sampler_mesh
 from tunix.util.sizes import bytes_of
 
 GIGA = 2**30
@@ -33,6 +35,7 @@ class EngineCase:
     slots: int
     length: int
     mesh: MeshConfig
+    """Of training; the sampler has `tensor` devices to each copy of the weights."""
     devices: int | None = None
     """How many of the topology's devices; None for all."""
     cache: CacheType | None = None
@@ -71,6 +74,7 @@ def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
     topology.hasten(topology.chip_of(case.topology).platform)
     mesh = build_mesh(case.mesh, topology.devices_of(case.topology)[: case.devices])
     model = model or Model(preset(case.preset), dtype="bfloat16")
+    mesh, _ = sampler_mesh(mesh, RolloutMeshConfig(tensor=case.mesh.tensor), model, None)
     engine = Engine(model, mesh, slots=case.slots, length=case.length, cache=case.cache)
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
     state = programs.state_of(model, mesh, engine.sizes)
@@ -78,7 +82,10 @@ def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
     lowered = programs.decoding(model, mesh, weights, state, engine.sizes)
     traced = time.perf_counter() - start
     compiled = lowered.compile()
-    found, memory = account(compiled.as_text()), compiled.memory_analysis()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None, "this compiler shows its program"
+    assert memory is not None, "this compiler knows its memory"
+    found = account(text)
     cache, own = bytes_of(state.caches), bytes_of(weights)
     ideal = cache + own - (0 if model.config.tied else bytes_of(weights.top["embed/w"]))
     inside = [one for one in found.collectives if one.loops]

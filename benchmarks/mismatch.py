@@ -20,11 +20,14 @@ from tunix.models.families.table import FAMILIES
 
 if TYPE_CHECKING:
     from benchmarks.shapes import Shape
+    from tunix.config import CacheType
 
 PROMPTS, GROUP, PROMPT, NEW = 2, 8, 16, 48
 SIZES = {"d_model": 128, "ffn": 384, "num_layers": 4}
 WINDOW = 16
 MODES = ("exact", "free")
+CACHES: tuple["CacheType", ...] = ("int8", "fp8")
+"""Caches that round keys and values, beside that of the model's dtype."""
 
 
 def shape_of(family: str) -> "Shape":
@@ -37,7 +40,7 @@ def shape_of(family: str) -> "Shape":
     return Shape(family, config, rows=PROMPTS * GROUP, length=PROMPT + NEW, dtype="bfloat16")
 
 
-def distances(family: str) -> dict[str, float]:
+def distances(family: str, cache: "CacheType | None" = None) -> dict[str, float]:
     """Absolute differences of log-probs, all before the first update.
 
     Those of the step and of the scorer from the sampler's, and those of the step from its own reference's.
@@ -54,7 +57,7 @@ def distances(family: str) -> dict[str, float]:
         return LossOutputs({"loss": Term(-inputs.logprobs)}, {"mean": apart}, {"max": apart, "reference": drift})
 
     shape, rng = shape_of(family), np.random.default_rng(0)
-    client = shape.trainer(reference=True)
+    client = shape.trainer(reference=True, cache=cache)
     prompts = list(rng.integers(3, shape.config.vocab_size, (PROMPTS, PROMPT)).astype(np.int32))
     client.publish()
     completions = client.sample(prompts, GROUP, Sampling(max_tokens=NEW), seed=0)
@@ -86,7 +89,7 @@ def child(mode: str, families: list[str]) -> None:
     from tunix.types import Sampling
 
     for family in families:
-        print(json.dumps(distances(family)), flush=True)
+        print(json.dumps({"": distances(family), **{cache: distances(family, cache) for cache in CACHES}}), flush=True)
     shape = replace(SHAPES["small"], dtype="bfloat16")
     client, batch = shape.trainer(), shape.batch()
     prompts = list(shape.tokens()[:, :64])
@@ -123,7 +126,10 @@ def main() -> None:
 
     for family in arguments.families:
         numbers = [answer(one) for one in children]
-        found.add_row(family, *(f"{x[name]:.1e}" for x in numbers for name in ("mean", "max", "scorer", "reference")))
+        for cache in numbers[0]:
+            of_cache = [one[cache] for one in numbers]
+            cells = (f"{x[name]:.1e}" for x in of_cache for name in ("mean", "max", "scorer", "reference"))
+            found.add_row(f"{family} {cache}", *cells)
     console.print(found)
     times = Table("what", *MODES, "exact / free")
     for what in ("step", "draw"):

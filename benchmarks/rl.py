@@ -86,7 +86,7 @@ def measure(
     sampling = Sampling(max_tokens=sizes.new)
     longest, answers = sizes.length + sizes.new, sizes.prompts * sizes.group
     together, length = shape.together(sizes.group, sizes.prompts, longest, sizes.new)
-    rows = {"length": length, "rows": answers // together, "unit": together, "longest": longest}
+    rows: dict[str, Any] = {"length": length, "rows": answers // together, "unit": together, "longest": longest}
     client = shape.trainer(LORA if lora else None, **rows, reference=bool(kl))
     algorithm = GRPO(GRPOConfig(group_size=sizes.group, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}

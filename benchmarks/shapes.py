@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix.config import DType, MeshConfig
+from tunix.config import CacheType, DType, MeshConfig
 from tunix.data.packing import pack, row_length
 from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig
@@ -82,6 +82,7 @@ class Shape:
         unit: int = 1,
         longest: int | None = None,
         reference: bool = False,
+        cache: CacheType | None = None,
     ) -> Trainer:
         """A trainer with random weights on one device, the whole batch in one micro-batch.
 
@@ -92,6 +93,7 @@ class Shape:
             unit: sequences that share a row, and their common beginning there.
             longest: tokens of one sequence at most, where several share a row.
             reference: whether the initial weights are kept as the reference.
+            cache: what the sampler's keys and values are kept in; None for the model's dtype.
         """
         import jax
 
@@ -116,7 +118,7 @@ class Shape:
             adapter=adapter,
         )
         frozen = {name: x for name, x in params.items() if name not in trained}
-        engine = engine_of(spec, trained, length=longest)
+        engine = engine_of(spec, trained, length=longest, cache=cache)
         return local_client(spec, trained, frozen, keep_reference=reference, sampler=engine)
 
 

@@ -155,6 +155,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
     "time": "context",
     "pieces": ("data", "fsdp", "context"),
+    "draws": ("data", "fsdp", "context", "tensor"),
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from tunix.config import CacheType
-from tunix.mesh import Axes, constrain
+from tunix.config import CacheType, DType
+from tunix.mesh import Axes, constrain, partition
+from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
 from tunix.models.config import DecoderConfig
@@ -100,6 +102,27 @@ def empty(
         return placed(pages, lambda x, axes: constrain(x, *axes))
 
     return tuple(one(numbers[config.distinct_kinds.index(kind)]) for kind in config.kinds)
+
+
+def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
+    """What is read on each device of a mesh: pages of `page` tokens by queries of this dtype."""
+    device = mesh.devices.flat[0]
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    capability = getattr(device, "compute_capability", None) if platform == "gpu" else None
+    split = partition(("kv_heads",), (config.num_kv_heads,), mesh)[0] is not None
+    parts = mesh.shape["tensor"] if split else 1
+    return DecodeSpec(
+        config.num_heads // parts,
+        config.num_kv_heads // parts,
+        config.head_dim,
+        dtype,
+        cache,
+        page,
+        tuple(kind.window for kind in config.distinct_kinds),
+        config.attention_softcap,
+        platform,
+        None if capability is None else float(capability),
+    )
 
 
 def extend(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config import Config, Positive
+from tunix.config import CacheType, Config, Positive
 from tunix.rollout.environments.config import EnvironmentConfig
 
 
@@ -30,6 +30,10 @@ class RolloutConfig(Config):
     memory: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a device's memory that weights, the state of training and the sampler's keys and values may take. Where
     the device does not say how much it has, as on a CPU, slots take what they need."""
+    cache_dtype: CacheType | None = None
+    """What the sampler's keys and values are kept in; null: the model's dtype. int8 has a scale for each token and kv
+    head, fp8 is e4m3: half of bfloat16's memory, and log-probs that differ more from the trainer's, which rounds none.
+    Where a platform cannot read it in its place it is refused."""
     mesh: RolloutMeshConfig | Literal["auto"] = "auto"
     """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
@@ -37,7 +41,8 @@ class RolloutConfig(Config):
     and the others are continued in the next step. Which are first depends on `slots`, `memory` and `mesh`."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
-    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations: rounding alone causes some."""
+    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache:
+    rounding alone causes some."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
     samples: Annotated[int, Field(ge=0)] = 1

@@ -170,6 +170,7 @@ def settings_of(
         slots=recipe.rollout.slots,
         sampler_memory=recipe.rollout.memory,
         sampler_mesh=recipe.rollout.devices,
+        cache_dtype=recipe.rollout.cache_dtype,
         decode=None if tokenizer is None else tokenizer.decode,
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax.sharding import Mesh
 
-from tunix.config import CriticKind, DType, ModelConfig
+from tunix.config import CacheType, CriticKind, DType, ModelConfig
 from tunix.hf.base_fingerprint import fingerprint
 from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
@@ -66,6 +66,8 @@ class ClientSettings:
     """Completions that are sampled at a time; None for as many as there is room for."""
     sampler_memory: float = 0.85
     """Share of a device's memory for weights, the state of training and the sampler's keys and values."""
+    cache_dtype: CacheType | None = None
+    """What the sampler's keys and values are kept in; None for the model's dtype."""
     sampler_mesh: RolloutMeshConfig | None = None
     """How the devices are divided to sample; None for the fewest to a copy of the weights that have room for it."""
     decode: Decode | None = None
@@ -207,7 +209,7 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
     held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
     room = room_of(settings.sampler_memory, memory, mesh, held, references=settings.reference)
-    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room)
+    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, settings.cache_dtype)
 
 
 def engine_of(
@@ -218,6 +220,7 @@ def engine_of(
     decode: Decode | None = None,
     mesh: Mesh | None = None,
     room: float | None = None,
+    cache: CacheType | None = None,
 ) -> Engine:
     """An engine on the learner's devices.
 
@@ -228,6 +231,7 @@ def engine_of(
         decode: token ids -> text, for stop strings.
         mesh: how the devices are divided to sample; None as they are for training.
         room: bytes for keys and values on each device; None for as many as slots can need.
+        cache: what keys and values are kept in; None for the model's dtype.
 
     Raises:
         UserError: the slots are not split evenly over the mesh, or there is no room for a request.
@@ -237,7 +241,7 @@ def engine_of(
         check_slots(slots, mesh)
     moving = () if spec.adapter is None else tuple(params)
     length = length or spec.length
-    return Engine(spec.model, mesh, slots=slots, length=length, decode=decode, moving=moving, room=room)
+    return Engine(spec.model, mesh, slots=slots, length=length, cache=cache, decode=decode, moving=moving, room=room)
 
 
 def _model(settings: ClientSettings, source: Source) -> Model:

@@ -13,9 +13,10 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import static_validate_inputs
 
-from tunix.models.attention import decode_ragged, decode_triton, pages
+from tunix.models.attention import decode_gate, decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.decoding import BY_NAME, reader, reader_of
+from tunix.models.attention.decoding import BY_NAME, reader, reader_of, unsaved
+from tunix.models.attention.gate import LIMIT
 from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
 from tunix.models.attention.pages import NOWHERE, Gathered, SlotsView, Table, Writes
 from tunix.rollout.engine.holdings import Reads
@@ -25,6 +26,7 @@ HELD = np.array([1, 40, 100, 64, 0])
 PAGE, COLUMNS = 16, 7
 H100 = DecodeSpec(16, 8, 128, "bfloat16", "bfloat16", 128, (None,), None, "gpu", 9.0)
 V5P = replace(H100, platform="tpu", capability=None)
+INT8 = replace(V5P, cache="int8")
 
 
 def sequences(heads: int, kv_heads: int, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -146,3 +148,22 @@ def test_a_kernel_reads_what_it_can(spec: DecodeSpec, name: str):
 def test_a_layout_is_read_by_one_implementation_alone():
     for layout, name in ((Columns, "gathered"), (Rows, "triton"), (Interleaved, "ragged")):
         assert reader_of(layout.empty(1, 1, 8, 8, "float32")).name == name
+
+
+def test_a_cache_of_8_bits_that_would_be_gathered_is_refused_but_on_a_cpu():
+    assert unsaved(replace(V5P, cache="int8")) == f"ragged cannot read it in its place: {decode_ragged.lacks(INT8)}"
+    assert unsaved(replace(V5P, cache="int8", platform="cpu")) is None
+    assert unsaved(replace(V5P, cache="fp8")) is None
+    assert unsaved(replace(H100, cache="int8")) is None
+    assert unsaved(replace(V5P, head_dim=64)) is None
+
+
+@pytest.mark.parametrize(("forget", "below"), [(False, True), (True, False)], ids=["whole", "forgets its window"])
+def test_a_kernel_is_compared_before_it_is_used(forget: bool, below: bool):
+    one, spec = BY_NAME["triton"], replace(H100, heads=2, kv_heads=1, head_dim=16, windows=(200,), platform="cpu")
+
+    def of_slots(q, cache, view, **how):
+        return one.of_slots(q, cache, replace(view, window=None) if forget else view, **how)
+
+    apart = decode_gate.measured(one._replace(of_slots=of_slots), spec)
+    assert (apart < LIMIT) == below

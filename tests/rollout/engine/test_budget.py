@@ -43,3 +43,14 @@ def test_too_little_for_one_request_is_refused_with_the_arithmetic():
     with pytest.raises(UserError, match=r"rollout.memory: 0.0005 GB .* of 1000 tokens .* 0.000516 GB"):
         within(BARE, WIDE, one_device(), 1, 2.0 * 61 * PAGE)
     assert within(BARE, WIDE, one_device(), 1, 2.0 * 63 * PAGE).pages == (63,)
+
+
+def test_pages_that_are_read_in_their_places_count_once():
+    found = within(replace(BARE, reader="triton"), WIDE, one_device(), None, 10.0 * 63 * PAGE)
+    assert (found.slots, found.pages) == (20, (630,))
+
+
+def test_numbers_of_8_bits_are_half_and_int8_has_scales():
+    assert page_bytes(WIDE, one_device(), replace(BARE, cache="fp8")) == (PAGE // 2,)
+    # Beside a head's 8 bytes there are 4 of a scale.
+    assert page_bytes(WIDE, one_device(), replace(BARE, cache="int8")) == (PAGE // 2 * 12 // 8,)

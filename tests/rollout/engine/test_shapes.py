@@ -58,3 +58,8 @@ def test_a_piece_is_long_where_it_is_filled():
     assert [BARE.width(most) for most in (1,)] == [1]
     assert list(np.array(sizes_of(256, 64).widths)) == [256, 32, 4]
     assert [sizes_of(256, 64).width(most) for most in (1, 4, 5, 33)] == [4, 4, 32, 256]
+
+
+def test_pages_that_are_read_in_their_places_need_one_program_for_a_width():
+    sizes = replace(sizes_of(256, 5120), reader="ragged")
+    assert [sizes.gathered(width) for width in sizes.widths] == [[sizes.pages]] * 3

@@ -2,7 +2,7 @@
 
 It reads each slot's pages where they are, a few of them at a time; here each sequence has one query.
 
-Axes: B slots, N query heads, K kv heads, H head dim, Pt tokens of a page.
+Axes: B rows, N query heads, K kv heads, H head dim, Pt tokens of a page.
 """
 
 import jax.numpy as jnp

@@ -4,7 +4,7 @@ A program computes one kv head's queries of one slot over PART tokens of its seq
 joined by XLA. Parts are counted from a sequence's first page, so that neither company nor the longest slot changes a
 digit. On a CPU the kernel is interpreted, for tests.
 
-Axes: B slots, Co columns of a page table, Pa parts, N query heads, K kv heads, J query heads of a kv head (filled up to
+Axes: B rows, Co columns of a page table, N query heads, K kv heads, J query heads of a kv head (filled up to
 ROWS of a tile), H head dim, Pg pages, Pt tokens of a page.
 """
 
@@ -52,9 +52,7 @@ def unfit(spec: DecodeSpec) -> str | None:
     return None
 
 
-def of_slots(
-    q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale: float, softcap: float | None
-) -> Mixed:
+def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale: float, softcap: float | None) -> Mixed:
     """As `pages.of_slots`, over pages that stay where they are."""
     queries = grouped(scaled(q, scale), pages.kv_heads)[:, :, :, 0]
     slots, kv_heads, group, dim = queries.shape

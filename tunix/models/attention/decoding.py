@@ -2,22 +2,15 @@
 
 An implementation comes with the layout of pages that it reads. To add a kernel, write one file with `lacks` and
 `of_slots`, and one line of `IMPLEMENTATIONS`.
-
-Axes: N query heads, K kv heads, H head dim, Pt tokens of a page.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jax.sharding import Mesh
-
-from tunix.config import CacheType, DType
-from tunix.mesh import partition
 from tunix.models.attention import decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.inputs import Mixed
-from tunix.models.attention.layouts import Columns, Interleaved, Pages, Rows
-from tunix.models.config import DecoderConfig
+from tunix.models.attention.layouts import LARGEST, Columns, Interleaved, Pages, Rows
 
 
 class Reader(NamedTuple):
@@ -43,40 +36,22 @@ IMPLEMENTATIONS: tuple[Reader, ...] = (
 BY_NAME = {one.name: one for one in IMPLEMENTATIONS}
 
 
-def spec_of(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
-    """What is read on each device of a mesh: pages of `page` tokens by queries of this dtype."""
-    device = mesh.devices.flat[0]
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    capability = getattr(device, "compute_capability", None) if platform == "gpu" else None
-    split = partition(("kv_heads",), (config.num_kv_heads,), mesh)[0] is not None
-    parts = mesh.shape["tensor"] if split else 1
-    return DecodeSpec(
-        config.num_heads // parts,
-        config.num_kv_heads // parts,
-        config.head_dim,
-        dtype,
-        cache,
-        page,
-        tuple(kind.window for kind in config.distinct_kinds),
-        config.attention_softcap,
-        platform,
-        None if capability is None else float(capability),
-    )
-
-
 def reader(spec: DecodeSpec) -> Reader:
     """The first implementation of the table that can read a cache."""
     return next(one for one in IMPLEMENTATIONS if one.lacks(spec) is None)
 
 
+def unsaved(spec: DecodeSpec) -> str | None:
+    """Why a cache of 8 bits would save nothing on this platform; None where it does, and for other caches.
+
+    Where pages are gathered they are there twice. A CPU does so with every cache.
+    """
+    if spec.cache not in LARGEST or spec.platform == "cpu" or reader(spec).in_place:
+        return None
+    kernel = IMPLEMENTATIONS[0 if spec.platform == "tpu" else 1]
+    return f"{kernel.name} cannot read it in its place: {kernel.lacks(spec)}"
+
+
 def reader_of(cache: Pages) -> Reader:
     """The implementation that reads pages of this layout."""
     return next(one for one in IMPLEMENTATIONS if one.layout is type(cache))
-
-
-def described(spec: DecodeSpec) -> str:
-    """Which implementation reads a cache, and why none before it: `gathered (ragged: it needs a TPU)`."""
-    found, reasons = reader(spec), [(one.name, one.lacks(spec)) for one in IMPLEMENTATIONS]
-    if (missing := dict(reasons).get({"tpu": "ragged", "gpu": "triton"}.get(spec.platform, ""))) is not None:
-        return f"{found.name} ({missing})"
-    return found.name

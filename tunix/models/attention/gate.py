@@ -43,12 +43,17 @@ def difference(name: str, spec: AttentionSpec, found: Path = MEASURED) -> float:
         found: the file of what was found before.
     """
     spec = replace(spec, queries=LENGTH, keys=LENGTH)
+    return remembered([name, spec], lambda: measured(BY_NAME[name], spec), found)
+
+
+def remembered(call: list, measure: Callable[[], float], found: Path = MEASURED) -> float:
+    """What was measured of a kernel's call on such a device before; else it is measured."""
     versions = [version("jax"), version("jaxlib"), _version("tokamax"), _version("libtpu")]
-    text = str([jax.local_devices()[0].device_kind, *versions, name, spec])
+    text = str([jax.local_devices()[0].device_kind, *versions, *call])
     key, path = hashlib.sha256(text.encode()).hexdigest()[:16], found.expanduser()
     known = _known(path)
     if key not in known:
-        known[key] = measured(BY_NAME[name], spec)
+        known[key] = measure()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, json.dumps(known, indent=1))
     return known[key]
@@ -69,7 +74,7 @@ def measured(one: Implementation, spec: AttentionSpec) -> float:
         with jax.default_matmul_precision("highest"):
             exact = _computed(lambda *x: results(BY_NAME["einsum"], *x), tuple(x.astype(np.float32) for x in inputs))
     real = np.asarray(view.ids > 0)
-    return max(_off(x[real], y[real]) for x, y in zip(mine, exact, strict=True))
+    return max(off(x[real], y[real]) for x, y in zip(mine, exact, strict=True))
 
 
 def row(spec: AttentionSpec) -> Segments:
@@ -103,10 +108,10 @@ def _computed(function: Callable, inputs: tuple[jax.Array, ...]) -> list[np.ndar
     return [np.asarray(x, np.float32) for x in jit(function)(*inputs)]
 
 
-def _off(found: np.ndarray, right: np.ndarray) -> float:
+def off(found: np.ndarray, right: np.ndarray) -> float:
     """The root mean square of a difference, relative to that of what is right; infinite where one is not a number."""
-    off = float(np.sqrt(np.mean((found - right) ** 2)) / np.sqrt(np.mean(right**2)))
-    return off if np.isfinite(off) else float("inf")
+    apart = float(np.sqrt(np.mean((found - right) ** 2)) / np.sqrt(np.mean(right**2)))
+    return apart if np.isfinite(apart) else float("inf")
 
 
 def _version(package: str) -> str:

@@ -29,7 +29,7 @@ STORED: dict[CacheType, Any] = {
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 """The largest numbers that 8 bits hold; int8 is scaled up to it, fp8 is cut off there."""
 SCALE_BYTES = 4
-"""Of the scale that int8 has for each token and kv head, of its key and of its value."""
+"""Bytes of the scale that int8 has for each token and kv head, of its key and of its value."""
 
 
 class Tokens(NamedTuple):
@@ -70,9 +70,10 @@ def rounded(k: Float[Array, "*at K H"], v: Float[Array, "*at K H"], kind: CacheT
         largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
         return jnp.where(largest > 0, largest / LARGEST[kind], 1.0)
 
-    scales = [scale(x) for x in (k, v)]
-    numbers = (jnp.round(x.astype(jnp.float32) / one[..., None]).astype(dtype) for x, one in zip((k, v), scales))
-    return Tokens(*numbers, jnp.stack(scales, axis=-1))
+    def number(x: Array) -> Array:
+        return jnp.round(x.astype(jnp.float32) / scale(x)[..., None]).astype(dtype)
+
+    return Tokens(number(k), number(v), jnp.stack([scale(k), scale(v)], axis=-1))
 
 
 class _Apart(NamedTuple):
@@ -81,7 +82,7 @@ class _Apart(NamedTuple):
     keys: Array
     values: Float[Array, "Pg K Pt H"]
     scales: Float[Array, "Pg K 2 Pt"] | None = None
-    """Of int8: what each token's key and value are multiplied by."""
+    """For int8, what each token's key and value are multiplied by."""
 
 
 class Columns(_Apart):
@@ -113,7 +114,7 @@ class Columns(_Apart):
         """What it holds."""
         return _kind_of(self.values)
 
-    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "g K H Pt"], Float[Array, "g K Pt H"]]:
+    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "Pg K H Pt"], Float[Array, "Pg K Pt H"]]:
         """Keys and values of all pages, as numbers of this dtype."""
         keys, values = self.keys if self.TURNED else self.keys.swapaxes(-1, -2), self.values
         if self.scales is None:
@@ -123,12 +124,12 @@ class Columns(_Apart):
 
     def with_page(self, index: Int[Array, ""], new: Tokens, here: Bool[Array, "Pt"]) -> "Columns":
         """One page with new tokens `[Pt ...]` at the places that are `here`."""
-        turned = (1, 2, 0) if self.TURNED else (1, 0, 2)
-        parts = [(new.keys.transpose(turned), here if self.TURNED else here[:, None])]
-        parts.append((new.values.transpose(1, 0, 2), here[:, None]))
-        if new.scales is not None:
-            parts.append((new.scales.transpose(1, 2, 0), here))
-        return type(self)(*(_put(all, index, *part) for all, part in zip(self, parts)))
+        turned, ours = ((1, 2, 0), here) if self.TURNED else ((1, 0, 2), here[:, None])
+        keys = _put(self.keys, index, new.keys.transpose(turned), ours)
+        values = _put(self.values, index, new.values.transpose(1, 0, 2), here[:, None])
+        if self.scales is None or new.scales is None:
+            return type(self)(keys, values)
+        return type(self)(keys, values, _put(self.scales, index, new.scales.transpose(1, 2, 0), here))
 
     def with_tokens(self, at: Int[Array, "B"], offsets: Int[Array, "B"], new: Tokens) -> "Columns":
         """The pages with one new token `[B ...]` in each of these places, of which those outside are left out."""
@@ -149,8 +150,8 @@ class Rows(Columns):
 class _Together(NamedTuple):
     """Keys and values in one array."""
 
-    both: Float[Array, "Pg Pt KK H"]
-    """KK is 2 K: the key and then the value of each kv head."""
+    both: Float[Array, "Pg Pt _ H"]
+    """`[Pg Pt 2K H]`: the key and then the value of each kv head."""
 
 
 class Interleaved(_Together):
@@ -178,7 +179,7 @@ class Interleaved(_Together):
         """What it holds."""
         return _kind_of(self.both)
 
-    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "g K H Pt"], Float[Array, "g K Pt H"]]:
+    def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "Pg K H Pt"], Float[Array, "Pg K Pt H"]]:
         """Keys and values of all pages, as numbers of this dtype."""
         keys, values = self.both[:, :, 0::2], self.both[:, :, 1::2]
         return keys.transpose(0, 2, 3, 1).astype(dtype), values.transpose(0, 2, 1, 3).astype(dtype)
@@ -211,11 +212,12 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     def axes(given: Axes) -> Axes:
         return tuple(None if whole and axis == "kv_heads" else axis for axis in given)
 
-    return type(pages)(*(None if x is None else place(x, axes(own)) for x, own in zip(pages, pages.AXES)))
+    own = {name: axes for name, axes in zip(pages._fields, pages.AXES, strict=True) if getattr(pages, name) is not None}
+    return pages._replace(**{name: place(getattr(pages, name), axes(own[name])) for name in own})
 
 
 def _joined(new: Tokens) -> Array:
-    """Keys and values of tokens as `Interleaved` has them, `[... KK H]`."""
+    """Keys and values of tokens as `Interleaved` has them, `[... 2K H]`."""
     both = jnp.stack([new.keys, new.values], axis=-2)
     return both.reshape(*both.shape[:-3], -1, both.shape[-1])
 

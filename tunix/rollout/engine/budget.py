@@ -1,6 +1,6 @@
 """How many slots and pages a sampler has, by the bytes that there are for keys and values.
 
-Where a dispatch gathers the pages of its slots, each page counts twice; where a kernel reads them in their places, once.
+Where a dispatch gathers the pages of its slots, each page counts twice; where a kernel reads them in place, once.
 
 Axes: Pt tokens of a page.
 """

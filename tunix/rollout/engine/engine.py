@@ -16,8 +16,9 @@ from tunix.config import CacheType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import row_shards, sharding
-from tunix.models.attention.decoding import reader, spec_of
-from tunix.models.kv_cache import TOP, Weights, gains, magnified, unstack
+from tunix.models.attention.decode_gate import reader_here
+from tunix.models.attention.decoding import unsaved
+from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import Batch, OnTokens, Published
 from tunix.rollout.engine.budget import within
@@ -66,7 +67,7 @@ class Engine:
             room: bytes for keys and values on each device; None for as many as slots can ever need.
 
         Raises:
-            UserError: there is no room for one request.
+            UserError: there is no room for one request, or these devices have no use for such a cache.
             ValueError: a size is not positive, or a piece or page is no power of two.
         """
         if (
@@ -81,7 +82,12 @@ class Engine:
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
         cache = cache or model.dtype
-        read_by = reader(spec_of(model.config, mesh, model.dtype, cache, page)).name
+        spec = decode_spec(model.config, mesh, model.dtype, cache, page)
+        if reason := unsaved(spec):
+            raise UserError(
+                f"rollout.cache_dtype: {cache} saves nothing on these devices ({spec.platform}): {reason}. Leave it out"
+            )
+        read_by = reader_here(spec, mesh).name
         bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache, read_by)
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None

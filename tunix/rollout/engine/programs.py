@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from tunix.mesh import constrain, platform
+from tunix.mesh import constrain, platform, shards
 from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.layouts import Pages
@@ -296,4 +296,9 @@ def _draw(
     live: jax.Array,
 ) -> Draw:
     logits = model.logits(weights.top, hidden[:, None])[:, 0]
-    return draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)
+    if len(logits) % shards("draws") == 0:
+        # Each device samples for some slots from whole rows: parts of the vocabulary would be gathered time and again.
+        logits = constrain(constrain(logits, "rows", "vocab"), "draws", None)
+    new = draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)
+    # Where the tokens are split otherwise than the slots are, the embedding would be gathered for them.
+    return jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), new)
