@@ -205,16 +205,18 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
         pages = tuple(placed(one, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)) for one in state.caches)
     hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
     progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
-    return State(pages, cast(jax.Array, hidden), progress)
+    recent = _placed(mesh, state.recent.shape, state.recent.dtype, ("rows", None))
+    return State(pages, cast(jax.Array, hidden), progress, cast(jax.Array, recent))
 
 
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """A dispatch of the engine: up to `sizes.steps` tokens in each slot, with all the pages that there may be."""
     every, nothing = np.arange(sizes.slots), np.int32(0)
+    slots = Slots(sizes.slots, sizes.length, sizes.guesses)
     reads = Holdings(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
         return decode.lower(
-            model, sizes.steps, weights, state, Slots(sizes.slots, 1).flow(every), reads, nothing, nothing
+            model, sizes.steps, weights, state, slots.flow(every), reads, nothing, nothing
         )
 
 

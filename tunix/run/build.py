@@ -171,6 +171,7 @@ def settings_of(
         sampler_memory=recipe.rollout.memory,
         sampler_mesh=recipe.rollout.devices,
         cache_dtype=recipe.rollout.cache_dtype,
+        guesses=recipe.rollout.speculate,
         decode=None if tokenizer is None else tokenizer.decode,
     )
 

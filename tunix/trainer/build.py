@@ -68,6 +68,8 @@ class ClientSettings:
     """Share of a device's memory for weights, the state of training and the sampler's keys and values."""
     cache_dtype: CacheType | None = None
     """What the sampler's keys and values are kept in; None for the model's dtype."""
+    guesses: int = 0
+    """Next tokens that the sampler guesses at each step; 0 for none."""
     sampler_mesh: RolloutMeshConfig | None = None
     """How the devices are divided to sample; None for the fewest to a copy of the weights that have room for it."""
     decode: Decode | None = None
@@ -209,7 +211,8 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
     held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
     room = room_of(settings.sampler_memory, memory, mesh, held, references=settings.reference)
-    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, settings.cache_dtype)
+    how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
+    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)
 
 
 def engine_of(
@@ -221,6 +224,7 @@ def engine_of(
     mesh: Mesh | None = None,
     room: float | None = None,
     cache: CacheType | None = None,
+    guesses: int = 0,
 ) -> Engine:
     """An engine on the learner's devices.
 
@@ -232,6 +236,7 @@ def engine_of(
         mesh: how the devices are divided to sample; None as they are for training.
         room: bytes for keys and values on each device; None for as many as slots can need.
         cache: what keys and values are kept in; None for the model's dtype.
+        guesses: next tokens that are guessed at each step.
 
     Raises:
         UserError: the slots are not split evenly over the mesh, or there is no room for a request.
@@ -241,7 +246,8 @@ def engine_of(
         check_slots(slots, mesh)
     moving = () if spec.adapter is None else tuple(params)
     length = length or spec.length
-    return Engine(spec.model, mesh, slots=slots, length=length, cache=cache, decode=decode, moving=moving, room=room)
+    how = {"cache": cache, "decode": decode, "moving": moving, "room": room, "guesses": guesses}
+    return Engine(spec.model, mesh, slots=slots, length=length, **how)
 
 
 def _model(settings: ClientSettings, source: Source) -> Model:

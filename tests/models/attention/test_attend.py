@@ -45,7 +45,7 @@ def test_training_and_prompts_make_one_call(monkeypatch):
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
     jax.eval_shape(model.hidden, params, *ROWS)
     assert {(spec.queries, spec.keys, spec.window) for spec in asked["einsum"]} == {(8, 8, 5), (8, 8, None)}
-    sizes = Sizes(2, 32, 4, 8, 4, 0, (5, None), (4, 8), 1, "float32")
+    sizes = Sizes(2, 32, 4, 8, 4, 0, 0, (5, None), (4, 8), 1, "float32")
 
     asked["einsum"].clear()
     weights = jax.eval_shape(partial(unstack, model), params)

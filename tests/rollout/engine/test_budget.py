@@ -12,7 +12,7 @@ from tunix.rollout.engine.budget import MOST_SLOTS, page_bytes, within
 from tunix.rollout.engine.shapes import Sizes
 
 WIDE = replace(PLAIN, num_layers=4, num_kv_heads=2, head_dim=8)
-BARE = Sizes(1, 1000, 256, 16, 32, 0, (None,), (), 1, "bfloat16")
+BARE = Sizes(1, 1000, 256, 16, 32, 0, 0, (None,), (), 1, "bfloat16")
 PAGE = 2 * 2 * 8 * 16 * 2 * 4
 """Keys and values of 2 heads of 8, 16 tokens, 2 bytes each, 4 layers."""
 

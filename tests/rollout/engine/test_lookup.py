@@ -1,9 +1,20 @@
-"""Guesses by look-up: what is found again, and in whose book."""
+"""Guesses by look-up: what is found again, in whose book, and that nothing but the time depends on it."""
 
+from collections import Counter
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from tests.rollout.engine.test_engine import MIXED, MODEL, text_of
+from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
+from tests.trainers import RICH
+from tunix.models.model import Model
 from tunix.rollout.engine.lookup import GRAM, NONE, Library, guesses
+from tunix.rollout.engine.request import Request
+from tunix.rollout.engine.slots import Slots
+from tunix.types import Completion, Sampling
 
 
 def looked_up(library: Library, slot: int, tokens: list[int]) -> list[int]:
@@ -40,8 +51,78 @@ def test_a_prompts_requests_share_a_book_and_others_have_their_own():
     assert looked_up(library, 1, [1, 2]) == [4, 6]
     assert library.books(np.array([2, 0])).recent.tolist() == [[3], [9]]
     # A book is kept as long as somebody reads it, and is empty when it is given away.
-    library.close(0, ("a",))
+    library.close(0)
     assert looked_up(library, 2, [7, 8]) == [9, NONE]
-    library.close(2, ("a",))
+    library.close(2)
     library.open(0, ("c",), np.array([0] * GRAM))
     assert looked_up(library, 0, [1, 2]) == [NONE, NONE]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(MODEL)
+
+
+def repeating(params):
+    """Weights under which a token decides about the next one, so that texts come back and guesses are right."""
+    return {name: x * 0.05 if name.startswith("layers/") and name.endswith("/w") else x for name, x in params.items()}
+
+
+@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_guesses_change_no_sample(model, ahead):
+    """Neither tokens nor log-probs, alternatives, turns and ends; with every setting, replies, and few pages."""
+    weights = repeating(random_params(model))
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        return np.array([4, 9, 5], np.int32) if len(so_far.turns) < 2 else None
+
+    texts = Request(MIXED[0].prompt, Sampling(max_tokens=40, stop_strings=("#", "A")), 7, len(MIXED))
+    asked = [*MIXED, texts]
+    plain = small_engine(model, weights, decode=text_of).run(asked, reply)
+    guessing = small_engine(model, weights, decode=text_of, guesses=3, ahead=ahead).run(asked, reply)
+    for one, other in zip(plain, guessing, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert (one.finish, one.turns) == (other.finish, other.turns)
+        if one.top is not None:
+            assert other.top is not None
+            np.testing.assert_array_equal(one.top[0], other.top[0])
+
+
+def test_right_guesses_save_steps(params, monkeypatch):
+    """A greedy text that runs in a circle is guessed from its second round on, four tokens a step."""
+    dispatches: list[int] = []
+    take = Slots.take
+    monkeypatch.setattr(Slots, "take", lambda self, *given: dispatches.append(1) or take(self, *given))
+    asked = [Request(prompts(MODEL.config.vocab_size, (5,))[0], Sampling(max_tokens=55, temperature=0.0), 7)]
+    weights, tokens, taken = repeating(params), [], []
+    for number in (0, 3):
+        dispatches.clear()
+        # A dispatch is four steps of one token, or a step of up to four.
+        engine = small_engine(MODEL, weights, slots=1, steps=4, guesses=number)
+        tokens.append(engine.run(asked)[0].tokens.tolist())
+        taken.append(len(dispatches))
+    assert tokens[0] == tokens[1]
+    first = len(set(tokens[0]))
+    assert first < 20, "the text comes back"
+    assert taken[0] == 14
+    # The first round one by one, an n-gram until it is known again, then four at a time.
+    assert taken[1] <= first + GRAM + -(-(55 - first) // 4)
+
+
+def test_frequencies_with_guesses_are_those_of_the_model(params):
+    """Chi-square of the third sampled token over many seeds: expected counts by the model's own distribution."""
+    prompt = prompts(MODEL.config.vocab_size, (6,))[0]
+    number = 3000
+    asked = [Request(prompt, Sampling(max_tokens=3, top_k=3), 5, index) for index in range(number)]
+    found = small_engine(MODEL, params, slots=64, guesses=2, steps=3).run(asked)
+    counts = Counter(tuple(completion.tokens.tolist()) for completion in found)
+    chances = {tuple(c.tokens.tolist()): float(np.exp(c.logprobs.sum())) for c in found}
+    # 27 sequences; those that nobody sampled are one cell.
+    rest = 1.0 - sum(chances.values())
+    cells = [(counts[tokens], number * chance) for tokens, chance in chances.items()]
+    cells.append((0, max(number * rest, 1e-9)))
+    chi_square = sum((seen - expected) ** 2 / expected for seen, expected in cells if expected >= 5)
+    # 26 degrees of freedom: above 54 once in a thousand.
+    assert chi_square < 54.05

@@ -7,7 +7,7 @@ import pytest
 
 from tunix.rollout.engine.shapes import Sizes
 
-BARE = Sizes(1, 64, 2048, 128, 32, 0, (None,), (), 1, "bfloat16")
+BARE = Sizes(1, 64, 2048, 128, 32, 0, 0, (None,), (), 1, "bfloat16")
 
 
 def sizes_of(slots: int, length: int, shards: int = 1, windows: tuple[int | None, ...] = (None,)) -> Sizes:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from tunix.mesh import device_in_use, partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
-from tunix.models.attention.decoding import reader_of
+from tunix.models.attention.decoding import of_slots
 from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
 from tunix.models.attention.layouts import Pages, placed, rounded
 from tunix.models.attention.pages import CachedView, PieceView
@@ -126,7 +126,7 @@ def attend_cached(
     def part(cache, q, new, view):
         if not isinstance(view, PieceView):
             cache = pages.written(cache, view.writes, new)
-            return cache, reader_of(cache).of_slots(q, cache, view, **how)
+            return cache, of_slots(q, cache, view, **how)
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
         cache = pages.piece_written(cache, view, new)
         return cache, pages.before_piece(q, cache, view, **how)

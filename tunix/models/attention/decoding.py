@@ -2,15 +2,20 @@
 
 An implementation comes with the layout of pages that it reads. To add a kernel, write one file with `lacks` and
 `of_slots`, and one line of `IMPLEMENTATIONS`.
+
+Axes: B slots, C new tokens of each, N query heads, H head dim.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxtyping import Array, Float
+
 from tunix.models.attention import decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.inputs import Mixed
 from tunix.models.attention.layouts import LARGEST, Columns, Interleaved, Pages, Rows
+from tunix.models.attention.pages import SlotsView
 
 
 class Reader(NamedTuple):
@@ -50,6 +55,17 @@ def unsaved(spec: DecodeSpec) -> str | None:
         return None
     kernel = IMPLEMENTATIONS[0 if spec.platform == "tpu" else 1]
     return f"{kernel.name} cannot read it in its place: {kernel.lacks(spec)}"
+
+
+def of_slots(q: Float[Array, "B C N H"], cache: Pages, view: SlotsView, *, scale: float, softcap: float | None) -> Mixed:
+    """Attention of new tokens of slots to their pages, on each device, by who reads pages of this layout."""
+    own, (slots, number) = reader_of(cache), q.shape[:2]
+    if number == 1 or not own.in_place:
+        return own.of_slots(q, cache, view, scale=scale, softcap=softcap)
+    # Kernels read for one query: guesses have slots of their own.
+    found = own.of_slots(q.reshape(-1, 1, *q.shape[2:]), cache, view.apart(), scale=scale, softcap=softcap)
+    mixed, lse = found
+    return mixed.reshape(q.shape), lse.reshape(slots, number, -1)
 
 
 def reader_of(cache: Pages) -> Reader:

@@ -100,7 +100,7 @@ class Visits(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotsView:
-    """One new token of each slot: it is written, then sees its slot's pages up to itself."""
+    """New tokens of each slot, one after the other: they are written, then each sees its slot's pages up to itself."""
 
     writes: Writes
     positions: Int[Array, "B C"]
@@ -110,6 +110,13 @@ class SlotsView:
     """None where a kernel reads pages where they are."""
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
+
+    def apart(self) -> "SlotsView":
+        """Each token as one of a slot of its own, with the same pages in their places."""
+        number = self.positions.shape[1]
+        writes, positions = jax.tree.map(lambda x: x.reshape(-1, 1), (self.writes, self.positions))
+        table = jax.tree.map(lambda x: jnp.repeat(x, number, axis=0), self.table)
+        return SlotsView(writes, positions, table, self.gathered, self.window)
 
 
 @jax.tree_util.register_dataclass
@@ -151,17 +158,17 @@ def written(pages: Pages, writes: Writes, new: Tokens) -> Pages:
 def of_slots(
     q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
-    """Attention of one query of each slot over gathered pages; slots without pages mix nothing."""
+    """Attention of the queries of each slot over gathered pages; slots without pages mix nothing."""
     queries, own = grouped(scaled(q, scale), pages.kv_heads), view.gathered
     assert own is not None, "pages that are read side by side come with the places they were gathered from"
     owners, starts = own.owners[0], own.starts[0]
     # Of each page the slot sees these tokens: comparing positions here and not in the products is once for all layers.
-    ends = view.positions[owners, 0] + 1 - starts
+    ends = (view.positions[owners] + 1 - starts[:, None])[..., None]
     at = jnp.arange(pages.size)
-    seen = at < ends[:, None]
+    seen = at < ends
     if view.window is not None:
-        seen &= at >= ends[:, None] - view.window
-    found = _visited(queries[owners], seen[:, None], *pages.read(q.dtype), softcap)
+        seen &= at >= ends - view.window
+    found = _visited(queries[owners], seen, *pages.read(q.dtype), softcap)
     # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
     columns = view.table.pages
     peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in found)

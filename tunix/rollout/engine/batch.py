@@ -92,7 +92,8 @@ class Batch:
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
-        self.slots, self.holdings = Slots(self.sizes.slots, self.sizes.length), Holdings(self.sizes)
+        self.slots = Slots(self.sizes.slots, self.sizes.length, self.sizes.guesses)
+        self.holdings = Holdings(self.sizes)
         self.state: State = blank(self.model, self.sizes)
         self.flights: deque[Flight] = deque()
         self.done: list[Completion | None] = [None] * len(episodes)

@@ -20,7 +20,7 @@ from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
 from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
-from tunix.rollout.engine.batch import Batch, OnTokens, Published
+from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
@@ -47,6 +47,7 @@ class Engine:
         page: int = 128,
         steps: int = 32,
         ahead: int | None = None,
+        guesses: int = 0,
         room: float | None = None,
     ):
         """An engine without weights: `publish` gives it some.
@@ -64,19 +65,25 @@ class Engine:
             page: tokens of a page of the cache; a power of two.
             steps: tokens that a slot samples in one dispatch at most.
             ahead: dispatches that are sent before the last one is read; None for what suits the platform.
+            guesses: next tokens that are guessed at each step, from what followed the same tokens before; fewer than 8
+                and `steps`. They change nothing but the time.
             room: bytes for keys and values on each device; None for as many as slots can ever need.
 
         Raises:
             UserError: there is no room for one request, or these devices have no use for such a cache.
-            ValueError: a size is not positive, or a piece or page is no power of two.
+            ValueError: a size is not positive, a piece or page is no power of two, or guesses are too many.
         """
         if (
             min(1 if slots is None else slots, length, piece, page, steps) < 1
             or piece & (piece - 1)
             or page & (page - 1)
+            or not 0 <= guesses < min(SHORT, steps)
         ):
-            given = f"slots={slots} length={length} piece={piece} page={page} steps={steps}"
-            raise ValueError(f"sizes must be positive, and piece and page powers of two, not {given}")
+            given = f"slots={slots} length={length} piece={piece} page={page} steps={steps} guesses={guesses}"
+            raise ValueError(
+                f"sizes must be positive, piece and page powers of two, and guesses fewer than {SHORT} and steps, "
+                f"not {given}"
+            )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
         if ahead is None:
@@ -88,7 +95,7 @@ class Engine:
                 f"rollout.cache_dtype: {cache} saves nothing on these devices ({spec.platform}): {reason}. Leave it out"
             )
         read_by = reader_here(spec, mesh).name
-        bare = Sizes(0, length, piece, page, steps, ahead, windows, (), row_shards(mesh), cache, read_by)
+        bare = Sizes(0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by)
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 GRAM = 2
-"""Tokens of an n-gram: fewer are found more often, and more are right more often."""
+"""Tokens of an n-gram, the new one among them: fewer are found more often, and more are right more often."""
 LARGEST = 1 << 13
 """Entries of a book at most; n-grams with the same hash share one."""
 NONE = -1
@@ -72,7 +72,7 @@ class Library:
         self._own = np.zeros(slots, np.int32)
         # Tokens whose continuation is not complete, and the n-gram before them.
         self._tail = np.full((slots, GRAM - 1 + guesses), NONE, np.int32)
-        self._readers: dict[tuple, set[int]] = {}
+        self._keys: dict[int, tuple] = {}
         self._book: dict[tuple, int] = {}
         self._free = list(range(slots))[::-1]
 
@@ -87,15 +87,14 @@ class Library:
         if key not in self._book:
             self._book[key] = self._free.pop()
             self._entries[self._book[key]] = NONE
-        self._readers.setdefault(key, set()).add(slot)
+        self._keys[slot] = key
         self._own[slot], self._tail[slot] = self._book[key], NONE
         self.write(np.array([slot]), np.asarray(tokens)[None], np.array([len(tokens)]))
 
-    def close(self, slot: int, key: tuple) -> None:
+    def close(self, slot: int) -> None:
         """Takes a slot's book back; what is in it goes when its last reader has gone."""
-        self._readers[key].remove(slot)
-        if not self._readers[key]:
-            del self._readers[key]
+        key = self._keys.pop(slot)
+        if key not in self._keys.values():
             self._free.append(self._book.pop(key))
 
     def write(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:

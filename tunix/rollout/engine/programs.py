@@ -35,6 +35,7 @@ from tunix.models.attention.pages import (
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.holdings import Reads
+from tunix.rollout.engine.lookup import GRAM, NONE, Books, guesses
 from tunix.rollout.engine.pieces import Inputs
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.rollout.engine.shapes import Sizes
@@ -43,6 +44,8 @@ from tunix.util.exact import jit
 Host = jax.Array | np.ndarray
 Found = TypeVar("Found")
 
+RECENT = np.arange(GRAM - 1)
+"""The last tokens that are kept of a slot, from the first one on."""
 SCORED = 16
 """Tokens of each row of a piece whose logits exist at a time."""
 IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -83,6 +86,8 @@ class State(NamedTuple):
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
     progress: "Progress"
+    recent: Int[Array, "Sl n"]
+    """The last tokens of each slot, from which those that follow are guessed."""
 
 
 class Progress(NamedTuple):
@@ -115,6 +120,8 @@ class Flow(NamedTuple):
     """`[Sl stops]` int32: the request's stop ids, padded with -1."""
     transform: Transform
     """The request's sampling settings."""
+    books: Books | None = None
+    """Where the next tokens are guessed from; None where none are guessed."""
 
 
 class Steps(NamedTuple):
@@ -132,7 +139,8 @@ def blank(model: Model, sizes: Sizes) -> State:
     numbers = [number * sizes.shards for number in sizes.pages]
     nothing = Progress(*(constrain(jnp.zeros(sizes.slots, jnp.int32), "rows") for _ in Progress._fields))
     layout = BY_NAME[sizes.reader].layout
-    return State(empty(model.config, numbers, sizes.page, sizes.cache, layout), hidden, nothing)
+    recent = constrain(jnp.full((sizes.slots, GRAM - 1), NONE), "rows", None)
+    return State(empty(model.config, numbers, sizes.page, sizes.cache, layout), hidden, nothing, recent)
 
 
 @compiled(static_argnames="model", donate_argnames="state")
@@ -205,43 +213,109 @@ def decode(
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
     held, left, drawn = _current(state.progress, flow)
     keys, adapters, size = _request_keys(flow), jnp.asarray(flow.adapter), state.caches[0].size
-    hidden = state.hidden[flow.slots]
-    blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow, keys, drawn, left > 0))
+    hidden, recent = state.hidden[flow.slots], _last_tokens(state.recent, flow)
+    blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow.transform, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
     kinds = [model.config.distinct_kinds.index(kind) for kind in model.config.kinds]
     taken = tuple(_taken(cache, reads[kind]) for cache, kind in zip(state.caches, kinds, strict=True))
-    start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), draws)
+    start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), recent, draws)
+    ahead = 0 if flow.books is None else flow.books.entries.shape[-1]
 
     def running(carry: tuple) -> jax.Array:
-        step, _, _, live, _, _ = carry
-        return (step < most) & (jnp.sum(live) > enough)
+        step, _, _, live, _, _, _ = carry
+        return (step + ahead < most) & (jnp.sum(live) > enough)
 
     def one(carry: tuple) -> tuple:
-        step, caches, hidden, live, count, draws = carry
-        new = _draw(model, weights, hidden, flow, keys, drawn + count, live)
-        draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
-        positions = (held + count)[:, None]
+        step, caches, hidden, live, count, recent, draws = carry
+        new = _draw(model, weights, hidden, flow.transform, keys, drawn + count, live)
+        tokens = new.tokens[:, None]
+        if flow.books is not None:
+            tokens = jnp.concatenate([tokens, guesses(flow.books, recent, new.tokens)], axis=1)
+        positions = (held + count)[:, None] + jnp.arange(1 + ahead)
         views = [
             _view(own, positions, live, size, kind.window)
             for own, kind in zip(reads, model.config.distinct_kinds, strict=True)
         ]
-        hidden, caches = extend(model, weights, caches, new.tokens[:, None], positions, views, adapters)
-        count += live
-        live &= (count < left) & ~jnp.any(new.tokens[:, None] == flow.stops, axis=1)
-        return step + 1, caches, constrain(hidden[:, 0], "rows", None), live, count, draws
+        states, caches = extend(model, weights, caches, jnp.maximum(tokens, 0), positions, views, adapters)
+        number = live.astype(count.dtype)
+        if flow.books is None:
+            draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
+        else:
+            own = _draws_after(model, weights, states[:, :-1], flow, keys, drawn + count + 1, live)
+            number = _standing(tokens, own.tokens, flow, live, left - count)
+            draws = _noted(draws, new, own, count, number)
+        last = jnp.maximum(number - 1, 0)[:, None]
+        hidden = jnp.take_along_axis(states, last[..., None], axis=1)[:, 0]
+        recent = jnp.take_along_axis(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT, axis=1)
+        count += number
+        live &= (count < left) & ~_stops(flow, jnp.take_along_axis(tokens, last, axis=1))[:, 0]
+        return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, draws
 
-    _, taken, hidden, live, count, draws = jax.lax.while_loop(running, one, start)
+    _, taken, hidden, live, count, recent, draws = jax.lax.while_loop(running, one, start)
     new = [_written(own, held, steps, size) for own in reads]
     caches = tuple(
         _brought_back(cache, mine, new[kind], reads[kind])
         for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
     )
-    hidden = state.hidden.at[flow.slots].set(hidden, unique_indices=True)
     # A turn that ended with a stop id has nothing left, whatever the host knows yet.
     after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
-    progress = jax.tree.map(lambda all, own: all.at[flow.slots].set(own, unique_indices=True), state.progress, after)
-    progress = Progress(*(constrain(x, "rows") for x in progress))
-    return State(caches, constrain(hidden, "rows", None), progress), Steps(draws, count)
+    own = (hidden, after, recent)
+    mine = jax.tree.map(
+        lambda all, own: constrain(
+            all.at[flow.slots].set(own, unique_indices=True), "rows", *(None,) * (all.ndim - 1)
+        ),
+        (state.hidden, state.progress, state.recent),
+        own,
+    )
+    return State(caches, *mine), Steps(draws, count)
+
+
+def _draws_after(
+    model: Model,
+    weights: Weights,
+    states: Float[Array, "Sl Gs D"],
+    flow: Any,
+    keys: Key[Array, "Sl"],
+    number: Int[Array, "Sl"],
+    live: jax.Array,
+) -> Draw:
+    """Tokens `[Sl Gs]` sampled after guesses, the first of each slot with this index among those of its request."""
+    slots, ahead, width = states.shape
+    rows = jax.tree.map(lambda x: jnp.repeat(x, ahead, axis=0), (flow.transform, keys, live))
+    transform, keys, live = rows
+    places = (number[:, None] + jnp.arange(ahead)).reshape(-1)
+    found = _draw(model, weights, states.reshape(-1, width), transform, keys, places, live)
+    return jax.tree.map(lambda x: x.reshape(slots, ahead, *x.shape[1:]), found)
+
+
+def _standing(
+    tokens: Int[Array, "Sl C"], own: Int[Array, "Sl Gs"], flow: Any, live: jax.Array, left: Int[Array, "Sl"]
+) -> Int[Array, "Sl"]:
+    """How many of a step's tokens stand: the sampled one, and the guesses after it that are what is sampled there
+    anyway, so that guesses change nothing."""
+    right = (own == tokens[:, 1:]) & ~_stops(flow, tokens[:, :-1])
+    right &= jnp.arange(1, tokens.shape[1]) < left[:, None]
+    return live * (1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32))
+
+
+def _noted(draws: Draw, new: Draw, own: Draw, count: Int[Array, "Sl"], number: Int[Array, "Sl"]) -> Draw:
+    """The draws `[St Sl ...]` of a dispatch with the first `number` of a step, each slot's after its own."""
+    every = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), new, own)
+    index = jnp.arange(every.tokens.shape[1])
+    places = jnp.where(index < number[:, None], count[:, None] + index, len(draws.tokens))
+    slots = jnp.arange(len(count))[:, None]
+    return jax.tree.map(lambda all, x: all.at[places, slots].set(x, mode="drop"), draws, every)
+
+
+def _stops(flow: Any, tokens: Int[Array, "Sl C"]) -> jax.Array:
+    """`[Sl C]` whether these tokens end their turns."""
+    return jnp.any(tokens[..., None] == flow.stops[:, None], axis=-1)
+
+
+def _last_tokens(recent: jax.Array, flow: Any) -> jax.Array:
+    """`[Sl n]` the last tokens of a dispatch's slots."""
+    mine = recent[flow.slots]
+    return mine if flow.books is None else jnp.where(flow.fresh[:, None], flow.books.recent, mine)
 
 
 def _current(progress: Progress, flow: Flow) -> Progress:
@@ -250,11 +324,15 @@ def _current(progress: Progress, flow: Flow) -> Progress:
     return Progress(*own)
 
 
-def _view(reads: Any, positions: Int[Array, "Sl 1"], live: jax.Array, size: int, window: int | None) -> SlotsView:
-    """Where a new token of each slot goes, and what it sees; slots that are not at work write nothing."""
-    column = jnp.clip(positions // size - reads.first[:, None], 0, reads.places.shape[1] - 1)
-    place = jnp.take_along_axis(reads.places, column, axis=1)
-    place = jnp.where(live[:, None] & (place >= 0), place, NOWHERE)
+def _view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, window: int | None) -> SlotsView:
+    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing.
+
+    Guesses behind the last token that may be sampled have no page, and are not written either.
+    """
+    column = positions // size - reads.first[:, None]
+    inside = (column >= 0) & (column < reads.places.shape[1])
+    place = jnp.take_along_axis(reads.places, jnp.where(inside, column, 0), axis=1)
+    place = jnp.where(live[:, None] & inside & (place >= 0), place, NOWHERE)
     own = None if reads.sources is None else Gathered(reads.sources, reads.owners, reads.starts)
     return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), own, window)
 
@@ -290,7 +368,7 @@ def _draw(
     model: Model,
     weights: Weights,
     hidden: Float[Array, "Sl D"],
-    flow: Flow,
+    transform: Transform,
     keys: Key[Array, "Sl"],
     number: Int[Array, "Sl"],
     live: jax.Array,
@@ -299,6 +377,6 @@ def _draw(
     if len(logits) % shards("draws") == 0:
         # Each device samples for some slots from whole rows: parts of the vocabulary would be gathered time and again.
         logits = constrain(constrain(logits, "rows", "vocab"), "draws", None)
-    new = draw(logits, jax.vmap(jax.random.fold_in)(keys, number), flow.transform, live)
+    new = draw(logits, jax.vmap(jax.random.fold_in)(keys, number), transform, live)
     # Where the tokens are split otherwise than the slots are, the embedding would be gathered for them.
     return jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), new)

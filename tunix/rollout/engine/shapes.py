@@ -65,6 +65,8 @@ class Sizes:
     """St: tokens that a slot samples in one dispatch at most."""
     ahead: int
     """Dispatches that are sent before the last one is read, e.g. 1."""
+    guesses: int
+    """Next tokens that are guessed at each step, to be checked in one pass (`lookup.py`); 0 for none."""
     windows: tuple[int | None, ...]
     """Window of each kind of layer; None where it sees everything."""
     pages: tuple[int, ...]

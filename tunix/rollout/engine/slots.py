@@ -9,6 +9,7 @@ Axes: Sl slots, St decode steps, T time.
 import jax
 import numpy as np
 
+from tunix.rollout.engine.lookup import Library
 from tunix.rollout.engine.programs import Flow, Progress
 from tunix.rollout.engine.request import Episode, Parked
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
@@ -18,13 +19,15 @@ from tunix.types import Completion, Sampling
 class Slots:
     """Slots, each of which is idle or has an episode."""
 
-    def __init__(self, number: int, length: int):
+    def __init__(self, number: int, length: int, guesses: int = 0):
         """Idle slots.
 
         Args:
             number: of slots.
             length: tokens of prompt and completion at most.
+            guesses: next tokens that are guessed at each step (`lookup.py`); 0 for none.
         """
+        self._library = Library(number, length, guesses) if guesses else None
         self.episodes: list[Episode | None] = [None] * number
         self._length = length
         held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
@@ -86,7 +89,8 @@ class Slots:
         still = self._waits[slots] | ~self._taken[slots]
         self._flow.fresh[slots[~still]] = False
         progress = flow.progress._replace(left=np.where(still, 0, flow.progress.left))
-        return flow._replace(progress=progress, fresh=flow.fresh | still)
+        books = None if self._library is None else self._library.books(slots)
+        return flow._replace(progress=progress, fresh=flow.fresh | still, books=books)
 
     def admit(self, slot: int, episode: Episode) -> np.ndarray:
         """Puts an episode into an idle slot, which waits for its tokens to be computed; returns these tokens."""
@@ -108,7 +112,10 @@ class Slots:
         self._order[slot], self._taken[slot] = self._entered, True
         self._entered += 1
         self._begin(slot)
-        return np.concatenate([prompt, parked.tokens])
+        tokens = np.concatenate([prompt, parked.tokens])
+        if self._library is not None:
+            self._library.open(slot, (prompt.tobytes(), episode.adapter), tokens)
+        return tokens
 
     def start(self, slot: int) -> None:
         """A slot's tokens have been computed, or will have been before it is decoded."""
@@ -133,6 +140,8 @@ class Slots:
         self._looked_at[slot] = self._waits[slot] = self._taken[slot] = False
         self._flow.progress.held[slot] = self._flow.progress.left[slot] = 0
         self._turns[slot] += 1
+        if self._library is not None:
+            self._library.close(slot)
 
     def take(self, slots: np.ndarray, turns: np.ndarray, draws: Draw, counts: np.ndarray) -> list[int]:
         """Writes down what a dispatch sampled; returns the slots whose turn has ended, and which wait now.
@@ -150,6 +159,8 @@ class Slots:
         self._tokens[slot, at], self._logprobs[slot, at] = draws.tokens[step, row], draws.logprobs[step, row]
         self._before = self._written.copy()
         self._count(slots, counts)
+        if self._library is not None:
+            self._library.write(slots, np.asarray(draws.tokens).T, counts)
         last = draws.tokens[counts - 1, np.arange(len(counts))]
         stopped = (counts > 0) & np.any(last[:, None] == self._flow.stops[slots], axis=1)
         for row in map(int, np.flatnonzero(self._looked_at[slots] & (counts > 0))):
@@ -186,6 +197,8 @@ class Slots:
         self._written[slot], progress.left[slot] = end, min(more, room)
         progress.held[slot] += len(observation)
         episode.open_turn(start, end)
+        if self._library is not None:
+            self._library.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - 1 : end].copy()
 
     def completion(self, slot: int, version: int) -> Completion:
