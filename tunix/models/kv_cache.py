@@ -7,6 +7,7 @@ Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg page
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from tunix.mesh import Axes, constrain, partition
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
+from tunix.models.blocks import RopeTables
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import embedded
 from tunix.models.layers import rms_norm, rope_tables
@@ -148,10 +150,25 @@ def extend(
     new = []
     for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):
         number = c.distinct_kinds.index(kind)
-        x, pages, _ = model.layer(_of_rows(own, adapters))(x, ropes[number], views[number], cache)
-        assert pages is not None, "a layer with a view of pages returns its pages"
+        x, pages = _layer(model, own, x, ropes[number], views[number], cache, adapters)
         new.append(pages)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
+
+
+@partial(jax.jit, static_argnames="model")
+def _layer(
+    model: Model,
+    own: Params,
+    x: Float[Array, "B C D"],
+    rope: RopeTables,
+    view: CachedView,
+    cache: Pages,
+    adapters: Int[Array, "B"] | None,
+) -> tuple[Float[Array, "B C D"], Pages]:
+    """A layer's output and its pages. As a program within another, it is traced once for each kind of layer."""
+    x, pages, _ = model.layer(_of_rows(own, adapters))(x, rope, view, cache)
+    assert pages is not None, "a layer with a view of pages returns its pages"
+    return x, pages
 
 
 def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:

@@ -39,6 +39,17 @@ def test_layers_with_a_window_have_all_they_need():
     assert within(sizes, local, one_device(), 2, room).pages == (21, 70)
 
 
+@pytest.mark.parametrize("window", [64, 4096])
+def test_slots_that_are_not_given_have_room_for_their_windows(window: int):
+    """Of n slots: n + 1 windows of 7 pages or all 63 in three of four layers, n halves of 63 pages in the fourth."""
+    kinds = replace(WIDE, local_layers=(True, True, True, False), window=window)
+    own = 7 if window == 64 else 63
+    for number in (2, 9):
+        room = 2.0 * PAGE / 4 * (3 * own * (number + 1) + 63 * number / 2)
+        found = within(replace(BARE, windows=(window, None)), kinds, one_device(), None, room + 1)
+        assert (found.slots, found.pages) == (number, (own * (number + 1), 63 * number // 2))
+
+
 def test_too_little_for_one_request_is_refused_with_the_arithmetic():
     with pytest.raises(UserError, match=r"rollout.memory: 0.0005 GB .* of 1000 tokens .* 0.000516 GB"):
         within(BARE, WIDE, one_device(), 1, 2.0 * 61 * PAGE)

@@ -41,8 +41,8 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
         sizes: the other shapes.
         config: of the decoder that is sampled from.
         mesh: the sampler's.
-        slots: as the user wants them; None for as many as have half of the longest sequence each, and no more than
-            this kind of device can use.
+        slots: as the user wants them; None for as many as have half of the longest sequence each, beside the whole
+            window of layers with one, and no more than this kind of device can use.
         room: bytes for keys and values on each device; None where that is not known, and all that slots can need
             is taken.
 
@@ -51,19 +51,21 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     """
     kinds, times = range(len(sizes.windows)), 1 if sizes.in_place else 2
     each = [times * number for number in page_bytes(config, mesh, sizes)]
-    longest = sum(sizes.columns(kind) * each[kind] for kind in kinds)
+    local = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    longest = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is None)
     if slots is None and room is not None:
-        slots = sizes.shards * max(1, min(int(2 * room / longest), MOST_SLOTS))
+        # Windows are never short, and a slot more has one (`Sizes.most_pages`).
+        slots = sizes.shards * max(1, min(int((room - local) / (local + longest / 2)), MOST_SLOTS))
     slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
     counted = MOST_NUMBERS // (_heads(config, mesh) * sizes.page * config.head_dim)
     most = tuple(min(number, counted) for number in sizes.most_pages(slots // sizes.shards))
     if room is None:
         return replace(sizes, slots=slots, pages=most)
-    local = sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    taken = sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
     whole = [kind for kind in kinds if sizes.windows[kind] is None]
-    pages = int((room - local) / max(sum(each[kind] for kind in whole), 1))
-    if room < local or any(pages < sizes.columns(kind) for kind in whole):
-        need = local + sum(sizes.columns(kind) * each[kind] for kind in whole)
+    pages = int((room - taken) / max(sum(each[kind] for kind in whole), 1))
+    if room < taken or any(pages < sizes.columns(kind) for kind in whole):
+        need = taken + longest
         raise UserError(
             f"rollout.memory: {room / 1e9:.3g} GB are left for keys and values on each device, and one request of "
             f"{sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
