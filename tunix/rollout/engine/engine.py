@@ -24,7 +24,7 @@ from tunix.rollout.engine.batch import Batch, OnTokens, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import Sizes, usual_ahead
+from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
@@ -44,7 +44,7 @@ class Engine:
         decode: Decode | None = None,
         moving: Collection[str] = (),
         piece: int = 2048,
-        page: int = 128,
+        page: int = PAGE,
         steps: int = 32,
         ahead: int | None = None,
         room: float | None = None,
