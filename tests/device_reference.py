@@ -45,9 +45,8 @@ def stacked(model: Model, made: Any) -> dict[str, np.ndarray]:
     for name, shape in model.shapes.items():
         tensor, layered = FAMILIES[model.config.family].tensors[name], name.startswith("layers/")
         one = shape[1:] if layered else shape
-        index = tuple(slice(None) for _ in one)
         layers = range(shape[0]) if layered else (None,)
-        parts = [tensor.read([theirs[tensor.key(layer)]], one, index) for layer in layers]
+        parts = [tensor.read(theirs[tensor.key(layer)], one) for layer in layers]
         found[name] = np.stack(parts) if layered else parts[0]
     return found
 

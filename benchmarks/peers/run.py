@@ -29,13 +29,18 @@ class Peer:
     """Packages whose versions are reported."""
     cannot: tuple[tuple[str, str], ...] = ()
     """Pairs (beginning of a case's name, why there is no measurement)."""
-    source: Path = ROOT
-    """The checkout whose packages and worker are run."""
+    source: Path | None = None
+    """An earlier checkout, whose packages and worker are run; None for this one."""
 
     @property
     def python(self) -> str:
         """The interpreter of its environment."""
         return str(ENVIRONMENTS / self.environment / "bin/python") if self.environment else sys.executable
+
+    @property
+    def workers(self) -> Path:
+        """The folder of its worker."""
+        return self.source / "benchmarks/peers/workers" if self.source else WORKERS
 
     def refuses(self, case: str) -> str | None:
         """Why there is no measurement for a case; None where there is one."""
@@ -46,10 +51,10 @@ NO_TRAINING = tuple((kind, "an engine: does not train") for kind in ("sft", "lor
 SAMPLED = ("generate", "ragged", "long-tailed", "shared", "turns")
 NO_LOOP = tuple((kind, "a loop for full SFT only") for kind in ("lora", "dpo", "grpo", *SAMPLED))
 NO_TURNS = (("turns", "no environment answers within its engine"),)
-EARLIER = "earlier"
+EARLIER, CHECKOUT = "earlier", ROOT / "runs/peers/earlier"
 PEERS = {
     "ours": Peer("here", None, "ours.py", ("jax",)),
-    EARLIER: Peer("here, earlier", None, "ours.py", ("jax",), source=ROOT / "runs/peers/earlier"),
+    EARLIER: Peer("here, earlier", None, "ours.py", ("jax",), source=CHECKOUT),
     "tunix": Peer("google/tunix", "tunix", "google_tunix.py", ("google-tunix", "jax"), NO_TURNS),
     "trl": Peer("TRL", "trl", "trl_trainers.py", ("trl", "transformers", "torch"), NO_TURNS),
     "torch": Peer("torch loop", "trl", "torch_loop.py", ("torch",), NO_LOOP),
@@ -63,12 +68,12 @@ def check_out(commit: str) -> None:
     Args:
         commit: by any name that git knows.
     """
-    folder, git = PEERS[EARLIER].source, ["git", "-C", str(ROOT), "worktree"]
-    if folder.exists():
-        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
-    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+    git = ["git", "-C", str(ROOT), "worktree"]
+    if CHECKOUT.exists():
+        subprocess.run([*git, "remove", "--force", str(CHECKOUT)], check=True)
+    subprocess.run([*git, "add", "--quiet", "--detach", str(CHECKOUT), commit], check=True)
     # The cases that both are given may be newer than that commit; its worker's other imports are its own.
-    shutil.copy(WORKERS / "ours.py", folder / "benchmarks/peers/workers/ours.py")
+    shutil.copy(WORKERS / "ours.py", PEERS[EARLIER].workers / "ours.py")
 
 
 @dataclass
@@ -86,10 +91,10 @@ class Worker:
         """Starts a process in which our packages cannot be imported by accident, and waits for its first report."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if peer.environment is None:
-            environment["PYTHONPATH"] = str(peer.source)
+            environment["PYTHONPATH"] = str(peer.source or ROOT)
         file = log.open("w", encoding="utf-8")
         process = subprocess.Popen(
-            [peer.python, str(peer.source / WORKERS.relative_to(ROOT) / peer.script), str(case)],
+            [peer.python, str(peer.workers / peer.script), str(case)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=file,
@@ -155,7 +160,7 @@ def measure(name: str, case: Path, peers: list[str], rounds: int, warm: int) -> 
             note = peer.refuses(name)
             if note is None and not Path(peer.python).exists():
                 note = "not installed: make peers"
-            if note is None and not peer.source.exists():
+            if note is None and not peer.workers.exists():
                 note = "not checked out: --earlier COMMIT"
             if note is not None:
                 figures[key] = Figure(note=note)

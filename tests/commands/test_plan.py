@@ -28,6 +28,7 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "flops": 2e12,
         "bytes": 1e9,
         "sent": {"all-reduce": [2.0, 5e8]},
+        "traced_in": 3.2,
         "compiled_in": 21.0,
         "refused": "",
         "times": 1.0,
@@ -64,7 +65,7 @@ def test_the_screen_says_what_fits_and_what_it_costs(monkeypatch: pytest.MonkeyP
     assert "3.0 GiB  bf16[28,16,2048]  models/scan.py:77, while/body/dot_general" in text
     assert "predicted, not measured: a step of 0.5 s at the least, 2,000 trained tokens/s, MFU 25%" in text
     (row,) = (line for line in text.splitlines() if line.startswith("  step "))
-    assert row.split() == ["step", "20.00", "1", "x", "2.0", "1", "0.5", "500,", "compute", "21"]
+    assert row.split() == ["step", "20.00", "1", "x", "2.0", "1", "0.5", "500,", "compute", "3", "+", "21"]
 
 
 def test_devices_at_hand_are_counted():

@@ -16,7 +16,11 @@ import pytest
 from tests.plan.test_kernels_compiled import installed
 from tests.trainers import PLAIN
 
-CODE = "import sys; from tests.plan.test_decoding_compiled import compile_for; compile_for(*sys.argv[1:])"
+CODE = "import sys; import tests.plan.test_decoding_compiled as here; getattr(here, sys.argv[1])(*sys.argv[2:])"
+SIZES: Mapping[str, Any] = {"d_model": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 2048}
+CONFIG = replace(PLAIN, vocab_size=4096, num_layers=2, **SIZES)
+WEIGHTS = 2 * (1024 * 128 * (2 * 16 + 2 * 8) + 3 * 1024 * 2048)
+"""Of CONFIG's layers' matrices."""
 READERS = {"v5e:1x1": "ragged", "v5p:1x1x1": "ragged", "v6e:1x1": "ragged", "h100:1": "triton"}
 MESHES = [{"data": 8, "fsdp": 1}, {"fsdp": 8}, {"fsdp": 1, "tensor": 8}, {"fsdp": 2, "tensor": 4}]
 
@@ -27,24 +31,51 @@ def compile_for(topology: str, mesh: str, kinds: str, cache: str) -> None:
     from tunix.config import MeshConfig
     from tunix.models.model import Model
 
-    sizes: Mapping[str, Any] = {"d_model": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 2048}
-    config = replace(PLAIN, vocab_size=4096, num_layers=2, **sizes)
+    config = CONFIG
     if kinds == "windows":
         config = replace(config, window=512, local_layers=(True, False), attention_softcap=50.0)
     case = EngineCase("", topology, 64, 2048, MeshConfig(**json.loads(mesh)), cache=cache or None)  # pyright: ignore
     print(json.dumps(measured(case, Model(config, dtype="bfloat16"))))
 
 
+def compile_pieces_for(topology: str) -> None:
+    """Compiles a long piece on each device and prints its tokens and FLOPs; called in a process of its own."""
+    from tunix.config import MeshConfig
+    from tunix.mesh import build_mesh
+    from tunix.models.model import Model
+    from tunix.plan import programs
+    from tunix.plan import topology as topologies
+    from tunix.plan.account import account
+    from tunix.rollout.engine.engine import Engine
+
+    topologies.prepare()
+    devices = topologies.devices_of(topology)
+    model, mesh = Model(CONFIG, dtype="bfloat16"), build_mesh(MeshConfig(data=len(devices), fsdp=1), devices)
+    sizes = Engine(model, mesh, slots=8 * len(devices), length=2048).sizes
+    weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
+    lowered = programs.prefilling(model, mesh, weights, programs.state_of(model, mesh, sizes), sizes)
+    text = lowered.compile().as_text()
+    assert text is not None
+    counted = account(text)
+    sent = sum(one.bytes * one.times for one in counted.collectives)
+    print(json.dumps({"tokens": sizes.piece * sizes.shards, "flops": counted.flops, "sent": sent}))
+
+
 def found(
     topology: str, mesh: Mapping[str, int] | None = None, kinds: str = "whole", cache: str = ""
 ) -> dict[str, Any]:
     """What the programs hold, or the test is left out."""
+    return told("compile_for", topology, json.dumps(mesh or {}), kinds, cache)
+
+
+def told(function: str, topology: str, *words: str) -> dict[str, Any]:
+    """What a function of this file prints in a process of its own, or the test is left out."""
     if not installed(topology):
         pytest.skip(f"the compiler of {topology} is not installed")
     mine = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {name: value for name, value in os.environ.items() if name not in mine}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, "-c", CODE, topology, json.dumps(mesh or {}), kinds, cache]
+    command = [sys.executable, "-c", CODE, function, topology, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -78,3 +109,13 @@ def test_no_step_gathers_weights(mesh: dict[str, int]):
     program = found("h100:8", mesh)
     assert program["large"] == []
     assert program["temporary"] < 0.1 * program["cache"]
+
+
+@pytest.mark.slow
+def test_64_devices_compute_8_times_the_prompts_of_8():
+    """Each computes a piece of its own, 2 FLOPs a weight and token and attention's, and exchanges nothing."""
+    few, many = (told("compile_pieces_for", f"h100:{number}") for number in (8, 64))
+    assert many["tokens"] == 8 * few["tokens"] == 64 * 2048
+    assert few["flops"] > 2 * WEIGHTS * 2048
+    assert many["flops"] == pytest.approx(few["flops"], rel=0.02)
+    assert many["sent"] == few["sent"] == 0

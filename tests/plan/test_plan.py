@@ -129,11 +129,13 @@ def test_a_small_recipe_is_planned_for_the_cpu_at_hand(kept: Path):
     assert step["flops"] > 6 * weights * 32
     assert step["kinds"]["weights"] == found["held"]["weights"]
     assert sum(step["kinds"].values()) == step["total"] == found["needed"]
+    assert min(step["traced_in"], step["compiled_in"]) > 0
     assert any(line.startswith(("models/", "trainer/")) for _, _, _, line in step["buffers"])
     # The same program is compiled once.
     assert len(list(kept.iterdir())) == 1
     worker.answer(request, told.append)
-    assert told[-1] == {"verdict": found, "stage": 0}
+    (again,) = told[-1]["verdict"]["programs"]
+    assert told[-1]["verdict"] | {"programs": [again | {"traced_in": step["traced_in"]}]} == found
 
 
 def test_what_a_program_does_not_read_is_held_beside_it():

@@ -183,7 +183,8 @@ def _show_memory(verdict: dict[str, Any], console: Console) -> None:
 
 def _show_programs(verdict: dict[str, Any], console: Console) -> None:
     """Every program: what is needed while it runs, what it costs, and the least time that takes."""
-    names = ("program", "GiB with all held", "a step", "TFLOP", "GB moved", "GB sent", "least ms", "s to compile")
+    costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
+    names = ("program", "GiB with all held", "a step", *costs)
     table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
     table.columns[0].justify = "left"
     for one in verdict["programs"]:
@@ -192,8 +193,8 @@ def _show_programs(verdict: dict[str, Any], console: Console) -> None:
         cost = (f"{one['flops'] / 1e12:,.1f}", f"{one['bytes'] / 1e9:,.0f}", f"{sent:,.1f}")
         cost = cost if one["flops"] else ("", "", "")
         times = f"{one['times']:g} x" if one["times"] else ""
-        compiled = f"{one['compiled_in']:.0f}" if one["compiled_in"] else ""
-        table.add_row(one["name"], f"{one['total'] / GIB:.2f}", times, *cost, least, compiled)
+        made = f"{one['traced_in']:.0f} + {one['compiled_in']:.0f}" if one["compiled_in"] else ""
+        table.add_row(one["name"], f"{one['total'] / GIB:.2f}", times, *cost, least, made)
     console.print(table)
 
 

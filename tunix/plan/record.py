@@ -6,6 +6,7 @@ programs are those of its first steps. What only the engine and the sizes of its
 Axes: T time.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from contextlib import closing
@@ -64,6 +65,17 @@ class Program:
     """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
     tokens: int = 0
     """Tokens of one run over all devices."""
+    traced_in: float = 0.0
+    """Seconds."""
+
+    @classmethod
+    def traced(
+        cls, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered], **more: Any
+    ) -> "Program":
+        """A program that is lowered now, and how long that takes; `more` are other fields."""
+        start = time.perf_counter()
+        lowered = lower()
+        return cls(name, reads, lowered, traced_in=time.perf_counter() - start, **more)
 
 
 class Recorder:
@@ -234,7 +246,7 @@ class Recorder:
     def _add(self, key: tuple, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
         """The program of this key, which runs once more."""
         if key not in self.programs:
-            self.programs[key] = Program(name, reads, lower())
+            self.programs[key] = Program.traced(name, reads, lower)
         self.programs[key].times += 1
         return self.programs[key]
 
@@ -306,11 +318,11 @@ def _sampling(subject: Subject) -> list[Program]:
     if not sampled.matters:
         return [publish, Program("pages of the cache", (), peak=pages, caches=pages)]
     copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
-    decode = programs.decoding(spec.model, mesh, sampled.weights, state, sizes)
-    prefill = programs.prefilling(spec.model, mesh, sampled.weights, state, sizes)
-    piece = sizes.piece * sizes.shards
-    decoding = Program("decode", copy, decode, caches=pages, besides=twice, tokens=sizes.slots)
-    filling = Program("prefill", copy, prefill, caches=pages, besides=twice, tokens=piece)
+    decode = partial(programs.decoding, spec.model, mesh, sampled.weights, state, sizes)
+    prefill = partial(programs.prefilling, spec.model, mesh, sampled.weights, state, sizes)
+    piece, shared = sizes.piece * sizes.shards, {"caches": pages, "besides": twice}
+    decoding = Program.traced("decode", copy, decode, tokens=sizes.slots, **shared)
+    filling = Program.traced("prefill", copy, prefill, tokens=piece, **shared)
     if subject.algorithm.train_on == RowKind.PROMPT:
         prompts, work = subject.recipe.batch_size, sampled.work
         requests = prompts * subject.recipe.algorithm.samples_per_prompt

@@ -49,8 +49,10 @@ class Need:
     bytes: float = 0.0
     sent: dict[str, list[float]] = field(default_factory=dict)
     """Kind of collective -> how many run, and the bytes that a device sends in them."""
+    traced_in: float = 0.0
+    """Seconds, here."""
     compiled_in: float = 0.0
-    """Seconds."""
+    """Seconds, here, with what else was compiled at the time; of a TPU's program at the effort of a plan."""
     refused: str = ""
     times: float = 0.0
     """How often it runs in a step of the recipe."""
@@ -170,6 +172,7 @@ def _need(program: Program, held: dict[str, int], found: Compiled, target: Targe
         found.flops,
         found.bytes,
         found.sent,
+        program.traced_in,
         found.seconds,
         found.refused,
         program.times,

@@ -75,8 +75,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     spec = client.learner.spec
     lines = (products_line(spec.model, recipe.quantization, mesh), attention, remat_line(spec))
     display.say("; ".join(filter(None, lines)))
-    if algorithm.train_on == RowKind.PROMPT and (line := sampling_line(recipe.rollout, spec, memory)) is not None:
-        display.say(line)
+    if algorithm.train_on == RowKind.PROMPT:
+        display.say(sampling_line(recipe.rollout, spec, memory))
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display

@@ -4,11 +4,15 @@ import os
 
 from jax.sharding import Mesh
 
+from tunix.models.attention.decode_gate import reader_here
+from tunix.models.attention.decoding import described
+from tunix.models.kv_cache import decode_spec
 from tunix.models.model import Model
 from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
 from tunix.rollout.config import RolloutConfig
+from tunix.rollout.engine.shapes import PAGE
 from tunix.run.inputs import Inputs
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
@@ -58,9 +62,14 @@ def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
     return hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
-def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None) -> str | None:
-    """How the devices are divided to sample; None where they are not divided otherwise than for training."""
-    return sampler_mesh(spec.mesh, rollout.devices, spec.model, memory)[1]
+def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None) -> str:
+    """Who reads the pages of slots that decode and why no faster one does, and how the devices are divided to sample
+    where that is not as for training."""
+    mesh, division = sampler_mesh(spec.mesh, rollout.devices, spec.model, memory)
+    dtype = spec.model.dtype
+    cache = decode_spec(spec.model.config, mesh, dtype, rollout.cache_dtype or dtype, PAGE)
+    pages = f"pages are read by {described(cache, reader_here(cache, mesh).name)}"
+    return f"{division}; {pages}" if division else f"sampling: {pages}"
 
 
 def remat_line(spec: TrainerSpec) -> str | None:

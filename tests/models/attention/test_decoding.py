@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import static
 
 from tunix.models.attention import decode_gate, decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.decoding import BY_NAME, reader, reader_of, unsaved
+from tunix.models.attention.decoding import BY_NAME, described, reader, reader_of, unsaved
 from tunix.models.attention.gate import LIMIT
 from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
 from tunix.models.attention.pages import NOWHERE, Gathered, SlotsView, Table, Writes
@@ -143,6 +143,14 @@ def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, mon
 )
 def test_a_kernel_reads_what_it_can(spec: DecodeSpec, name: str):
     assert reader(spec).name == name
+
+
+def test_the_line_says_who_reads_and_why_nobody_faster():
+    assert described(V5P, "ragged") == "ragged"
+    assert described(H100, "triton") == "triton (ragged: it needs a TPU)"
+    wide = replace(H100, head_dim=96)
+    assert described(wide, "gathered").endswith("triton: a head dim of 96 is no power of two of at least 16)")
+    assert described(H100, "gathered").endswith("triton: it gives other numbers on this device)")
 
 
 def test_a_layout_is_read_by_one_implementation_alone():

@@ -46,6 +46,13 @@ def reader(spec: DecodeSpec) -> Reader:
     return next(one for one in IMPLEMENTATIONS if one.lacks(spec) is None)
 
 
+def described(spec: DecodeSpec, chosen: str) -> str:
+    """The implementation that was chosen, and why no faster one: `triton (ragged: it needs a TPU)`."""
+    faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(BY_NAME[chosen])]
+    reasons = [f"{one.name}: {one.lacks(spec) or 'it gives other numbers on this device'}" for one in faster]
+    return chosen + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
 def unsaved(spec: DecodeSpec) -> str | None:
     """Why a cache of 8 bits would save nothing on this platform; None where it does, and for other caches.
 

@@ -24,7 +24,7 @@ from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import Sizes, usual_ahead
+from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
@@ -44,7 +44,7 @@ class Engine:
         decode: Decode | None = None,
         moving: Collection[str] = (),
         piece: int = 2048,
-        page: int = 128,
+        page: int = PAGE,
         steps: int = 32,
         ahead: int | None = None,
         guesses: int = 0,
@@ -211,9 +211,11 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
+        weights = self._loaded
         if not requests:
             return []
-        published = self._published(self._sizes_of(requests, reply))
+        sizes = self._sizes_of(requests, reply)
+        published = Published(self.sampled_model, weights, self.version, self.adapters, sizes, self.decode)
         with jax.set_mesh(self.mesh):
             batch = Batch(published, requests, reply, on_tokens, on_done)
             completions = batch.finish()
@@ -235,9 +237,6 @@ class Engine:
     def _holds(self, base: Params) -> bool:
         """Whether the present copy of the base was made from these arrays."""
         return all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
-
-    def _published(self, sizes: Sizes) -> Published:
-        return Published(self.sampled_model, self._loaded, self.version, self.adapters, sizes, self.decode)
 
     def _sizes_of(self, requests: Sequence[Request], reply: Reply | None) -> Sizes:
         """The shapes for these requests: those compiled in advance if they are enough, however few the requests."""

@@ -31,7 +31,8 @@ SLOTS = {"cpu": 64}
 """Completions that are sampled at a time, by platform: more only cost memory."""
 SLOTS_ELSEWHERE = 256
 """Completions that are sampled at a time on any other platform."""
-
+PAGE = 128
+"""Pt unless an engine is told another."""
 
 AHEAD = {"cpu": 0}
 """Dispatches that are sent before the last one is read, by platform: a CPU computes on the cores that would wait."""
