@@ -14,15 +14,20 @@ MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 FRACTION = 0.92
 """Share of a GPU's memory that JAX takes, unless `MEMORY` says another; JAX's own default is 0.75. The rest is for the
 driver, for libraries such as NCCL, and for fragments (recipes' hardware lines count on this)."""
+THRESHOLD = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+"""Seconds of compiling below which JAX does not keep a program; its own default is 1."""
 
 
 def prepare_jax() -> None:
     """Sets what is not set yet; has to come before JAX's first use of a device.
 
-    Compiled programs are kept in the user's cache folder, so that a second start is faster.
+    Compiled programs are kept, however quickly they compiled, so that a second start is faster: in the user's cache
+    folder, or where `JAX_COMPILATION_CACHE_DIR` says. Processes may share that folder; what one of them reads of an entry
+    that another is still writing does not pass its checksum, and JAX warns and compiles.
     """
     os.environ.setdefault(MEMORY, str(FRACTION))
     # The ignored rule: jax gives its config these names when it is imported, so pyright cannot know them.
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(Path("~/.cache/tunix/compiled").expanduser()))
+    if THRESHOLD not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
