@@ -10,12 +10,15 @@ a single place needs has a small-letter name.
 
     A   alternatives: the most likely ids that are reported with a sampled token
     B   rows: of a batch, or of requests that are computed together
+    Bk  books: what is known of the tokens of one prompt's requests
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
     D   model width
     E   experts
+    En  entries of a book
     F   ffn width
     G   group: the completions of one prompt
+    Gs  guesses
     H   head dim
     I   inputs: all contracted axes of a projection, flattened
     J   query heads of a kv head: N / K of them

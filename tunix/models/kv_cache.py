@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType, DType
-from tunix.mesh import Axes, constrain, partition
+from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
@@ -26,6 +26,7 @@ from tunix.models.decoder import embedded
 from tunix.models.layers import rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import in_compute
+from tunix.util.exact import once
 
 TOP = ("embed/w", "head/w", "norm/w")
 """The parameters outside of the layers that decoding reads."""
@@ -150,14 +151,15 @@ def extend(
     new = []
     for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):
         number = c.distinct_kinds.index(kind)
-        x, pages = _layer(model, own, x, ropes[number], views[number], cache, adapters)
+        x, pages = _layer(model, platform(), own, x, ropes[number], views[number], cache, adapters)
         new.append(pages)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
 
-@partial(jax.jit, static_argnames="model")
+@partial(once, static=("model", "where"))
 def _layer(
     model: Model,
+    where: str,
     own: Params,
     x: Float[Array, "B C D"],
     rope: RopeTables,
@@ -165,7 +167,12 @@ def _layer(
     cache: Pages,
     adapters: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B C D"], Pages]:
-    """A layer's output and its pages. As a program within another, it is traced once for each kind of layer."""
+    """A layer's output and its pages. As a program within another, it is traced once for each kind of layer.
+
+    Args:
+        where: the platform, by which kernels are chosen: what was traced for one serves no other.
+    """
+    del where
     x, pages, _ = model.layer(_of_rows(own, adapters))(x, rope, view, cache)
     assert pages is not None, "a layer with a view of pages returns its pages"
     return x, pages

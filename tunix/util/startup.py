@@ -22,8 +22,8 @@ def prepare_jax() -> None:
     """Sets what is not set yet; has to come before JAX's first use of a device.
 
     Compiled programs are kept, however quickly they compiled, so that a second start is faster: in the user's cache
-    folder, or where `JAX_COMPILATION_CACHE_DIR` says. Processes may share that folder; what one of them reads of an entry
-    that another is still writing does not pass its checksum, and JAX warns and compiles.
+    folder, or where `JAX_COMPILATION_CACHE_DIR` says. Processes may share that folder; what one of them reads of an
+    entry that another is still writing does not pass its checksum, and JAX warns and compiles.
     """
     os.environ.setdefault(MEMORY, str(FRACTION))
     # The ignored rule: jax gives its config these names when it is imported, so pyright cannot know them.

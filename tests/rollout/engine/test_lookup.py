@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

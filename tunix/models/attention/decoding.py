@@ -3,7 +3,7 @@
 An implementation comes with the layout of pages that it reads. To add a kernel, write one file with `lacks` and
 `of_slots`, and one line of `IMPLEMENTATIONS`.
 
-Axes: B slots, C new tokens of each, N query heads, H head dim.
+Axes: B rows, C tokens at a time, N query heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,9 @@ def unsaved(spec: DecodeSpec) -> str | None:
     return f"{kernel.name} cannot read it in its place: {kernel.lacks(spec)}"
 
 
-def of_slots(q: Float[Array, "B C N H"], cache: Pages, view: SlotsView, *, scale: float, softcap: float | None) -> Mixed:
+def of_slots(
+    q: Float[Array, "B C N H"], cache: Pages, view: SlotsView, *, scale: float, softcap: float | None
+) -> Mixed:
     """Attention of new tokens of slots to their pages, on each device, by who reads pages of this layout."""
     own, (slots, number) = reader_of(cache), q.shape[:2]
     if number == 1 or not own.in_place:

@@ -1,8 +1,8 @@
 """Guesses of the next tokens by look-up, for speculative decoding: what followed the same few tokens before.
 
 Saxena, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding), with the answers of a prompt's
-other requests beside the prompt itself. A book has, for each n-gram of the tokens of one prompt's requests, the tokens that
-followed it last. The host writes books as dispatches are read; the device looks its guesses up (`guesses`).
+other requests beside the prompt itself. A book has, for each n-gram of the tokens of one prompt's requests, the tokens
+that followed it last. The host writes books as dispatches are read; the device looks its guesses up (`guesses`).
 
 A guess only proposes. The token that a request samples at an index follows from the model and from (seed, request,
 index); a guess that equals it saves a step, and any other is dropped. So tokens are distributed as the model says, and

@@ -261,9 +261,7 @@ def decode(
     after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
     own = (hidden, after, recent)
     mine = jax.tree.map(
-        lambda all, own: constrain(
-            all.at[flow.slots].set(own, unique_indices=True), "rows", *(None,) * (all.ndim - 1)
-        ),
+        lambda all, own: constrain(all.at[flow.slots].set(own, unique_indices=True), "rows", *(None,) * (all.ndim - 1)),
         (state.hidden, state.progress, state.recent),
         own,
     )
