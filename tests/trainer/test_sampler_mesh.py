@@ -104,7 +104,7 @@ def test_no_weights_are_sent_for_a_token(given: MeshConfig):
 
 
 def test_the_attention_of_a_piece_is_lowered_once_for_all_layers():
-    """A kernel's lowering takes a second, and layers are unrolled."""
+    """A kernel's lowering takes half a second, and layers are unrolled."""
     mesh = one_device()
     sizes = Engine(MODEL, mesh, slots=4, length=64, piece=64, page=16).sizes
     weights = programs.views(MODEL, mesh, MODEL.abstract(dict.fromkeys(MODEL.shapes, "float32"), mesh))

@@ -210,7 +210,7 @@ def _within_piece(
     softcap: float | None,
     sinks: bool,
 ) -> Mixed:
-    """`_within_rows` for layers that are unrolled: lowering a kernel takes a second, and there may be 80 of them."""
+    """`_within_rows` for layers that are unrolled: lowering a kernel takes half a second, and there may be 80."""
     view = Segments(ids, positions, window=window)
     return _within_rows(q, k, v, view, scale, softcap, sinks=sinks)
 
