@@ -252,20 +252,24 @@ def decode(
         return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, draws
 
     _, taken, hidden, live, count, recent, draws = jax.lax.while_loop(running, one, start)
-    new = [_written(own, held, steps, size) for own in reads]
-    caches = tuple(
-        _brought_back(cache, mine, new[kind], reads[kind])
-        for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
-    )
     # A turn that ended with a stop id has nothing left, whatever the host knows yet.
     after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
-    own = (hidden, after, recent)
-    mine = jax.tree.map(
-        lambda all, own: constrain(all.at[flow.slots].set(own, unique_indices=True), "rows", *(None,) * (all.ndim - 1)),
-        (state.hidden, state.progress, state.recent),
-        own,
+    places = [_written(own, held, steps, size) for own in reads]
+    caches = tuple(
+        _brought_back(cache, mine, places[kind], reads[kind])
+        for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
     )
-    return State(caches, *mine), Steps(draws, count)
+    return _with_slots(state._replace(caches=caches), flow, hidden, after, recent), Steps(draws, count)
+
+
+def _with_slots(state: State, flow: Any, hidden: jax.Array, progress: Progress, recent: jax.Array) -> State:
+    """The state of all slots with that of a dispatch's."""
+
+    def put(all: jax.Array, own: jax.Array) -> jax.Array:
+        return constrain(all.at[flow.slots].set(own, unique_indices=True), "rows", *(None,) * (all.ndim - 1))
+
+    every = jax.tree.map(put, (state.hidden, state.progress, state.recent), (hidden, progress, recent))
+    return State(state.caches, *every)
 
 
 def _draws_after(
