@@ -103,11 +103,11 @@ def test_no_weights_are_sent_for_a_token(given: MeshConfig):
         assert sum(sent(trained)) > 50 * sum(ours)
 
 
-def test_the_attention_of_a_piece_is_lowered_once_for_all_layers():
+def test_a_layer_is_lowered_once_for_all_of_its_kind():
     """A kernel's lowering takes half a second, and layers are unrolled."""
     mesh = one_device()
     sizes = Engine(MODEL, mesh, slots=4, length=64, piece=64, page=16).sizes
     weights = programs.views(MODEL, mesh, MODEL.abstract(dict.fromkeys(MODEL.shapes, "float32"), mesh))
     text = programs.prefilling(MODEL, mesh, weights, programs.state_of(MODEL, mesh, sizes), sizes).as_text()
-    assert text.count("func.func private @_within_piece") == 1
-    assert text.count("call @_within_piece") == MODEL.config.num_layers > 1
+    assert text.count("func.func private @_layer") == 1
+    assert text.count("call @_layer") == MODEL.config.num_layers > 1

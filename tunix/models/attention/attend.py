@@ -28,7 +28,6 @@ from tunix.models.attention.decoding import of_slots
 from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
 from tunix.models.attention.layouts import Pages, placed, rounded
 from tunix.models.attention.pages import CachedView, PieceView
-from tunix.util.exact import once
 from tunix.util.loops import switch
 
 CONTEXT = "context"
@@ -135,9 +134,7 @@ def attend_cached(
     cache, found = at_each_device(part, cache, q, new, view, mixes=True)
     if isinstance(view, PieceView):
         k, v = new.exact(q.dtype)
-        own = view.segments
-        within = _within_piece(q, k, v, own.ids, own.positions, window=own.window, **how, sinks=sinks is not None)
-        found = merged(within, found)
+        found = merged(_within_rows(q, k, v, view.segments, **how, sinks=sinks is not None), found)
     return _past_sinks(found, sinks), cache
 
 
@@ -195,24 +192,6 @@ def _within_rows(
         (q, k, v), tokens = _filled((q, k, v), tokens)
     mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind))
     return mixed[:, :length], lse[:, :length]
-
-
-@partial(once, static=("window", "scale", "softcap", "sinks"))
-def _within_piece(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: jax.Array,
-    positions: jax.Array,
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: bool,
-) -> Mixed:
-    """`_within_rows` for layers that are unrolled: lowering a kernel takes half a second, and there may be 80."""
-    view = Segments(ids, positions, window=window)
-    return _within_rows(q, k, v, view, scale, softcap, sinks=sinks)
 
 
 def _filled(rows: tuple[jax.Array, ...], tokens: tuple[jax.Array | None, ...]) -> tuple:
