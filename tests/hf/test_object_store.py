@@ -156,6 +156,25 @@ def test_an_export_that_a_bucket_refuses_leaves_nothing(folder, bucket):
     assert bucket.find("gs://bucket/out") == []
 
 
+def test_an_export_touches_nothing_that_is_in_a_bucket(folder, bucket):
+    """A folder that holds folders alone is taken too; and what somebody writes meanwhile stays if the export fails."""
+    model, params = load(folder)
+    bucket.pipe_file("gs://bucket/models/mine/model.safetensors", b"kept")
+    with pytest.raises(UserError, match="gs://bucket/models is there already"):
+        save_folder(Path("gs://bucket/models"), model.config, params, source=None, dtype="float32")
+
+    class Busy(Bucket):
+        def open(self, path, mode="rb", **kwargs):
+            if path.endswith("config.json"):
+                self.pipe_file("gs://bucket/out/others/notes.txt", b"kept too")
+            return super().open(path, mode, **kwargs)
+
+    bucket.__class__, bucket.refuses = Busy, "config.json"
+    with pytest.raises(UserError, match="no right to write"):
+        save_folder(Path("gs://bucket/out"), model.config, params, source=None, dtype="float32")
+    assert bucket.find("gs://bucket") == ["/bucket/models/mine/model.safetensors", "/bucket/out/others/notes.txt"]
+
+
 def test_a_run_in_a_bucket_is_refused_before_anything_is_read():
     with pytest.raises(UserError, match=r"output: gs://bucket/runs/a is .*no lock.*tunix export"):
         Recipe.load("sft_qwen", ["output=gs://bucket/runs/a"])

@@ -110,8 +110,8 @@ def empty(
 def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
     """What is read on each device of a mesh: pages of `page` tokens by queries of this dtype."""
     device = mesh.devices.flat[0]
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    capability = getattr(device, "compute_capability", None) if platform == "gpu" else None
+    where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    capability = getattr(device, "compute_capability", None) if where == "gpu" else None
     split = partition(("kv_heads",), (config.num_kv_heads,), mesh)[0] is not None
     parts = mesh.shape["tensor"] if split else 1
     return DecodeSpec(
@@ -123,7 +123,7 @@ def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheTyp
         page,
         tuple(kind.window for kind in config.distinct_kinds),
         config.attention_softcap,
-        platform,
+        where,
         None if capability is None else float(capability),
     )
 

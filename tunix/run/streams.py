@@ -27,7 +27,8 @@ MISMATCH: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "f
 bfloat16, five times the largest measured one (4.6e-2, Gemma 2 of four layers), since trained models are sharper than
 random ones. It is used too where activations are rounded to 8 bits: values that differ in their last bit may round in
 different directions. Caches of 8 bits round keys and values that the trainer does not round, which is no mistake of
-either: four times the largest measured difference of fp8 (0.24, heads of 8 numbers; `benchmarks.mismatch`)."""
+either: four times the largest difference of fp8 that was measured (0.24, a small model in float32 with heads of 8
+numbers; docs/log.md)."""
 
 
 def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Stream:

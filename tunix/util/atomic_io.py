@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from tunix.errors import UserError
-from tunix.util.object_store import files_of, uploaded, url_of
+from tunix.util.object_store import is_taken, uploaded, url_of
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _sibling(path: Path) -> Path:
 def refuse_taken(path: Path) -> None:
     """Raises UserError where a new folder would replace something; an empty folder may be filled."""
     url = url_of(path)
-    if (url is not None and files_of(url)) or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+    if (url is not None and is_taken(url)) or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
         raise UserError(
             f"{url or path} is there already and nothing is overwritten: choose another path, or move it away."
         )

@@ -39,6 +39,17 @@ def files_of(url: str) -> dict[str, int]:
     return {name: about.length for name, about in found.items() if not about.is_directory}
 
 
+def is_taken(url: str) -> bool:
+    """Whether there is anything under an address: a file, or a folder that holds files or folders.
+
+    Raises:
+        UserError: the store cannot be reached.
+    """
+    with _errors(url):
+        place = _path(url)
+        return any(place.iterdir()) if place.is_dir() else place.exists()
+
+
 def read(url: str, begin: int, end: int) -> bytes:
     """The bytes of a file from `begin` to before `end`: one request for exactly these.
 
@@ -57,17 +68,21 @@ def uploaded(url: str) -> Iterator[Path]:
     """A local folder that is copied to the store when the block ends without an error; what makes it a model is last.
 
     Raises:
-        UserError: the store cannot be reached, or refuses a write; then nothing is left behind.
+        UserError: the store cannot be reached, or refuses a write; then nothing of it is left behind.
     """
     with tempfile.TemporaryDirectory(prefix="tunix-") as local:
         yield Path(local)
+        written: list[Any] = []
         with _errors(url):
             try:
                 for file in sorted(Path(local).iterdir(), key=lambda file: (file.name in LAST, file.name)):
-                    with file.open("rb") as source, _path(f"{url}/{file.name}").open("wb") as out:
+                    written.append(_path(f"{url}/{file.name}"))
+                    with file.open("rb") as source, written[-1].open("wb") as out:
                         shutil.copyfileobj(source, out, CHUNK)
             except BaseException:
-                _path(url).rmtree(missing_ok=True)
+                # What somebody else has put there meanwhile stays.
+                for file in written:
+                    file.unlink(missing_ok=True)
                 raise
 
 

@@ -8,6 +8,7 @@ from tests.tiny_models import one_device
 from tests.trainers import PLAIN
 from tunix.errors import UserError
 from tunix.models.config import LayerKind
+from tunix.rollout.engine import budget
 from tunix.rollout.engine.budget import MOST_SLOTS, page_bytes, within
 from tunix.rollout.engine.shapes import Sizes
 
@@ -65,3 +66,12 @@ def test_numbers_of_8_bits_are_half_and_int8_has_scales():
     assert page_bytes(WIDE, one_device(), replace(BARE, cache="fp8")) == (PAGE // 2,)
     # Beside a head's 8 bytes there are 4 of a scale.
     assert page_bytes(WIDE, one_device(), replace(BARE, cache="int8")) == (PAGE // 2 * 12 // 8,)
+
+
+def test_slots_give_way_where_a_kernel_cannot_count_the_pages_of_their_windows(monkeypatch: pytest.MonkeyPatch):
+    """21 pages of 16 tokens, 2 kv heads of 8 numbers: three windows of 7, so two slots and one to spare."""
+    kinds = replace(WIDE, local_layers=(True, True, True, False), window=64)
+    numbers = 21 * kinds.num_kv_heads * 16 * kinds.head_dim
+    monkeypatch.setattr(budget, "MOST_NUMBERS", numbers)
+    found = within(replace(BARE, windows=(64, None), reader="triton"), kinds, one_device(), 8, None)
+    assert (found.slots, found.pages) == (2, (21, 21))

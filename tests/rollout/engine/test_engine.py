@@ -379,6 +379,36 @@ def test_the_next_dispatch_is_sent_before_the_last_is_read(params, monkeypatch, 
     assert events == (["sent", "sent", "read", "sent", "read", "read"] if ahead else ["sent", "read"] * 3)
 
 
+def test_short_dispatches_behind_long_ones_have_their_pages(params):
+    """A request with stop strings, for which dispatches are short, is admitted while a long one is on its way.
+
+    Of 16 slots one has ended, which ends no dispatch: the next one, sent before that is known, samples 24 tokens too.
+    """
+    settings = [Sampling(max_tokens=60)] * 15 + [Sampling(max_tokens=3), Sampling(stop_strings=("no text has this",))]
+    given = prompts(VOCAB, (4,) * len(settings))
+    asked = [Request(prompt, x, 7, number) for number, (prompt, x) in enumerate(zip(given, settings, strict=True))]
+    one, other = (
+        small_engine(MODEL, params, slots=16, piece=64, steps=24, page=4, decode=text_of, ahead=ahead)
+        for ahead in (0, 1)
+    )
+    for a, b in zip(one.run(asked), other.run(asked), strict=True):
+        same(a, b)
+
+
+def test_a_dispatch_ends_early_where_an_environment_may_go_on(params, monkeypatch):
+    """A slot whose turn has ended is asked about at once: it may go on while the others are sampled."""
+    enough = []
+    real = batch_file.decode
+    monkeypatch.setattr(batch_file, "decode", lambda *given: enough.append(int(given[-1])) or real(*given))
+    asked = [Request(prompt, Sampling(max_tokens=6), 7, i) for i, prompt in enumerate(prompts(VOCAB, (4, 4, 4, 4)))]
+    engine = small_engine(MODEL, params, slots=4)
+    engine.run(asked, lambda number, so_far: None)
+    with_environment = enough.copy()
+    engine.run(asked)
+    # All four run in the first dispatch. It ends when one of them has ended, or when a narrower one is enough.
+    assert (with_environment[0], enough[len(with_environment)]) == (3, 1)
+
+
 def test_tokens_are_streamed_in_order(engine):
     heard: dict[int, list[int]] = {}
     found = engine.run(MIXED, on_tokens=lambda number, new: heard.setdefault(number, []).extend(new.tolist()))

@@ -62,6 +62,8 @@ class Flight(NamedTuple):
     """`[Sl]`."""
     turns: np.ndarray
     """`[Sl]` their turns when it was sent."""
+    most: int
+    """Tokens that it samples in a slot at most."""
     sampled: Steps
 
 
@@ -108,7 +110,7 @@ class Batch:
                 self._proceed()
         finally:
             self.replies.close()
-        while self.flights:  # what they sample is there to be continued
+        while self.flights:  # what they sample is kept for the call that continues it
             self._land(self.flights.popleft())
         for episode in [*self.waiting, *(self.slots.park(slot) for slot in self.slots.taken.tolist())]:
             self.done[episode.number] = episode.paused(self.version)
@@ -240,7 +242,7 @@ class Batch:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
         most = min(SHORT if watched or self.slots.cut_by_text else self.sizes.steps, self.sizes.steps)
-        ahead = len(self.flights) * most
+        ahead = sum(flight.most for flight in self.flights)
         self._reserve(ahead + most)
         running = self.slots.running
         if not np.any(self.slots.left[running] > ahead):
@@ -249,7 +251,7 @@ class Batch:
         flow, reads, turns = self.slots.flow(slots), self.holdings.reads(slots), self.slots.turns[slots]
         counts = np.int32(most), np.int32(self._enough(len(running)))
         self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
-        self.flights.append(Flight(slots, turns, sampled))
+        self.flights.append(Flight(slots, turns, most, sampled))
         return True
 
     def _land(self, flight: Flight) -> None:
@@ -328,7 +330,7 @@ class Batch:
 
     def _enough(self, running: int) -> int:
         """The number of running slots at which a dispatch ends."""
-        if self.waiting or self.replies or any(self.jobs):
+        if self.waiting or self.replies.are_asked_for or any(self.jobs):
             return running - max(1, running // REFILL)
         return max((width for width in self.sizes.widths if width < running), default=0)
 

@@ -58,6 +58,9 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
         slots = sizes.shards * max(1, min(int((room - local) / (local + longest / 2)), MOST_SLOTS))
     slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
     counted = MOST_NUMBERS // (_heads(config, mesh) * sizes.page * config.head_dim)
+    # Layers with a window are never short of pages: slots give way (`Sizes.most_pages`).
+    widest = max((sizes.columns(kind) for kind in kinds if sizes.windows[kind] is not None), default=1)
+    slots = min(slots, sizes.shards * max(1, counted // widest - 1))
     most = tuple(min(number, counted) for number in sizes.most_pages(slots // sizes.shards))
     if room is None:
         return replace(sizes, slots=slots, pages=most)

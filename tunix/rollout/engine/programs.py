@@ -86,6 +86,7 @@ class State(NamedTuple):
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
     progress: "Progress"
+    """How far each slot is."""
     recent: Int[Array, "Sl n"]
     """The last tokens of each slot, from which those that follow are guessed."""
 
@@ -202,7 +203,7 @@ def decode(
 
     Args:
         model: what is sampled from.
-        steps: K.
+        steps: St, the tokens that there is room for.
         weights: the model's weights.
         state: all slots.
         flow: what the host knows of those that take part.
@@ -237,18 +238,18 @@ def decode(
             for own, kind in zip(reads, model.config.distinct_kinds, strict=True)
         ]
         states, caches = extend(model, weights, caches, jnp.maximum(tokens, 0), positions, views, adapters)
-        number = live.astype(count.dtype)
         if flow.books is None:
+            number, last, hidden = live.astype(count.dtype), tokens, states[:, 0]
             draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
         else:
             own = _draws_after(model, weights, states[:, :-1], flow, keys, drawn + count + 1, live)
             number = _standing(tokens, own.tokens, flow, live, left - count)
             draws = _noted(draws, new, own, count, number)
-        last = jnp.maximum(number - 1, 0)[:, None]
-        hidden = jnp.take_along_axis(states, last[..., None], axis=1)[:, 0]
-        recent = jnp.take_along_axis(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT, axis=1)
+            at = jnp.maximum(number - 1, 0)[:, None]
+            last, hidden = _at(tokens, at), _at(states, at[..., None])[:, 0]
+            recent = _at(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT)
         count += number
-        live &= (count < left) & ~_stops(flow, jnp.take_along_axis(tokens, last, axis=1))[:, 0]
+        live &= (count < left) & ~_stops(flow, last)[:, 0]
         return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, draws
 
     _, taken, hidden, live, count, recent, draws = jax.lax.while_loop(running, one, start)
@@ -307,6 +308,11 @@ def _noted(draws: Draw, new: Draw, own: Draw, count: Int[Array, "Sl"], number: I
     places = jnp.where(index < number[:, None], count[:, None] + index, len(draws.tokens))
     slots = jnp.arange(len(count))[:, None]
     return jax.tree.map(lambda all, x: all.at[places, slots].set(x, mode="drop"), draws, every)
+
+
+def _at(x: jax.Array, places: jax.Array) -> jax.Array:
+    """What each slot `[Sl C ...]` has at some of its places."""
+    return jnp.take_along_axis(x, places, axis=1)
 
 
 def _stops(flow: Any, tokens: Int[Array, "Sl C"]) -> jax.Array:

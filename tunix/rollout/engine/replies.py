@@ -27,6 +27,11 @@ class Replies:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
         self._futures: dict[int, Future[np.ndarray | None]] = {}
 
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether there is an environment."""
+        return self._reply is not None
+
     def __bool__(self) -> bool:
         """Whether an answer is waited for."""
         return bool(self._futures)
