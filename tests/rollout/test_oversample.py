@@ -180,3 +180,14 @@ def test_a_race():
     assert race.add(0, done) == []  # it comes too late, and is there for the next step
     assert race.taken == [1, 2]
     assert race.groups[0] == [done, done]
+
+
+def test_what_comes_back_is_taken_first_in_the_order_of_the_data():
+    with closing(stream(rows=9)) as steps:
+        backlog = steps._like.backlog
+        assert backlog is not None
+        one, two, three, four = backlog.take(4)
+        backlog.put_back([three])
+        backlog.put_back([four, one])
+        assert [x.place for x in backlog.take(4)] == [one.place, three.place, four.place, four.place + 1]
+        assert two.place == one.place + 1

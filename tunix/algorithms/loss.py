@@ -34,7 +34,7 @@ from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 REFERENCE = "reference_logprobs"
 """The per-token value in place of `LossInputs.reference_logprobs` where these were computed before the step."""
 
-CURRENT = "current"
+CURRENT = "of_current_weights"
 """The per-token value that is 1 for tokens of the weights that the step was sampled from, 0 for those of earlier ones;
 only where there can be any."""
 

@@ -26,6 +26,7 @@ from tunix.rollout.engine.budget import page_bytes
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.slots import Slots
+from tunix.rollout.engine.warmup import Warmth
 from tunix.trainer.perf import Compilations
 from tunix.types import Begun, Completion, Sampling, Workload
 
@@ -197,6 +198,17 @@ def test_sampled_frequencies_are_those_of_the_model(engine):
         chisquare(counts, 600 * np.exp(logprobs.astype(np.float64)) / np.exp(logprobs.astype(np.float64)).sum()).pvalue
         > 0.01
     )
+
+
+def test_warming_up_compiles_each_program_once(params):
+    """In threads, for the mesh of the calls: else each would be compiled again when it is called."""
+    engine, compilations = small_engine(MODEL, params, slots=6, length=88, page=4, steps=7), Compilations()
+    compilations.settled()
+    engine.warm(Workload(requests=6, prompts=6, prompt_length=20, length=88, replies=False))
+    with jax.set_mesh(engine.mesh):
+        warmth = Warmth(MODEL, engine.weights, engine.sizes.of_requests([88] * 6))
+    # Beside them the empty slots.
+    assert compilations.since_warmup == len(list(warmth.calls())) + 1
 
 
 def test_nothing_compiles_after_warm_up(params):
@@ -379,20 +391,58 @@ def test_the_next_dispatch_is_sent_before_the_last_is_read(params, monkeypatch, 
     assert events == (["sent", "sent", "read", "sent", "read", "read"] if ahead else ["sent", "read"] * 3)
 
 
-def test_short_dispatches_behind_long_ones_have_their_pages(params):
+@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+def test_short_dispatches_behind_long_ones_have_their_pages(model):
     """A request with stop strings, for which dispatches are short, is admitted while a long one is on its way.
 
     Of 16 slots one has ended, which ends no dispatch: the next one, sent before that is known, samples 24 tokens too.
     """
     settings = [Sampling(max_tokens=60)] * 15 + [Sampling(max_tokens=3), Sampling(stop_strings=("no text has this",))]
-    given = prompts(VOCAB, (4,) * len(settings))
+    params, given = random_params(model), prompts(VOCAB, (4,) * len(settings))
     asked = [Request(prompt, x, 7, number) for number, (prompt, x) in enumerate(zip(given, settings, strict=True))]
     one, other = (
-        small_engine(MODEL, params, slots=16, piece=64, steps=24, page=4, decode=text_of, ahead=ahead)
+        small_engine(model, params, slots=16, piece=64, steps=24, page=4, decode=text_of, ahead=ahead)
         for ahead in (0, 1)
     )
     for a, b in zip(one.run(asked), other.run(asked), strict=True):
         same(a, b)
+
+
+def test_a_turn_that_ended_takes_no_step_of_the_dispatch_that_was_sent_ahead(params):
+    """The device knows of the stop id before the host does."""
+    engine = small_engine(MODEL, params, slots=4, ahead=1)
+    settings = Sampling(max_tokens=40, stop_ids=tuple(range(0, VOCAB, 6)))
+    found = engine.run([Request(prompt, settings, 7, i) for i, prompt in enumerate(prompts(VOCAB, (4, 4, 4, 4)))])
+    assert "stop" in {completion.finish for completion in found}
+    assert engine.usage is not None
+    assert engine.usage.tokens == sum(len(completion.tokens) for completion in found)
+
+
+def test_a_slot_that_waits_for_an_environment_makes_room_for_nobody(params, monkeypatch):
+    """It would be sampled on without the answer. The other one leaves, and only then the answer comes."""
+    left = threading.Event()
+    park = Slots.park
+    monkeypatch.setattr(Slots, "park", lambda self, slot: left.set() or park(self, slot))
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        if len(so_far.turns) > 1:
+            return None
+        assert not scarce or left.wait(60)
+        return np.array([7, 8], np.int32)
+
+    texts = tuple(text_of([token]) for token in range(VOCAB))  # the first token of a turn ends it
+    settings = [Sampling(max_tokens=50), Sampling(max_tokens=20, stop_strings=texts)]
+    given = zip(prompts(VOCAB, (6, 30)), settings, strict=True)
+    asked = [Request(prompt, x, 7, number) for number, (prompt, x) in enumerate(given)]
+    ample = small_engine(MODEL, params, slots=2, decode=text_of)
+    scarce = False
+    expected, scarce = ample.run(asked, reply), True
+    # Ten pages, each twice: the first request needs seven in the end, the second one holds five.
+    (each,) = page_bytes(MODEL.config, ample.mesh, ample.sizes)
+    few = small_engine(MODEL, params, slots=2, decode=text_of, room=2.0 * 10 * each)
+    for a, b in zip(expected, few.run(asked, reply), strict=True):
+        same(a, b)
+    assert left.is_set()
 
 
 def test_a_dispatch_ends_early_where_an_environment_may_go_on(params, monkeypatch):
@@ -504,6 +554,21 @@ def test_each_token_has_the_version_that_it_was_sampled_from(params):
     assert 0 < number < 12
     assert found.versions.tolist() == [version] * number + [version + 1] * (12 - number)
     np.testing.assert_array_equal(found.tokens, first[1].tokens)
+
+
+def test_a_layer_with_a_window_reads_no_more_than_that():
+    """Of 5 + 6 tokens the layers with a window of 5 read five a step, from the first on."""
+    model = Model(RICH)
+    engine = small_engine(model, random_params(model), slots=1)
+    engine.run([Request(prompts(VOCAB, (5,))[0], Sampling(max_tokens=6), 0)])
+    whole = small_engine(Model(replace(RICH, window=64)), random_params(model), slots=1)
+    whole.run([Request(prompts(VOCAB, (5,))[0], Sampling(max_tokens=6), 0)])
+    assert RICH.window == 5
+    assert engine.usage is not None
+    assert whole.usage is not None
+    local = sum(kind.window is not None for kind in RICH.kinds)
+    each = 2 * RICH.num_kv_heads * RICH.head_dim * 4
+    assert whole.usage.bytes - engine.usage.bytes == local * each * sum(seen - 5 for seen in range(6, 12))
 
 
 def test_what_a_call_takes_is_counted(params):

@@ -153,12 +153,13 @@ def test_a_mesh_gives_the_same_logprobs(devices, shape):
     assert_logprobs_of_full_forward(model, local, engine)
 
 
-def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch):
+@pytest.mark.parametrize("guesses", [0, 2])
+def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch, guesses):
     """The kernel for GPUs, interpreted: with windows, soft caps and shared kv heads, and pages of 16."""
     monkeypatch.setattr(engine_file, "reader_here", lambda spec, mesh: BY_NAME["triton"])
     model = Model(RICH)
     params = random_params(model)
-    engine = small_engine(model, params, page=16)
+    engine = small_engine(model, params, page=16, guesses=guesses)
     assert engine.sizes.in_place
     assert_logprobs_of_full_forward(model, params, engine)
 

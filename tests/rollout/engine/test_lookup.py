@@ -89,6 +89,21 @@ def test_guesses_change_no_sample(model, ahead):
             np.testing.assert_array_equal(one.top[0], other.top[0])
 
 
+def test_no_guess_stands_behind_a_stop_id(params, monkeypatch):
+    """Of one greedy prompt, a request that runs on is ahead of one that stops: the book knows what follows the stop."""
+    weights, (prompt,) = repeating(params), prompts(MODEL.config.vocab_size, (5,))
+    plain = small_engine(MODEL, weights, slots=1)
+    (text,) = plain.run([Request(prompt, Sampling(max_tokens=30, temperature=0.0), 7)])
+    stop = int(text.tokens[12])
+    ends = Sampling(max_tokens=30, temperature=0.0, stop_ids=(stop,))
+    settings = [Sampling(max_tokens=40, temperature=0.0), Sampling(max_tokens=6, temperature=0.0), ends]
+    asked = [Request(prompt, x, 7, number) for number, x in enumerate(settings)]
+    # The third request enters when the second one has ended; a step of it has guesses from the first one's text.
+    found = small_engine(MODEL, weights, slots=2, steps=16, guesses=3).run(asked)[2]
+    first = text.tokens.tolist().index(stop)
+    assert (found.tokens.tolist(), found.finish) == (text.tokens[: first + 1].tolist(), "stop")
+
+
 def test_right_guesses_save_steps(params, monkeypatch):
     """A greedy text that runs in a circle is guessed from its second round on, four tokens a step."""
     dispatches: list[int] = []
