@@ -183,6 +183,22 @@ def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     assert Counter(computed) == Counter([*range(20), *range(9), *[19] * 4, *[8] * 5])
 
 
+def test_slots_at_work_wait_for_a_long_piece_at_most(params, monkeypatch):
+    """Short pieces are of 2 tokens, a long one of 16. Seven prompts of 1 are 4 pieces; one of 40 is more than it."""
+    events = []
+    for name in ("prefill", "decode"):
+        real = getattr(batch_file, name)
+        monkeypatch.setattr(batch_file, name, lambda *given, real=real, name=name: events.append(name) or real(*given))
+    few = small_engine(MODEL, params, slots=7)
+    few.run([Request(prompt, Sampling(max_tokens=9), 7, i) for i, prompt in enumerate(prompts(VOCAB, (1,) * 7))])
+    assert events[:5] == ["prefill"] * 4 + ["decode"]
+    events.clear()
+    asked = [Request(prompt, Sampling(max_tokens=9), 7, i) for i, prompt in enumerate(prompts(VOCAB, (1,) * 6 + (40,)))]
+    few.run(asked)
+    # 46 tokens are three long pieces: slots that can be decoded are, between one and the next.
+    assert events[:6] == ["prefill", "decode"] * 3
+
+
 def test_sampled_frequencies_are_those_of_the_model(engine):
     """The first token of 600 requests against the model's own distribution: top 8, so that each is expected often."""
     from scipy.stats import chisquare

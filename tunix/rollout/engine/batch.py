@@ -191,7 +191,8 @@ class Batch:
         return Job(job.slot, job.tokens[-1:], len(job.tokens) - 1, job.adapter, copies=copies, reads=reads)
 
     def _compute(self) -> None:
-        """Computes what is queued, piece by piece; only one where many slots would wait for it."""
+        """Computes what is queued, piece by piece; no more than a long piece where many slots would wait for it."""
+        computed = 0
         while any(self.jobs):
             longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
             piece = Piece(self.holdings, self.sizes.piece_of(longest))
@@ -203,7 +204,8 @@ class Batch:
             self._score(piece, hidden)
             for job in piece.done:
                 self._start(job)
-            if 2 * len(self.slots.running) > self.sizes.slots:
+            computed += piece.length
+            if computed >= self.sizes.piece and 2 * len(self.slots.running) > self.sizes.slots:
                 break
 
     def _follow(self, job: Job) -> list[Copy]:
