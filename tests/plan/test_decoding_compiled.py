@@ -96,10 +96,12 @@ def test_a_dispatch_reads_pages_in_their_places(topology: str, kinds: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "cache"), [("h100:1", "int8"), ("h100:1", "fp8"), ("v5p:1x1x1", "fp8")])
 def test_numbers_of_8_bits_are_read_in_their_places(topology: str, cache: str):
+    """Activations and logits do not shrink with the cache: beside it and the weights, a step may move as many bytes as
+    with one of 16 bits."""
     program = found(topology, cache=cache)
     assert program["reader"] == READERS[topology]
     assert program["temporary"] < 0.1 * program["cache"]
-    assert program["bytes"] < 1.15 * program["ideal"]
+    assert program["bytes"] - program["ideal"] < 0.15 * (program["weights"] + 2 * program["cache"])
 
 
 @pytest.mark.slow

@@ -57,7 +57,6 @@ def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale:
     queries = grouped(scaled(q, scale), pages.kv_heads)[:, :, :, 0]
     slots, kv_heads, group, dim = queries.shape
     rows = max(ROWS, pl.next_power_of_2(group))
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     table, tokens = jnp.maximum(view.table.pages, 0), view.table.pages.shape[1] * pages.size
     parts = pl.cdiv(tokens, PART)
     # Positions count from the first page of the table. Slots without pages see nothing.
@@ -66,27 +65,33 @@ def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale:
     starts = jnp.zeros_like(stops) if view.window is None else jnp.maximum(stops - view.window, 0)
     block = min(pages.size, TILE // dim, PART)
     scales = () if pages.scales is None else (pages.scales,)
-    shapes = ((slots, kv_heads, parts, rows), (slots, kv_heads, parts, rows), (slots, kv_heads, parts, rows, dim))
+    shapes = ((slots, kv_heads, parts, group), (slots, kv_heads, parts, group), (slots, kv_heads, parts, group, dim))
     found = pl.pallas_call(
-        partial(_kernel, block=block, size=pages.size, softcap=softcap),
+        partial(_kernel, rows=rows, block=block, size=pages.size, softcap=softcap),
         grid=(slots, kv_heads, parts),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=platform() == "cpu",
         name="paged_decode",
     )(table, starts, stops, queries, pages.keys, pages.values, *scales)
-    peaks, masses, sums = (x[:, :, :, :group] for x in found)
+    peaks, masses, sums = found
     peak = jnp.max(peaks, axis=2)
     share = jnp.exp(peaks - peak[:, :, None])
     mass, mixed = jnp.sum(share * masses, axis=2), jnp.sum(share[..., None] * sums, axis=2)
     return settled(peak[..., None], mass[..., None], mixed[..., None, :], q.dtype)
 
 
-def _kernel(table: Any, starts: Any, stops: Any, q: Any, keys: Any, values: Any, *rest: Any, block, size, softcap):
+def _kernel(
+    table: Any, starts: Any, stops: Any, q: Any, keys: Any, values: Any, *rest: Any, rows, block, size, softcap
+):
     """One program: `rest` are the scales, where there are any, and the three results."""
     *scales, peaks, masses, sums = rest
     slot, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    start, stop, queries = starts[slot], stops[slot], q[slot, head]
+    start, stop, every = starts[slot], stops[slot], pl.ds(0, rows)
+    # What fills a tile up is neither read nor written: most rows of it where few queries share a kv head.
+    real = jnp.arange(rows) < q.shape[2]
+    whole = jnp.broadcast_to(real[:, None], (rows, q.shape[3]))
+    queries = triton.load(q.at[slot, head, every], mask=whole, other=0.0)
     exact = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     product = partial(jnp.dot, preferred_element_type=jnp.float32, precision=exact)
 
@@ -113,5 +118,6 @@ def _kernel(table: Any, starts: Any, stops: Any, q: Any, keys: Any, values: Any,
     nothing = (jnp.full(queries.shape[:1], HIDDEN), jnp.zeros(queries.shape[:1]), jnp.zeros(queries.shape))
     low = jnp.maximum(part * PART, start) // block
     high = pl.cdiv(jnp.minimum((part + 1) * PART, stop), block)
-    here = (slot, head, part)
-    peaks[here], masses[here], sums[here] = jax.lax.fori_loop(low, high, one, nothing)
+    found = jax.lax.fori_loop(low, high, one, nothing)
+    for where, x, mask in zip((peaks, masses, sums), found, (real, real, whole), strict=True):
+        triton.store(where.at[slot, head, part, every], x, mask=mask)
