@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
+from tunix.errors import UserError
 from tunix.hf.base_fingerprint import fingerprint
 from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
@@ -21,6 +22,7 @@ from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler
 from tunix.rollout.config import RolloutMeshConfig
+from tunix.rollout.engine.budget import NoRoom
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
 from tunix.trainer.config import OptimizerConfig
@@ -32,7 +34,7 @@ from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.reference import initial_reference
 from tunix.trainer.remat import chosen, held_by
 from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
-from tunix.trainer.sampler_room import room_of
+from tunix.trainer.sampler_room import room_of, shares
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
 
@@ -212,7 +214,12 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
     room = room_of(settings.sampler_memory, memory, mesh, held, references=settings.reference)
     how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
-    return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)
+    try:
+        return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)
+    except NoRoom as error:
+        assert room is not None, "where the memory is not known there is room for everything"
+        assert memory is not None
+        raise UserError(f"{error}. {shares(settings.sampler_memory, memory, room, error.need)}") from error
 
 
 def engine_of(

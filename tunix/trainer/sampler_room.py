@@ -3,6 +3,7 @@
 They exist while completions are sampled, and so beside the state of training, but not beside its activations.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -38,3 +39,21 @@ def room_of(
     held = held_by(policy, params, frozen, copies=references).weights
     held += sum(held_by(spec, own, {}, copies=0).weights for spec, own, _ in others)
     return share * memory - held - copy_bytes(policy.model) / mesh.shape["tensor"]
+
+
+def shares(share: float, memory: float, room: float, need: float) -> str:
+    """The arithmetic behind a refused share of the memory, and the smallest share that is enough.
+
+    Args:
+        share: the one that was refused.
+        memory: bytes of a device.
+        room: bytes that it leaves for keys and values, less than 0 where not even the rest has room.
+        need: bytes for them that are enough.
+    """
+    rest = share * memory - room
+    least = math.ceil(1000 * (rest + need) / memory) / 1000
+    verdict = f"the smallest that works is {least:g}" if least <= 1 else "no share of this device is enough"
+    return (
+        f"{share:g} of {memory / 1e9:.3g} GB is {share * memory / 1e9:.3g} GB, and the weights and the state of "
+        f"training take {rest / 1e9:.3g} GB: {verdict}"
+    )

@@ -6,11 +6,11 @@ import pytest
 
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN
-from tunix.errors import UserError
 from tunix.models.config import LayerKind
 from tunix.rollout.engine import budget
-from tunix.rollout.engine.budget import MOST_SLOTS, page_bytes, within
+from tunix.rollout.engine.budget import MOST_SLOTS, NoRoom, page_bytes, within
 from tunix.rollout.engine.shapes import Sizes
+from tunix.trainer.sampler_room import shares
 
 WIDE = replace(PLAIN, num_layers=4, num_kv_heads=2, head_dim=8)
 BARE = Sizes(1, 1000, 256, 16, 32, 0, 0, (None,), (), 1, "bfloat16")
@@ -52,8 +52,14 @@ def test_slots_that_are_not_given_have_room_for_their_windows(window: int):
 
 
 def test_too_little_for_one_request_is_refused_with_the_arithmetic():
-    with pytest.raises(UserError, match=r"rollout.memory: 0.0005 GB .* of 1000 tokens .* 0.000516 GB"):
+    with pytest.raises(NoRoom, match=r"rollout.memory: 0.0005 GB .* of 1000 tokens .* 0.000516 GB") as caught:
         within(BARE, WIDE, one_device(), 1, 2.0 * 61 * PAGE)
+    assert caught.value.need == 2 * 63 * PAGE
+    # Of a device of 0.01 GB, 0.2 leave 0.0005: the rest takes 0.0015, and with 0.000516 that is 0.2016.
+    said = shares(0.2, 0.01e9, 0.0005e9, caught.value.need)
+    assert "0.2 of 0.01 GB is 0.002 GB, and" in said
+    assert said.endswith("take 0.0015 GB: the smallest that works is 0.202")
+    assert shares(0.9, 0.01e9, -0.01e9, 0.0).endswith("take 0.019 GB: no share of this device is enough")
     assert within(BARE, WIDE, one_device(), 1, 2.0 * 63 * PAGE).pages == (63,)
 
 

@@ -21,6 +21,15 @@ MOST_NUMBERS = 2**31
 """Numbers of the keys of a layer's pages on a device: kernels count them in 32 bits."""
 
 
+class NoRoom(UserError):
+    """There is no room for one request."""
+
+    def __init__(self, message: str, need: float):
+        """`need` bytes for keys and values on each device would be enough."""
+        super().__init__(message)
+        self.need = need
+
+
 def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of a page (Pt) in all layers of each kind, on each device."""
     token = config.head_dim * jnp.dtype(STORED[sizes.cache]).itemsize + (SCALE_BYTES if sizes.cache == "int8" else 0)
@@ -47,7 +56,7 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
             is taken.
 
     Raises:
-        UserError: there is no room for one request.
+        NoRoom: there is no room for one request.
     """
     kinds, times = range(len(sizes.windows)), 1 if sizes.in_place else 2
     each = [times * number for number in page_bytes(config, mesh, sizes)]
@@ -69,10 +78,11 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     pages = int((room - taken) / max(sum(each[kind] for kind in whole), 1))
     if room < taken or any(pages < sizes.columns(kind) for kind in whole):
         need = taken + longest
-        raise UserError(
-            f"rollout.memory: {room / 1e9:.3g} GB are left for keys and values on each device, and one request of "
-            f"{sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
-            "rollout.slots, a larger rollout.mesh.tensor or a shorter data.max_length"
+        raise NoRoom(
+            f"rollout.memory: {max(room, 0) / 1e9:.3g} GB are left for keys and values on each device, and one request "
+            f"of {sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
+            "rollout.slots, a larger rollout.mesh.tensor or a shorter data.max_length",
+            float(need),
         )
     return replace(
         sizes, slots=slots, pages=tuple(min(most[kind], pages) if kind in whole else most[kind] for kind in kinds)
