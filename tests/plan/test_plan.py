@@ -102,7 +102,8 @@ def test_a_frozen_base_is_its_own_reference_and_gives_its_tables_to_the_sampler(
 ALGORITHMS = {
     "ppo": (
         {**SAMPLED, "algorithm": {"name": "ppo", "critic_warmup": 1, "updates": 2, "kl": 0.1}},
-        {"step": 2, "critic's step": 2, "values": 1, "reference's log-probs": 1, "decode": 16, "prefill": 2},
+        # All prompts of a step are one piece of 2048 tokens.
+        {"step": 2, "critic's step": 2, "values": 1, "reference's log-probs": 1, "decode": 16, "prefill": 1},
     ),
     "dpo": ({"algorithm": {"name": "dpo"}, "data": {"train": "rows.jsonl", "max_length": 32}}, {"step": 1}),
     "kto": ({"algorithm": {"name": "kto"}}, {"step": 1, "log-probs": 1, "reference's log-probs": 1}),
