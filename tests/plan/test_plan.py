@@ -99,6 +99,16 @@ def test_a_frozen_base_is_its_own_reference_and_gives_its_tables_to_the_sampler(
     assert made.held["sampler's copy"] == base - tables + adapter
 
 
+def test_a_share_of_the_memory_that_is_too_small_is_refused_with_one_that_works():
+    given: dict[str, Any] = {**SAMPLED, "algorithm": {"name": "grpo", "group_size": 4}}
+    with pytest.raises(UserError, match=r"rollout.memory: 0 GB are left .* 0.001 of 0.01 GB is 1e-05 GB") as caught:
+        subject_of(recipe(**given, rollout={"memory": 0.001}), jax.devices()[:1], 1e7)
+    least = float(str(caught.value).rsplit(" ", 1)[1])
+    assert subject_of(recipe(**given, rollout={"memory": least}), jax.devices()[:1], 1e7).sampled is not None
+    with pytest.raises(UserError, match=r"the smallest that works is"):
+        subject_of(recipe(**given, rollout={"memory": least - 0.002}), jax.devices()[:1], 1e7)
+
+
 ALGORITHMS = {
     "ppo": (
         {**SAMPLED, "algorithm": {"name": "ppo", "critic_warmup": 1, "updates": 2, "kl": 0.1}},

@@ -107,6 +107,8 @@ CASES = [
     ("triton", {"kind": "int8"}),
     ("triton", {"kind": "fp8", "window": 20}),
     ("triton", {"window": 20, "softcap": 3.0, "kv_heads": 1}),
+    ("triton", {"heads": 6}),
+    ("triton", {"heads": 20, "kv_heads": 1}),
     ("ragged", {"window": 20, "softcap": 3.0}),
 ]
 
@@ -116,7 +118,7 @@ def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, mon
     monkeypatch.setattr(decode_triton, "PART", 48)
     monkeypatch.setattr(decode_ragged, "ragged_paged_attention", reference)
     kind, window, softcap = case.get("kind", "float32"), case.get("window"), case.get("softcap")
-    q, k, v = sequences(4, case.get("kv_heads", 2), case.get("dim", 16))
+    q, k, v = sequences(case.get("heads", 4), case.get("kv_heads", 2), case.get("dim", 16))
     cache, table, first = in_pages(BY_NAME[name].layout, kind, k, v, window)
     view = view_of(table, first, window, side_by_side=not BY_NAME[name].in_place)
     found = of_slots(name, q, cache, view, scale=0.3, softcap=softcap)
