@@ -147,6 +147,19 @@ def test_a_kernel_reads_what_it_can(spec: DecodeSpec, name: str):
     assert reader(spec).name == name
 
 
+def test_the_triton_kernel_masks_what_fills_up_a_tile():
+    """The interpreter drops what lies outside of an array; on a GPU it would be the next head's result."""
+    cache, table, first = in_pages(BY_NAME["triton"].layout, "float32", *sequences(4, 2, 16)[1:], None)
+    view = view_of(table, first, None, side_by_side=False)
+    run = partial(decode_triton.of_slots, scale=0.3, softcap=None)
+    traced = jax.make_jaxpr(run)(jnp.zeros((len(HELD), 1, 4, 16)), cache, view)
+    (kernel,) = (one.params["jaxpr"] for one in traced.jaxpr.eqns if one.primitive.name == "pallas_call")
+    # Queries are read by one mask, and the three results written by three.
+    moves = [one for one in kernel.eqns if one.primitive.name in ("masked_load", "masked_swap", "swap")]
+    assert [one.primitive.name for one in moves] == ["masked_load"] + ["masked_swap"] * 3
+    assert all(any(x.aval.dtype == bool for x in one.invars) for one in moves)
+
+
 def test_the_line_says_who_reads_and_why_nobody_faster():
     assert described(V5P, "ragged") == "ragged"
     assert described(H100, "triton") == "triton (ragged: it needs a TPU)"
