@@ -132,17 +132,32 @@ class Client(SamplingClient, Protocol):
         sequences: List[Sequence],
         of: Literal["policy", "reference", "teacher"] = "policy",
         temperature: float = 1.0,
-    ) -> list[np.ndarray]:
-        """Log-probs in nats of each sequence's tokens, `[T]` each with 0 for the first; forward pass only."""
+        size: int | None = None,
+    ) -> List[np.ndarray]:
+        """Log-probs in nats of each sequence's tokens, `[T]` each with 0 for the first; forward pass only.
+
+        Args:
+            sequences: at least one.
+            of: the model.
+            temperature: divides the logits.
+            size: number of sequences, at least as many as are given, that the work is shaped for: calls of one size
+                compile once. None for the number that is given.
+
+        Returns:
+            The arrays, which may be on their way from the devices: who looks at one waits.
+        """
         ...
 
-    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+    def entropies(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
         """Entropies in nats of the policy's distribution at each sequence's tokens, `[T]` each with 0 for the first;
-        forward pass only."""
+        forward pass only. See `logprobs`."""
         ...
 
-    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
-        """The critic's values of each sequence, `[T]` each: at t of the state before token t; 0 for the first."""
+    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
+        """The critic's values of each sequence, `[T]` each: at t of the state before token t; 0 for the first. See
+        `logprobs`."""
         ...
 
     def publish(self) -> int:

@@ -71,16 +71,22 @@ class Fake(Client):
         return [found[i : i + n] for i in range(0, len(found), n)]
 
     def logprobs(
-        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference"] = "policy",
+        temperature: float = 1.0,
+        size: int | None = None,
     ) -> list[np.ndarray]:
         self.calls.append(f"logprobs of {of}")
         return [np.full(len(x.tokens), -1.0 if of == "policy" else -1.5, np.float32) for x in sequences]
 
-    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+    def entropies(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> list[np.ndarray]:
         self.calls.append("entropies")
         return [np.arange(len(x.tokens), dtype=np.float32) for x in sequences]
 
-    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+    def values(self, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
         self.calls.append("values")
         return [np.arange(len(x.tokens), dtype=np.float32) / 10 for x in sequences]
 
@@ -405,7 +411,11 @@ class Doubling(Fake):
     """A trainer that finds the sampler's tokens (log-prob -1) less likely where the answer is longer than a token."""
 
     def logprobs(
-        self, sequences: List[Sequence], of: Literal["policy", "reference"] = "policy", temperature: float = 1.0
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference"] = "policy",
+        temperature: float = 1.0,
+        size: int | None = None,
     ) -> list[np.ndarray]:
         self.calls.append(f"logprobs of {of}")
         found = [np.full(len(x.tokens), -1.0, np.float32) for x in sequences]

@@ -45,11 +45,11 @@ class FakeClient(Client):
         )
         return [[made() for _ in range(n)] for _ in prompts]
 
-    def logprobs(self, sequences, of="policy", temperature=1.0):
+    def logprobs(self, sequences, of="policy", temperature=1.0, size=None):
         self.calls.append(f"logprobs of {of}")
         return [-np.ones(len(one.tokens), np.float32) for one in sequences]
 
-    entropies = values = lambda self, sequences, *temperature: self.logprobs(sequences, "values")
+    entropies = values = lambda self, sequences, *temperature, size=None: self.logprobs(sequences, "values")
 
     def step(self, batch, loss, of="policy"):
         self.calls.append(f"step of {of}")

@@ -70,13 +70,13 @@ def test_the_policys_own_tokens_are_scored_as_they_were_drawn(tmp_path):
     rng = np.random.default_rng(0)
     completions = [drawn(rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()) for _ in range(TOGETHER + 6)]
     asked = [prompt("abc"[: 1 + i % 3]) for i in range(TOGETHER + 6)]
-    scores = found.scores(asked, completions, [""] * len(asked))
+    scores = found.begin(asked, completions, [""] * len(asked))()
     for i in (0, 1, TOGETHER, TOGETHER + 5):
         expected = their_score(folder, [*asked[i].tokens.tolist(), *completions[i].tokens.tolist()])
         assert scores[i] == pytest.approx(expected, abs=1e-4)
         assert expected % 1  # a fraction stays one
     compilations = Compilations()
-    assert found.scores(asked[:3], completions[:3], [""] * 3) == pytest.approx(scores[:3], abs=1e-5)
+    assert found.begin(asked[:3], completions[:3], [""] * 3)() == pytest.approx(scores[:3], abs=1e-5)
     assert compilations.since_warmup == 0
 
 
@@ -87,7 +87,7 @@ def test_another_tokenizer_reads_the_text(tmp_path):
     assert not reads_tokens(load_tokenizer(folder), LLAMA3, "reward")
     found = judged(folder)
     pair = [drawn(LLAMA3.encode("xyz"), finish) for finish in ("stop", "length")]
-    scores = found.scores([prompt("ab")] * 2, pair, ["xyz"] * 2)
+    scores = found.begin([prompt("ab")] * 2, pair, ["xyz"] * 2)()
     whole = [GEMMA.bos_id, *GEMMA.encode("ab"), *GEMMA.encode("xyz"), GEMMA.eos_id]
     assert scores[0] == pytest.approx(their_score(folder, whole), abs=1e-4)
     assert scores[1] == pytest.approx(their_score(folder, whole[:-1]), abs=1e-4)
@@ -106,15 +106,15 @@ def test_another_template_renders_the_chat(tmp_path):
     expected = their_score(folder, whole[:end])
     chat = replace(prompt("ab"), row={"messages": said[:1]})
     for asked in (chat, prompt("ab"), replace(chat, row={"messages": [said[0], {**said[1], "content": "no"}]})):
-        assert found.scores([asked], [drawn([5])], ["xyz"]) == [pytest.approx(expected, abs=1e-4)]
+        assert found.begin([asked], [drawn([5])], ["xyz"])() == [pytest.approx(expected, abs=1e-4)]
 
 
 def test_what_is_too_long_fails_and_is_no_zero(tmp_path):
     found = judged(reward_folder(tmp_path / "reward"), model_length=6)
-    scores = found.scores([prompt("abc")] * 2, [drawn([9, 1]), drawn([9, 9, 1])], ["", ""])
+    scores = found.begin([prompt("abc")] * 2, [drawn([9, 1]), drawn([9, 9, 1])], ["", ""])()
     assert isinstance(scores[0], float)
     assert scores[1] == Failure("model reads 6 tokens (reward.model_length), and these are 7")
-    assert found.scores([prompt("abc")], [drawn([9] * 9)], [""]) == [
+    assert found.begin([prompt("abc")], [drawn([9] * 9)], [""])() == [
         Failure("model reads 6 tokens (reward.model_length), and these are 13")
     ]
     with pytest.raises(Exception, match=r"reward\.model_length: 65 is more than the 64 tokens"):

@@ -14,6 +14,7 @@ import numpy as np
 from tunix.algorithms.loss import CURRENT
 from tunix.algorithms.masks import mismatch
 from tunix.errors import UserError
+from tunix.rollout.parts import sequence_of
 from tunix.rollout.types import Scored
 from tunix.types import Sequence
 
@@ -34,12 +35,16 @@ def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
     current = {}
     if episode.version is not None:
         current = {CURRENT: np.concatenate([before, completion.versions == episode.version])}
-    return Sequence(
-        tokens=np.concatenate([prompt, completion.tokens]).astype(np.int32),
-        loss_mask=np.concatenate([before.astype(bool), completion.drawn]),
+    return replace(
+        sequence_of(episode.prompt, completion),
         weight=0.0 if failed or left_out else 1.0,
         per_token={"old_logprobs": np.concatenate([before, completion.logprobs]), **current},
     )
+
+
+def measured(groups: Groups, name: str) -> list[list[np.ndarray]]:
+    """`[P][G]` an array of each episode that was computed while others were sampled, e.g. its `old_logprobs`."""
+    return [[episode.measured[name] for episode in group] for group in groups]
 
 
 def spread(sequence: Sequence, value: float) -> np.ndarray:

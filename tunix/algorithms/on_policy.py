@@ -10,8 +10,9 @@ Axes: P prompts, G group, T time.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from tunix.algorithms.episodes import (
     flat,
     grouped,
     lengths_of,
+    measured,
     old_policy_logprobs,
     renamed,
     require_numbers,
@@ -39,7 +41,8 @@ from tunix.algorithms.masks import most_uncertain
 from tunix.algorithms.rollout_metrics import merged, notes, report, rows
 from tunix.config import RowKind
 from tunix.errors import Doubtful
-from tunix.protocols import Client, SamplingClient
+from tunix.protocols import Client
+from tunix.rollout.parts import Measure, sequence_of
 from tunix.rollout.types import Rollouts
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 
@@ -82,9 +85,41 @@ class OnPolicy(Algorithm):
         data.version = client.publish()
         return Experience(self.gather(client, data), data)
 
-    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
+    def gather(self, client: Client, data: Rollouts) -> Groups:
         """Samples one group of episodes for each prompt."""
-        return data.collect(client, data.prompts, self.config.samples_per_prompt)
+        return data.collect(client, data.prompts, self.config.samples_per_prompt, self.measuring(client))
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What the loss reads of single completions, whatever their rewards, such as `old_logprobs`."""
+        return ()
+
+    def measuring(self, client: Client) -> Measure | None:
+        """`measure`, to be called while others are sampled; None where nothing is measured until rewards are
+        known."""
+        return partial(self.measure, client) if self.measures else None
+
+    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+        """Begins to compute what `measures` names: an array for each sequence.
+
+        Args:
+            client: computes log-probs, entropies and values with the weights that were sampled from.
+            sequences: prompts with their completions.
+            size: number of sequences that programs are shaped for.
+        """
+        assert not self.measures, f"{type(self).__name__} names {self.measures}, but has no `measure`"
+        return {}
+
+    def all_measured(self, client: Client, experience: Experience) -> Groups:
+        """The episodes, with what was not measured while others were sampled."""
+        groups, size = experience.groups, experience.data.size * self.config.samples_per_prompt
+        left = [x for x in flat(groups) if not x.measured] if self.measures else []
+        if not left:
+            return groups
+        with experience.data.clock.part("logprobs"):
+            found = self.measure(client, [sequence_of(x.prompt, x.completion) for x in left], size)
+            own = iter([{name: arrays[i] for name, arrays in found.items()} for i in range(len(left))])
+        return [[x if x.measured else replace(x, measured=next(own)) for x in group] for group in groups]
 
     def learn(self, client: Client, experience: Experience) -> Update:
         """Makes the updates on an experience.
@@ -160,7 +195,7 @@ class PolicyGradient(OnPolicy):
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
         """The sequences with the arrays that the loss reads: advantages, and whatever else it needs."""
 
-    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
+    def gather(self, client: Client, data: Rollouts) -> Groups:
         """Samples one group of episodes for each prompt.
 
         Raises:
@@ -172,9 +207,9 @@ class PolicyGradient(OnPolicy):
 
     def prepare(self, client: Client, experience: Experience) -> Prepared:
         """One batch for each update, from the parts of the completions with their advantages."""
-        groups, data = experience.groups, experience.data
+        groups, data = self.all_measured(client, experience), experience.data
         signal = self.signal(self.scores(groups, data.weights))
-        sequences = self.credit(client, groups, self.sequences(client, groups), data)
+        sequences = self.credit(client, groups, self.sequences(groups), data)
         require_numbers(groups, sequences)
         numbers = report(groups, data.weights, signal)
         if (limit := self.config.mismatch_limit) is not None:
@@ -182,7 +217,30 @@ class PolicyGradient(OnPolicy):
         batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
         return Prepared(batches, numbers, rows(groups, sequences, data.shown), notes(groups, data.weights, signal))
 
-    def sequences(self, client: Client, groups: Groups) -> Credited:
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Log-probs of the policy and of the reference, and entropies, as far as the config needs them."""
+        config = self.config
+        # For a single update the loss uses its current log-probs, which are the same.
+        several = config.updates * config.epochs > 1 or config.mismatch_limit is not None
+        wanted = {
+            "old_logprobs": config.old_logprobs == "recompute" and several,
+            "entropies": config.high_entropy is not None,
+            REFERENCE: self.reference_before_update,
+        }
+        return tuple(name for name, needed in wanted.items() if needed)
+
+    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+        """Log-probs and entropies, at the sampling temperature."""
+        at = {"temperature": self.sampling.temperature, "size": size}
+        how = {
+            "old_logprobs": partial(client.logprobs, of="policy", **at),
+            "entropies": partial(client.entropies, **at),
+            REFERENCE: partial(client.logprobs, of="reference", **at),
+        }
+        return {name: compute(sequences) for name, compute in how.items() if name in self.measures}
+
+    def sequences(self, groups: Groups) -> Credited:
         """All episodes as sequences: tokens, masks and log-probs; a failed one has weight 0."""
         config = self.config
         sequences = [
@@ -191,15 +249,13 @@ class PolicyGradient(OnPolicy):
         ]
         if config.old_logprobs == "recompute":
             sequences = renamed(sequences, "old_logprobs", "sampler_logprobs")
-            # For a single update the loss uses its current log-probs, which are the same.
-            if config.updates * config.epochs > 1 or config.mismatch_limit is not None:
-                sequences = self._with_logprobs(client, sequences, "old_logprobs", "policy")
+        for name in ("old_logprobs", REFERENCE):
+            if name in self.measures:
+                sequences = with_tokens(sequences, name, measured(groups, name))
         if config.mismatch_limit is not None:
             sequences = without_mismatch(sequences, config.mismatch_limit)
         if config.high_entropy is not None:
-            sequences = self._with_high_entropy(client, sequences, config.high_entropy)
-        if self.reference_before_update:
-            sequences = self._with_logprobs(client, sequences, REFERENCE, "reference")
+            sequences = self._with_high_entropy(sequences, flat(measured(groups, "entropies")), config.high_entropy)
         return sequences
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
@@ -232,17 +288,9 @@ class PolicyGradient(OnPolicy):
         factor = config.kl if coefficient is None else coefficient
         return kl_rewards(policy, reference, sequence.loss_mask, factor, config.kl_estimator or "k1", kl_clamp(config))
 
-    def _with_logprobs(
-        self, client: Client, sequences: Credited, name: str, of: Literal["policy", "reference"]
-    ) -> Credited:
-        """The sequences with log-probs of the policy or the reference, at the sampling temperature."""
-        logprobs = client.logprobs(flat(sequences), of, self.sampling.temperature)
-        return with_tokens(sequences, name, grouped(logprobs, sequences))
-
-    def _with_high_entropy(self, client: Client, sequences: Credited, share: float) -> Credited:
+    def _with_high_entropy(self, sequences: Credited, entropies: List[np.ndarray], share: float) -> Credited:
         """The sequences with a mask, 1 or 0, of the step's tokens with the highest entropy (`masks.most_uncertain`)."""
         listed = flat(sequences)
-        entropies = client.entropies(listed, self.sampling.temperature)
         masks = most_uncertain(entropies, [x.loss_mask & (x.weight > 0) for x in listed], share)
         return with_tokens(sequences, "high_entropy", grouped([x.astype(np.float32) for x in masks], sequences))
 

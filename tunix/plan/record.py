@@ -27,7 +27,8 @@ from tunix.plan import programs
 from tunix.plan.programs import BatchShape
 from tunix.plan.subject import Frozen, Subject, Trained
 from tunix.protocols import Saving
-from tunix.rollout.collect import Collector, Judge
+from tunix.rollout.collect import Collector
+from tunix.rollout.parts import Judge
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs
 from tunix.run.loop import Stream
@@ -131,21 +132,24 @@ class Recorder:
         sequences: List[Sequence],
         of: Literal["policy", "reference", "teacher"] = "policy",
         temperature: float = 1.0,
-    ) -> list[np.ndarray]:
+        size: int | None = None,
+    ) -> List[np.ndarray]:
         """Records the scoring of sequences; their log-probs are zeros."""
         if of == "policy":
-            return self._score("log-probs", self.subject.policy, sequences, "logprobs", temperature)
+            return self._score("log-probs", self.subject.policy, sequences, "logprobs", temperature, size)
         frozen = self.subject.reference if of == "reference" else self.subject.teacher
         assert frozen is not None, f"the algorithm reads a {of}: it has one"
-        return self._score(f"{of}'s log-probs", frozen, sequences, "logprobs", temperature)
+        return self._score(f"{of}'s log-probs", frozen, sequences, "logprobs", temperature, size)
 
-    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+    def entropies(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
         """Records the scoring of sequences; their entropies are zeros."""
-        return self._score("entropies", self.subject.policy, sequences, "entropies", temperature)
+        return self._score("entropies", self.subject.policy, sequences, "entropies", temperature, size)
 
-    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """Records the scoring of sequences; their values are zeros."""
-        return self._score("values", self.subject.critic or self.subject.policy, sequences, "values")
+        return self._score("values", self.subject.critic or self.subject.policy, sequences, "values", size=size)
 
     def sample(
         self,
@@ -212,13 +216,14 @@ class Recorder:
         sequences: List[Sequence],
         kind: programs.Scores,
         temperature: float = 1.0,
-    ) -> list[np.ndarray]:
+        size: int | None = None,
+    ) -> List[np.ndarray]:
         """Records a forward pass over sequences; the result is zeros."""
         place, params = (of.spec, of.all) if isinstance(of, Trained) else (of, of.params)
         model, microbatcher = place.model, place.microbatcher
         scorer = Scorer(model, microbatcher, self.subject.policy.spec.length)
         plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
-        batch = pack(plain, len(plain), scorer.length, packing=True)
+        batch = pack(plain, size or len(plain), scorer.length, packing=True)
         shape = BatchShape.of(batch, microbatcher)
         reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
         mine = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
@@ -276,7 +281,7 @@ def _stream(subject: Subject, recorder: Recorder) -> Stream:
         train="plan", format="tokens", completion_length=data.completion_length, packing=data.packing, **sizes
     )
     rows = Rows("plan", [_row(data, vocab)] * recipe.batch_size)
-    judge = Judge("plan", 1.0, lambda prompts, completions, texts: recorder.rewards(len(completions)))
+    judge = Judge("plan", 1.0, 64, lambda prompts, completions, texts: partial(recorder.rewards, len(completions)))
     return open_stream(
         recipe.model_copy(update={"data": given, "epochs": None}),
         Inputs(Source(spec.model.config, None), rows, None),

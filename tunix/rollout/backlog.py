@@ -104,12 +104,13 @@ class Race:
         self.groups = groups
         self.taken: list[int] = []
         """The numbers of the groups that were taken, in that order."""
-        self._wanted, self._n = min(wanted, len(groups)), len(groups[0])
+        self.wanted, self._n = min(wanted, len(groups)), len(groups[0])
+        """Groups that are taken."""
 
     @property
     def over(self) -> bool:
         """Whether there are enough groups."""
-        return len(self.taken) == self._wanted
+        return len(self.taken) == self.wanted
 
     @property
     def missing(self) -> list[int]:

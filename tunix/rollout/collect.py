@@ -10,8 +10,7 @@ Axes: P prompts, G group, T time.
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +29,8 @@ from tunix.rollout.backlog import Backlog, Pending, Race
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
-from tunix.rollout.rewards.base import Failure, Score
+from tunix.rollout.parts import Judge, Measure, Measuring
+from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import ENVIRONMENT, Clock, Scored
 from tunix.types import Batch, Completion, Sampling, Sequence
@@ -73,18 +73,6 @@ class Player:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A reward that reads tokens and runs in this process, such as a reward model."""
-
-    name: str
-    """Name in metrics and messages, e.g. `model`."""
-    weight: float
-    """Factor of its scores in the weighted sum."""
-    scores: Callable[[List[Prompt], List[Completion], List[str]], list[Score]]
-    """(prompts, completions, their texts) -> for each completion its score, or the reason why it has none."""
-
-
-@dataclass(frozen=True)
 class Collector:
     """Samples and scores the episodes of prompts; one for all steps of a run."""
 
@@ -108,13 +96,20 @@ class Collector:
         return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
     def collect(
-        self, sampler: SamplingClient, prompts: List[Prompt], n: int, seed: int, clock: Clock | None = None
+        self,
+        sampler: SamplingClient,
+        prompts: List[Prompt],
+        n: int,
+        seed: int,
+        clock: Clock | None = None,
+        measuring: Measuring | None = None,
     ) -> list[list[Scored]]:
         """Samples and scores `n` episodes of each prompt.
 
         Args:
             seed: for the sampler and the environments.
-            clock: receives the seconds of sampling (`rollout`) and of scoring (`reward`).
+            clock: receives the seconds of sampling (`rollout`), of scoring (`reward`) and of measuring (`logprobs`).
+            measuring: what is computed of each for the loss; None for nothing.
         """
         clock = Clock() if clock is None else clock
         owners = [prompt for prompt in prompts for _ in range(n)]
@@ -124,7 +119,7 @@ class Collector:
             if played is not None:
                 starts, each, reply = [episode.prompt for episode in played.episodes], 1, played.reply
                 owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
-            arrivals = Arrivals(self.tokenizer, self.scorer, owners)
+            arrivals = Arrivals(self.tokenizer, self.scorer, owners, None, self.judge, measuring)
 
             def arrive(number: int, completion: Completion) -> bool:
                 arrivals.add(number, completion)
@@ -139,7 +134,14 @@ class Collector:
         return [episodes[i : i + n] for i in range(0, len(episodes), n)]
 
     def first(
-        self, sampler: SamplingClient, prompts: List[Pending], n: int, wanted: int, seed: int, clock: Clock
+        self,
+        sampler: SamplingClient,
+        prompts: List[Pending],
+        n: int,
+        wanted: int,
+        seed: int,
+        clock: Clock,
+        measuring: Measuring | None = None,
     ) -> tuple[list[list[Scored]], list[Pending]]:
         """Samples until `wanted` groups are complete, and scores these.
 
@@ -150,6 +152,7 @@ class Collector:
             wanted: the groups that are complete first, at most all.
             seed: the run's.
             clock: as in `collect`.
+            measuring: as in `collect`.
 
         Returns:
             The groups, in the order of the prompts; and the other prompts, with what has been sampled for them.
@@ -157,17 +160,17 @@ class Collector:
         owners = [prompt for prompt in prompts for _ in range(n)]
         with clock.part("rollout"):
             race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted)
-            arrivals = Arrivals(self.tokenizer, self.scorer, owners)
+            arrivals = Arrivals(self.tokenizer, self.scorer, owners, race.wanted * n, self.judge, measuring)
             begun = [request for prompt in prompts for request in prompt.requests(n, seed)]
-            asked = race.missing
+            asked, places = race.missing, itertools.count()
 
             def arrive(number: int, completion: Completion) -> bool:
                 for own in race.add(asked[number], completion):
-                    arrivals.add(*own)
+                    arrivals.add(*own, place=next(places))
                 return race.over
 
             for own in race.start():
-                arrivals.add(*own)
+                arrivals.add(*own, place=next(places))
             given = [owners[i].tokens for i in asked], 1, self.sampling, seed, None, arrive, [begun[i] for i in asked]
             found = [] if race.over else sampler.sample(*given)
             arrivals.close()
@@ -186,10 +189,7 @@ class Collector:
         completions, texts = arrivals.completions, arrivals.texts
         with clock.part("reward"):
             scores: dict[str, List[Any]] = dict(arrivals.scores(clock))
-            if self.judge is not None:
-                began = time.monotonic()
-                scores[self.judge.name] = self.judge.scores(owners, completions, texts)
-                clock.count(rewards=time.monotonic() - began)
+        measured = arrivals.measured(clock)
         turns: list[tuple[float, ...]] = [()] * len(owners)
         if played is not None:
             played.finish(completions)
@@ -197,7 +197,9 @@ class Collector:
                 scores[ENVIRONMENT] = played.scores
             turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
         return [
-            _episode(owner, completion, text, {name: column[i] for name, column in scores.items()}, turns[i])
+            _episode(
+                owner, completion, text, {name: column[i] for name, column in scores.items()}, turns[i], measured[i]
+            )
             for i, (owner, completion, text) in enumerate(zip(owners, completions, texts, strict=True))
         ]
 
@@ -240,6 +242,8 @@ class RolloutStep:
     """Completions of one prompt that share a row and, in it, the prompt's tokens."""
     multiple: int = 1
     """The number of packed rows is one of it; see `pack`."""
+    measured_together: int = 64
+    """Completions of which log-probs and values are computed at a time, while others are sampled."""
     shown: int = 1
     """Groups that are written to `samples.jsonl`."""
     clock: Clock = field(default_factory=Clock)
@@ -266,14 +270,17 @@ class RolloutStep:
         """Takes `number` further prompts; fewer where the data is exhausted."""
         return list((self.backlog or self.stream).take(number))
 
-    def collect(self, client: SamplingClient, prompts: List[Prompt], n: int) -> list[list[Scored]]:
+    def collect(
+        self, client: SamplingClient, prompts: List[Prompt], n: int, measure: Measure | None = None
+    ) -> list[list[Scored]]:
         """`n` scored episodes of each prompt, or of those that are complete first; see `Collector`."""
+        measuring = measure and Measuring(measure, min(self.measured_together, self.size * n))
         if self.backlog is None:
-            return self.collector.collect(client, prompts, n, self.next_seed(), self.clock)
+            return self.collector.collect(client, prompts, n, self.next_seed(), self.clock, measuring)
         given = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(given) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
         asked = [*given, *self.backlog.take(self.spare)]
-        groups, left = self.collector.first(client, asked, n, len(given), self.seed, self.clock)
+        groups, left = self.collector.first(client, asked, n, len(given), self.seed, self.clock, measuring)
         self.backlog.put_back(left)
         return [[replace(episode, version=self.version) for episode in group] for group in groups]
 
@@ -331,8 +338,13 @@ class RolloutStream:
 
 
 def _episode(
-    prompt: Prompt, completion: Completion, text: str, scores: Mapping[str, Any], turns: tuple[float, ...]
+    prompt: Prompt,
+    completion: Completion,
+    text: str,
+    scores: Mapping[str, Any],
+    turns: tuple[float, ...],
+    measured: Mapping[str, np.ndarray],
 ) -> Scored:
     failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
     rewards = {name: math.nan if name in failures else float(score) for name, score in scores.items()}
-    return Scored(prompt, completion, text, rewards, failures, turns)
+    return Scored(prompt, completion, text, rewards, failures, turns, measured=measured)

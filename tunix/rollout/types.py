@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from tunix.data.types import Prompt
 from tunix.protocols import Metered, SamplingClient
+from tunix.rollout.parts import Measure
 from tunix.types import Batch, Completion, Sequence
 
 ENVIRONMENT = "environment"
@@ -36,6 +39,9 @@ class Scored:
     version: int | None = None
     """The version of the weights that its step was sampled from, e.g. 3, where some of its tokens may be of earlier
     ones; None where none can be."""
+    measured: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """`[T]` arrays for the loss that were computed while others were sampled, by name, prompt included, e.g.
+    `{"reference_logprobs": ...}`."""
 
     @property
     def truncated(self) -> bool:
@@ -109,8 +115,12 @@ class Rollouts(Protocol):
         """Reads `number` further prompts; fewer where the data is exhausted."""
         ...
 
-    def collect(self, client: SamplingClient, prompts: List[Prompt], n: int) -> list[list[Scored]]:
+    def collect(
+        self, client: SamplingClient, prompts: List[Prompt], n: int, measure: Measure | None = None
+    ) -> list[list[Scored]]:
         """Samples and scores `n` episodes of each prompt: `[P][G]`.
+
+        What the loss reads of single completions may be computed meanwhile, by `measure`: see `Scored.measured`.
 
         Where the run oversamples, further prompts are begun with these, and as many groups as prompts were given come
         back, those that are complete first; the others are among the prompts of the next call or step.

@@ -7,6 +7,7 @@ the state after the last token; a completion that is too long for the model has 
 Axes: T time.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained
 from tunix.models.model import Params
-from tunix.rollout.collect import Judge
+from tunix.rollout.parts import Judge
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.logprobs import Scorer
@@ -48,8 +49,10 @@ class RewardModel:
     rendering: Rendering
     """How texts are rendered, if they are."""
 
-    def scores(self, prompts: List[Prompt], completions: List[Completion], texts: List[str]) -> list[Score]:
-        """The score of each completion, or the reason why it has none.
+    def begin(
+        self, prompts: List[Prompt], completions: List[Completion], texts: List[str]
+    ) -> Callable[[], list[Score]]:
+        """Begins to score completions; what it returns waits for each score, or has the reason why there is none.
 
         Args:
             prompts: the prompt of each completion.
@@ -57,18 +60,15 @@ class RewardModel:
             texts: the completions' texts, without special tokens.
         """
         inputs = [self._input(*each) for each in zip(prompts, completions, texts, strict=True)]
-        readable = [tokens for tokens in inputs if not isinstance(tokens, Failure)]
-        scores = iter(self.of_tokens(readable))
-        return [tokens if isinstance(tokens, Failure) else next(scores) for tokens in inputs]
+        readable = [with_spare(tokens) for tokens in inputs if not isinstance(tokens, Failure)]
+        parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
+        begun = [self.scorer.values(self.params, part, TOGETHER) for part in parts]
 
-    def of_tokens(self, sequences: List[np.ndarray]) -> list[float]:
-        """The score of each `[T]` sequence of ids, none longer than `limit`."""
-        parts = [sequences[i : i + TOGETHER] for i in range(0, len(sequences), TOGETHER)]
-        return [
-            float(values[-1])
-            for part in parts
-            for values in self.scorer.values(self.params, [with_spare(tokens) for tokens in part], TOGETHER)
-        ]
+        def ended() -> list[Score]:
+            scores = (float(values[-1]) for part in begun for values in part)
+            return [tokens if isinstance(tokens, Failure) else next(scores) for tokens in inputs]
+
+        return ended
 
     def _input(self, prompt: Prompt, completion: Completion, text: str) -> np.ndarray | Failure:
         """The tokens to score, or the reason why there are none."""
@@ -128,7 +128,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
     rendering = Rendering("prompt_completion", chat=data.chat, system=data.system, template_kwargs=data.template_kwargs)
     tokenizer = None if same_tokens else source.tokenizer
     scored_by = RewardModel(Scorer(model, microbatcher, length), params, limit, tokenizer, rendering)
-    return Judge("model", config.model_weight, scored_by.scores)
+    return Judge("model", config.model_weight, TOGETHER, scored_by.begin)
 
 
 def reads_tokens(judge: Tokenizer | None, policy: Tokenizer | None, name: str) -> bool:

@@ -22,6 +22,9 @@ from tunix.run.samples import Samples, prompts_of, readable_tokens
 from tunix.trainer.progress import Display
 from tunix.types import Sampling, Workload
 
+MEASURED = 4
+"""Micro-batches that the completions fill, at full length, whose log-probs are computed at a time while others are
+sampled: of fewer, a larger share would be padding in the last one."""
 MISMATCH: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 1.0}
 """Default `rollout.mismatch_tolerance`: the largest difference of trainer and sampler that rounding explains. For
 bfloat16, five times the largest measured one (4.6e-2, Gemma 2 of four layers), since trained models are sharper than
@@ -61,6 +64,7 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
             together=together,
             multiple=microbatcher.multiple,
             tolerance=tolerance,
+            measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
             shown=recipe.rollout.samples,
         )
     )

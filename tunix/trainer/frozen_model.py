@@ -27,9 +27,11 @@ class FrozenModel:
     length: int
     """T, the maximum tokens of a sequence, e.g. 2048."""
 
-    def logprobs(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens, 0 for the first."""
-        return self._scorer.logprobs(self.params, sequences, temperature=temperature)
+    def logprobs(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
+        return self._scorer.logprobs(self.params, sequences, size, temperature)
 
     @cached_property
     def _scorer(self) -> Scorer:

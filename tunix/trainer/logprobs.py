@@ -1,5 +1,7 @@
 """Log-probs, entropies and values of given sequences: packed, computed in micro-batches, and unpacked again.
 
+Nothing waits for the devices: the arrays are read when the first of them is looked at.
+
 Axes: B rows, T time, S sequences, M micro-batches, R rows of a micro-batch.
 """
 
@@ -7,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import overload
 
 import jax
 import numpy as np
@@ -22,6 +25,37 @@ from tunix.util.exact import jit
 from tunix.util.loops import loop
 
 
+class OnTheWay(List[np.ndarray]):
+    """Arrays of sequences, `[T]` each, on their way from the devices: waited for when one is looked at."""
+
+    def __init__(self, stacked: Float[Array, "M R T"], batch: Batch, number: int):
+        """Starts to copy them.
+
+        Args:
+            stacked: of the rows of the batch, in micro-batches.
+            batch: the packed sequences.
+            number: how many there are.
+        """
+        self._stacked, self._batch, self._number = stacked, batch, number
+        stacked.copy_to_host_async()
+
+    def __len__(self) -> int:
+        return self._number
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        return self._arrived[index]
+
+    @cached_property
+    def _arrived(self) -> list[np.ndarray]:
+        values = np.asarray(self._stacked)
+        rows = values.reshape(-1, values.shape[-1])[: self._batch.tokens.shape[0]]
+        return unpack(rows, self._batch, self._number)
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Computes per-token log-probs, entropies and values of sequences with one model."""
@@ -33,7 +67,7 @@ class Scorer:
 
     def logprobs(
         self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> list[np.ndarray]:
+    ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens given the tokens before, 0 for the first.
 
         Args:
@@ -46,7 +80,7 @@ class Scorer:
 
     def entropies(
         self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> list[np.ndarray]:
+    ) -> List[np.ndarray]:
         """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first.
 
         Args:
@@ -57,7 +91,7 @@ class Scorer:
         """
         return self._scored(partial(self._logprobs, temperature=temperature, entropy=True), params, sequences, size)
 
-    def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> list[np.ndarray]:
+    def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of states: at t, of the state before token t, 0 for the first. Requires a value head.
 
         Args:
@@ -69,11 +103,10 @@ class Scorer:
 
     def _scored(
         self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None
-    ) -> list[np.ndarray]:
+    ) -> List[np.ndarray]:
         batch = pack(sequences, size or len(sequences), self.length, packing=True, multiple=self.microbatcher.multiple)
         with jax.set_mesh(self.microbatcher.mesh):
-            values = np.asarray(compiled(params, self.microbatcher.place(batch)))
-        return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, len(sequences))
+            return OnTheWay(compiled(params, self.microbatcher.place(batch)), batch, len(sequences))
 
     def compute_logprobs(
         self, params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False

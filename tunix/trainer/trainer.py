@@ -104,29 +104,32 @@ class Trainer:
         sequences: List[Sequence],
         of: Literal["policy", "reference", "teacher"] = "policy",
         temperature: float = 1.0,
-    ) -> list[np.ndarray]:
+        size: int | None = None,
+    ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first.
 
         Raises:
             ValueError: `of` names a reference or a teacher, and there is none.
         """
         if of == "teacher":
-            return required("teacher", self.learner.teacher).logprobs(sequences, temperature)
+            return required("teacher", self.learner.teacher).logprobs(sequences, temperature, size)
         if of == "reference":
-            return required("reference", self.learner.reference).logprobs(sequences, temperature)
-        return self.learner.logprobs(sequences, temperature)
+            return required("reference", self.learner.reference).logprobs(sequences, temperature, size)
+        return self.learner.logprobs(sequences, temperature, size)
 
-    def entropies(self, sequences: List[Sequence], temperature: float = 1.0) -> list[np.ndarray]:
+    def entropies(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
         """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self.learner.entropies(sequences, temperature)
+        return self.learner.entropies(sequences, temperature, size)
 
-    def values(self, sequences: List[Sequence]) -> list[np.ndarray]:
+    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
 
         Raises:
             ValueError: there is no critic and no value head.
         """
-        return (self.critic or self.learner).values(sequences)
+        return (self.critic or self.learner).values(sequences, size)
 
     def sample(
         self,

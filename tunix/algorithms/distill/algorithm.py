@@ -3,20 +3,23 @@
 Axes: T time.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence as List
 from typing import Any
 
 import numpy as np
 
 from tunix.algorithms.distill.config import DistillConfig
 from tunix.algorithms.distill.loss import distill_loss, sampled_loss
-from tunix.algorithms.episodes import Groups, as_sequence, flat
+from tunix.algorithms.episodes import Groups, as_sequence, flat, measured, with_tokens
 from tunix.algorithms.loss import compared_with_sampler
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
 from tunix.algorithms.rollout_metrics import row, sampling_report
 from tunix.config import RowKind
 from tunix.protocols import Client
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, Sequence
+
+TEACHER = "teacher_logprobs"
+"""Name of the teacher's log-probs among the arrays of a sequence."""
 
 
 class Distill(OnPolicy):
@@ -78,23 +81,21 @@ class Distill(OnPolicy):
     def prepare(self, client: Client, experience: Experience) -> Prepared:
         """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their
         tokens."""
-        groups, data = experience.groups, experience.data
+        groups, data = self.all_measured(client, experience), experience.data
         sequences = [as_sequence(episode) for episode in flat(groups)]
-        if self.divergence is None:
-            with data.clock.part("teacher"):
-                sequences = self._with_teacher(client, sequences)
+        for name in self.measures:
+            (sequences,) = with_tokens([sequences], name, [flat(measured(groups, name))])
         batch = data.packed(sequences, self.config.sequences_per_update(data.size))
         return Prepared([batch], sampling_report(groups), shown(groups[: data.shown]))
 
-    def _with_teacher(self, client: Client, sequences: list[Sequence]) -> list[Sequence]:
-        """The sequences with the teacher's log-probs, at the sampling temperature."""
-        logprobs = client.logprobs(sequences, "teacher", self.temperature)
-        return [with_teacher_logprobs(x, values) for x, values in zip(sequences, logprobs, strict=True)]
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The teacher's log-probs, where no divergence is computed."""
+        return (TEACHER,) if self.config.on_policy and self.divergence is None else ()
 
-
-def with_teacher_logprobs(sequence: Sequence, logprobs: np.ndarray) -> Sequence:
-    """The sequence with the teacher's log-probs `[T]`."""
-    return replace(sequence, per_token={**sequence.per_token, "teacher_logprobs": logprobs})
+    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+        """The teacher's log-probs, at the sampling temperature."""
+        return {TEACHER: client.logprobs(sequences, "teacher", self.temperature, size)}
 
 
 def shown(groups: Groups) -> tuple[dict[str, Any], ...]:

@@ -3,6 +3,7 @@
 Axes: T time.
 """
 
+from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -88,11 +89,21 @@ class PPO(PolicyGradient):
             return critic
         return {**client.step(batch, self.objective), **critic}
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The critic's values too."""
+        return (*super().measures, "values")
+
+    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+        """As for every policy gradient, and the values of all states, `[T + 1]` with that after the last token."""
+        values = client.values([longer(sequence) for sequence in sequences], size)
+        return {**super().measure(client, sequences, size), "values": values}
+
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
         """The sequences with generalised advantages, returns and values of every sampled token."""
         episodes, listed = flat(groups), flat(sequences)
         penalties = self.penalties(groups).ravel()
-        values, after = values_of(client, episodes, listed)
+        values, after = values_of(episodes)
         rewards = [
             token_rewards(episode, data.weights, penalty) + self.kl_rewards(sequence, self._kl)
             for episode, sequence, penalty in zip(episodes, listed, penalties, strict=True)
@@ -151,21 +162,15 @@ class PPO(PolicyGradient):
             self._measured["kl/completion"] = float(np.mean(drift))
 
 
-def values_of(
-    client: Client, episodes: list[Scored], sequences: list[Sequence]
-) -> tuple[list[np.ndarray], list[float]]:
+def longer(sequence: Sequence) -> Sequence:
+    """The sequence with one token more: the value at t is of the state before token t, and any token can follow the
+    last."""
+    return Sequence(np.append(sequence.tokens, np.int32(0)), np.append(sequence.loss_mask, True))
+
+
+def values_of(episodes: list[Scored]) -> tuple[list[np.ndarray], list[float]]:
     """The critic's values `[T]` of each sequence, and of the state after it where it was cut short, else 0."""
-
-    def longer(sequence: Sequence) -> Sequence:
-        # The value at t is of the state before token t: any token can follow the last.
-        return replace(
-            sequence,
-            tokens=np.append(sequence.tokens, np.int32(0)),
-            loss_mask=np.append(sequence.loss_mask, True),
-            per_token={},
-        )
-
-    values = client.values([longer(sequence) for sequence in sequences])
+    values = [episode.measured["values"] for episode in episodes]
     after = [float(v[-1]) if cut_short(episode) else 0.0 for v, episode in zip(values, episodes, strict=True)]
     return [v[:-1] for v in values], after
 

@@ -1,0 +1,144 @@
+"""Log-probs, values and a reward model's scores are computed in parts, while other completions are still sampled."""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainers import trainer
+from tunix.algorithms.grpo.algorithm import GRPO
+from tunix.algorithms.on_policy import PolicyGradient
+from tunix.algorithms.ppo.algorithm import PPO
+from tunix.data.config import DataConfig
+from tunix.data.pipeline import Prompts
+from tunix.data.sources import open_rows
+from tunix.rollout.backlog import Backlog
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.parts import Judge, Parts
+from tunix.rollout.rewards.base import Reward
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.trainer.trainer import Trainer
+from tunix.types import Batch, Completion, Sampling, Sequence
+
+PROMPTS, GROUP, LONGEST = 3, 4, 12
+SAMPLING = Sampling(max_tokens=LONGEST, stop_ids=(5, 17, 29, 41))
+
+
+def test_a_part_begins_when_all_of_it_have_ended():
+    """Seven places in parts of three: whatever ends when, a part has the same places."""
+    parts = Parts(7, 3, list)
+    begun = []
+    for place in (6, 4, 0, 3, 1, 5, 2):
+        parts.add(place)
+        begun.append(list(parts.found.values()))
+    assert begun[0] == begun[1] == [[6]]
+    assert begun[5] == [[6], [3, 4, 5]]
+    assert begun[6] == [[6], [3, 4, 5], [0, 1, 2]]
+
+
+class Noted(Trainer):
+    """Notes what it is asked for, and how many completions had ended then."""
+
+    def __init__(self, client: Trainer):
+        super().__init__(client.learner, client.sampler, client.exporter, client.critic)
+        self.ended, self.calls = 0, []
+
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None):
+        def counted(number: int, completion: Completion) -> bool:
+            self.ended += 1
+            return on_done(number, completion)
+
+        return super().sample(prompts, n, sampling, seed, reply, counted, begun)
+
+    def logprobs(self, sequences, of="policy", temperature=1.0, size=None):
+        self.calls.append((of, len(sequences), size, self.ended))
+        return super().logprobs(sequences, of, temperature, size)
+
+    def values(self, sequences: list[Sequence], size: int | None = None):
+        self.calls.append(("values", len(sequences), size, self.ended))
+        return super().values(sequences, size)
+
+
+def ppo() -> PolicyGradient:
+    settings = {"kl": 0.1, "kl_in": "reward", "critic": "shared", "old_logprobs": "recompute", "epochs": 2}
+    return PPO(PPO.Config(**settings), SAMPLING)
+
+
+def grpo() -> PolicyGradient:
+    return GRPO(GRPO.Config(group_size=GROUP, kl=0.1, epochs=2, old_logprobs="recompute"), SAMPLING)
+
+
+def stream(together: int, spare: int = 0) -> RolloutStream:
+    rows = open_rows([{"prompt_ids": [1, 2, number]} for number in range(3, 20)])
+    prompts = Prompts(rows, None, DataConfig(train="rows", max_length=24, completion_length=LONGEST), seed=5, epochs=1)
+    scorer = Scorer([Reward("sum", lambda completion, completion_ids: float(sum(completion_ids) % 7))])
+    common = {"size": PROMPTS, "seed": 5, "first": True, "length": 24, "packing": True, "tolerance": 1e-3}
+    backlog = Backlog(prompts, SAMPLING) if spare else None
+    like = RolloutStep(
+        [], Collector(None, SAMPLING, scorer), prompts, **common, backlog=backlog, spare=spare,
+        measured_together=together,
+    )  # fmt: skip
+    return RolloutStream(like)
+
+
+def one_step(make: Callable[[], PolicyGradient], together: int, spare: int = 0) -> tuple[Noted, list[Batch]]:
+    algorithm = make()
+    client = Noted(trainer(has_scalar_head=algorithm.critic == "shared", reference=True))
+    with closing(stream(together, spare)) as steps:
+        data = next(steps)
+        prepared = algorithm.prepare(client, algorithm.rollout(client, data))
+    assert "logprobs" in data.clock
+    return client, list(prepared.batches)
+
+
+@pytest.mark.parametrize("make", [ppo, grpo])
+def test_parts_give_what_all_at_once_gives(make: Callable[[], PolicyGradient]):
+    """The real decoder and the real engine; four completions a part."""
+    (apart, found), (whole, expected) = one_step(make, 4), one_step(make, 64)
+    names = {"policy", "reference", *(["values"] if make is ppo else [])}
+    number = PROMPTS * (GROUP if make is grpo else 1)
+    assert {call[0] for call in apart.calls} == names
+    for name in names:
+        own = [call[1:] for call in apart.calls if call[0] == name]
+        assert [calls[:2] for calls in own] == [(4, 4)] * (number // 4) if number > 4 else [(number, number)]
+        assert [call[1:] for call in whole.calls if call[0] == name] == [(number, number, number)]
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+        for name, values in theirs.per_token.items():
+            np.testing.assert_allclose(mine.per_token[name], values, atol=2e-5, rtol=2e-5, err_msg=name)
+
+
+def test_parts_begin_while_others_are_sampled():
+    """Answers of different lengths: the first part is measured before all have ended."""
+    client, _ = one_step(grpo, 4)
+    ended = [call[3] for call in client.calls if call[0] == "reference"]
+    assert ended == sorted(ended)
+    assert 4 <= ended[0] < ended[-1] == PROMPTS * GROUP
+
+
+def test_where_groups_race_parts_are_those_that_came_first():
+    """Two prompts more are begun; only completions of the groups that are taken are measured."""
+    client, _ = one_step(grpo, 4, spare=2)
+    assert [call[1] for call in client.calls if call[0] == "reference"] == [4] * PROMPTS
+
+
+def test_a_judge_scores_parts():
+    """Five completions in parts of two; each part has its own, and all scores come back in their order."""
+    asked: list[int] = []
+
+    def begin(prompts: Any, completions: Any, texts: Any) -> Callable[[], list[float]]:
+        asked.append(len(completions))
+        return lambda: [float(x.tokens.sum()) for x in completions]
+
+    client = trainer()
+    client.publish()
+    with closing(stream(4)) as steps:
+        data = next(steps)
+    collector = Collector(None, SAMPLING, None, judge=Judge("judge", 1.0, 2, begin))
+    groups = collector.collect(client, data.prompts[:1], 5, seed=1, clock=data.clock)
+    assert sorted(asked) == [1, 2, 2]
+    for episode in groups[0]:
+        assert episode.rewards == {"judge": float(episode.completion.tokens.sum())}
+    assert 0 <= data.clock.metrics["perf/reward_overlap"] <= 1
