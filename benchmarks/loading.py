@@ -1,12 +1,14 @@
 """`python -m benchmarks.loading`: a random folder's way onto one device: MB/s, CPU seconds, memory beyond the model.
 
-Each measurement is a process of its own. `--other CHECKOUT` takes turns with another commit's checkout: both load the
-same folder, which is in the file cache after the first round.
+`--saving` measures the way back instead, from weights in either type to a folder in bfloat16. Each measurement is a
+process of its own. `--other CHECKOUT` takes turns with another commit's checkout: both load the same folder, which is
+in the file cache after the first round.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,17 +60,39 @@ def measure(folder: Path, dtype: DType) -> None:
     print(json.dumps({"rate": size / wall, "cpu": cpu, "first": seconds[0][0], "beyond": beyond}))
 
 
-def measured(checkout: Path, folder: Path) -> list[dict]:
+def measure_saving(folder: Path, dtype: DType) -> None:
+    """What each process runs with `--saving`; memory is what the first save takes on top of the weights."""
+    model, mesh = Model(read_config(folder)), build_mesh(MeshConfig(), jax.devices()[:1])
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    params = jax.block_until_ready(load_params(model, folder, dict.fromkeys(model.shapes, dtype), mesh))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is forgotten
+    before, beyond, seconds = peak_memory(), 0, []
+    for number in range(6):
+        out, wall, cpu = folder.with_name(f"out-{number}"), time.perf_counter(), time.process_time()
+        save_folder(out, model.config, params, source=None, dtype="bfloat16")
+        seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
+        if number == 0:
+            beyond = peak_memory() - before
+        shutil.rmtree(out)
+    wall, cpu = np.min(seconds[1:], axis=0)
+    print(json.dumps({"rate": size / wall, "cpu": cpu, "first": seconds[0][0], "beyond": beyond}))
+
+
+def measured(checkout: Path, folder: Path, mode: str) -> list[dict]:
     """The measurements of a checkout, by this file's code and that checkout's library."""
-    command = [sys.executable, __file__, "--measure", str(folder)]
+    command = [sys.executable, __file__, mode, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(checkout), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     runs = [subprocess.run([*command, dtype], env=environment, check=True, stdout=subprocess.PIPE) for dtype in DTYPES]
     return [json.loads(run.stdout) for run in runs]
 
 
-def table(found: dict[str, list[list[dict]]]) -> Table:
-    """The table of measurements: medians over the rounds."""
-    rows = Table("", "bfloat16 to", "MB/s", "CPU, s", "first, s", "beyond the model, MB", title="369 MB, one device")
+def table(found: dict[str, list[list[dict]]], way: str) -> Table:
+    """The table of measurements: medians over the rounds.
+
+    Args:
+        way: heads the column of dtypes, e.g. `bfloat16 to`.
+    """
+    rows = Table("", way, "MB/s", "CPU, s", "first, s", "beyond the model, MB", title="369 MB, one device")
     for name, rounds in found.items():
         for index, dtype in enumerate(DTYPES):
             own = {
@@ -89,12 +113,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each checkout")
     parser.add_argument("--other", type=Path, metavar="CHECKOUT", help="another commit's checkout, to take turns with")
+    parser.add_argument("--saving", action="store_true", help="measures how folders are written")
     parser.add_argument("--measure", nargs=2, metavar=("FOLDER", "DTYPE"), help="used by the benchmark itself")
+    parser.add_argument("--measure-saving", nargs=2, metavar=("FOLDER", "DTYPE"), help="likewise")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="likewise")
     arguments = parser.parse_args()
     if arguments.measure:
         folder, dtype = arguments.measure
         return measure(Path(folder), dtype)
+    if arguments.measure_saving:
+        folder, dtype = arguments.measure_saving
+        return measure_saving(Path(folder), dtype)
+    mode, way = ("--measure-saving", "bfloat16 from") if arguments.saving else ("--measure", "bfloat16 to")
     if arguments.write:
         return write(arguments.write)
     checkouts = {"this": Path(__file__).parents[1]} | ({"other": arguments.other} if arguments.other else {})
@@ -104,9 +134,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "benchmarks.loading", "--write", f"{place}/model"], check=True)
         for _ in range(arguments.rounds):
             for name, checkout in checkouts.items():
-                found[name].append(measured(checkout, Path(place) / "model"))
+                found[name].append(measured(checkout, Path(place) / "model", mode))
     console = Console(width=120)
-    console.print(table(found))
+    console.print(table(found, way))
     console.print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
 
 

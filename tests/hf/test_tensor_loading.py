@@ -16,11 +16,11 @@ from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 from tunix.hf import safetensors_io, tensor_loading
 from tunix.hf.model_folder import load_params
-from tunix.hf.tensor_loading import ahead
 from tunix.mesh import build_mesh
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 from tunix.models.quantization.formats import Quantization
+from tunix.util.ahead import ahead
 
 MESHES = [{"fsdp": 1}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"data": 8}]
 

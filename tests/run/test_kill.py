@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,18 @@ def write_run(folder: Path) -> None:
 class Run:
     """`tunix run` in a process of its own, in the folder that holds `r.yaml`."""
 
-    def __init__(self, folder: Path):
+    def __init__(
+        self, folder: Path, program: Sequence[str] = ("tunix.cli",), settings: Mapping[str, str] | None = None
+    ):
         self.folder = folder
         self.run = folder / "run"
-        words = [sys.executable, "-m", "tunix.cli", "run", "r.yaml"]
+        words = [sys.executable, "-m", *program, "run", "r.yaml"]
         env = {
             **os.environ,
             "JAX_NUM_CPU_DEVICES": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(Path(__file__).parents[2]),
+            **(settings or {}),
         }
         with (folder / "log").open("ab") as log:
             self.process = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log)

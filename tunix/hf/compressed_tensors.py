@@ -10,35 +10,41 @@ Axes: I inputs, O outputs.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from tunix.errors import UserError
-from tunix.hf.safetensors_io import Entry, Stored
+from tunix.hf.safetensors_io import Entry, Sent, Stored
 from tunix.models.quantization.schemes import BITS, WORDS, Packing, format_of
 
 VALUES, PACKED, SCALES, SHAPE = "weight", "weight_packed", "weight_scale", "weight_shape"
 
 
-def entries(module: str, packing: Packing, rounded: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Iterator[Entry]:
+def entries(module: str, packing: Packing, values: Callable[[], Sent], scales: Callable[[], Sent]) -> Iterator[Entry]:
     """The tensors that a matrix is written as.
 
     Args:
         module: the name of the matrix in the file, up to `weight`.
         packing: how it is packed.
-        rounded: computes its values, `[O I]` of the rule's type, and its scales, `[O I/tile]`.
+        values: computes and sends its values, `[O I]` of the rule's type.
+        scales: the same of its scales, `[O I/tile]`.
     """
     assert packing.rule.weights is not None
     # Rounded once for the values and again for the scales: kept in between, all matrices would be on the host at once.
     (outputs, inputs), kind = packing.shape, packing.rule.weights
     if format_of(packing.rule) == WORDS:
         packed = (outputs, -(-inputs * BITS[kind] // 32))
-        yield Entry(module + PACKED, packed, "I32", lambda: words(rounded()[0], BITS[kind]))
-        yield Entry(module + SHAPE, (2,), "I64", lambda: np.array(packing.shape))
+        yield Entry(module + PACKED, packed, "I32", lambda: partial(_words_of, values(), BITS[kind]))
+        yield Entry(module + SHAPE, (2,), "I64", lambda: partial(np.array, packing.shape))
     else:
-        yield Entry(module + VALUES, packing.shape, "F8_E4M3" if kind == "fp8" else "I8", lambda: rounded()[0])
-    yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", lambda: rounded()[1])
+        yield Entry(module + VALUES, packing.shape, "F8_E4M3" if kind == "fp8" else "I8", values)
+    yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", scales)
+
+
+def _words_of(values: Sent, bits: int) -> np.ndarray:
+    return words(values(), bits)
 
 
 def words(values: Int[np.ndarray, "O I"], bits: int) -> Int[np.ndarray, "O words"]:

@@ -23,6 +23,7 @@ from tunix.hf.compressed_tensors import VALUES, entries, unpacked
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
+    Sent,
     Stored,
     check_tensors,
     some,
@@ -253,7 +254,7 @@ def save_folder(
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
 
-    The folder appears complete or not at all. Only one tensor at a time is on the host.
+    The folder appears complete or not at all. Few tensors at a time are on the host.
 
     Args:
         path: the new folder; must not exist, or be an empty folder.
@@ -313,13 +314,15 @@ def _entries(
         tensor, written = table[name], dtype or str(params[name].dtype)
         place = () if layer is None else (layer,)
         if name in packed:
-            rounded = partial(_rounded, params[name], place, tensor, packed[name])
-            yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], rounded)
+            values, scales = (
+                partial(send, params[name], place, tensor, packed[name]) for send in (_sent_values, _sent_scales)
+            )
+            yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], values, scales)
         else:
             for number, key in enumerate(tensor.keys(layer, shape)):
                 own = (*place, number) if tensor.by_expert else place
-                make = partial(_to_host, params[name], own, tensor.write, written)
-                yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], make)
+                send = partial(sent, params[name], own, tensor.write, written)
+                yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
 
     ends = {name: array.shape for name, array in params.items() if not name.startswith("layers/")}
     inner = {name: array.shape[1:] for name, array in params.items() if name.startswith("layers/")}
@@ -331,16 +334,39 @@ def _entries(
         yield from entry(name, None, shape)
 
 
-def _to_host(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> np.ndarray:
-    return write(np.asarray(_taken(array, place).astype(dtype)))
+def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
+    """Sends one tensor of a stack to the host.
+
+    Args:
+        array: the stack, or a table.
+        place: index of the tensor in it.
+        write: lays it out as in a file.
+        dtype: in which it is sent.
+    """
+    there = _taken(array, place).astype(dtype)
+    there.copy_to_host_async()
+    return lambda: write(np.asarray(there))
 
 
-def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[np.ndarray, np.ndarray]:
-    """Values and scales of a layer's matrix in the layout of a file."""
+def _sent_values(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
+    """Sends the rounded values of a layer's matrix."""
+    values, _ = _rounded(array, place, tensor, how)
+    values.copy_to_host_async()
+    return lambda: tensor.write(np.asarray(values))
+
+
+def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
+    """Sends the scales of a layer's rounded matrix."""
+    _, scales = _rounded(array, place, tensor, how)
+    scales.copy_to_host_async()
+    return lambda: np.asarray(scales).reshape(len(scales), -1).T
+
+
+def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of a layer's matrix."""
     assert how.rule.weights is not None
     rounding = Quantization(how.rule.weights, how.tile)
-    values, scales = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
-    return tensor.write(np.asarray(values)), np.asarray(scales).reshape(len(scales), -1).T
+    return jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
 
 
 def _taken(array: jax.Array, place: Place) -> jax.Array:

@@ -9,6 +9,7 @@ Axes: L layers, r rank, D model width, N query heads, H head dim.
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import FILE, named_base
-from tunix.hf.model_folder import STORED_DTYPE, rename
+from tunix.hf.model_folder import STORED_DTYPE, rename, sent
 from tunix.hf.peft_config import CONFIG, described, text
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_tensors
 from tunix.lora.adapt import plain_pairs, tables
@@ -176,10 +177,8 @@ def _entries(
         array = params[name]
         shape = array.shape if layer is None else array.shape[1:]
 
-        def make() -> np.ndarray:
-            return tensor.write(np.asarray(array if layer is None else array[layer]))
-
-        return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], make)
+        send = partial(sent, array, () if layer is None else (layer,), tensor.write, str(array.dtype))
+        return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
 
     for name, (tensor, _) in _whole(adapter, config, scores).items():
         yield entry(name, tensor, None)

@@ -2,8 +2,8 @@
 
 The safetensors library checks a file. Its tensors are read by ranges of rows, into memory and not mapped: mapped pages
 would be read one by one, and count as this process's memory until the file is closed. Writing streams: the header needs
-only shapes, so one tensor is in memory at a time (format: https://huggingface.co/docs/safetensors, 8 bytes of header
-length, a JSON header, then the bytes in order).
+only shapes; while one tensor is written, a few others are on their way from the device, bounded in bytes (format:
+https://huggingface.co/docs/safetensors, 8 bytes of header length, a JSON header, then the bytes in order).
 """
 
 import json
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from tunix.errors import UserError
 from tunix.hf.remote_folder import address_of
 from tunix.models.families.table import read_json
+from tunix.util.ahead import ahead, limit_of
 from tunix.util.atomic_io import refuse_foreign
 from tunix.util.object_store import read
 
@@ -77,6 +78,10 @@ class Stored:
         read_range(self.file, self.begin + start * row, rows.reshape(-1).view(np.uint8).data)
 
 
+Sent = Callable[[], np.ndarray]
+"""Waits for values that are on their way to the host, and lays them out as in the file."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor that is to be written."""
@@ -85,8 +90,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     """The dtype in the file: a key of WRITTEN."""
-    make: Callable[[], np.ndarray]
-    """Copies the values to the host, called when they are written."""
+    send: Callable[[], Sent]
+    """Sends the values on their way to the host, some time before they are written."""
 
     @property
     def size(self) -> int:
@@ -169,7 +174,7 @@ def check_tensors(
 
 
 def write_tensors(file: Path, entries: Sequence[Entry]) -> None:
-    """Writes one safetensors file; each tensor is computed, written and freed in turn."""
+    """Writes one safetensors file; each tensor is written and freed in turn, and the next ones are sent meanwhile."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -177,12 +182,15 @@ def write_tensors(file: Path, entries: Sequence[Entry]) -> None:
         end += entry.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    limit = limit_of(entry.size for entry in entries)
     with open(file, "wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        for entry in entries:
-            array = np.ascontiguousarray(entry.make())
+        for entry, arriving in ahead(entries, lambda entry: entry.size, lambda entry: [entry.send()], limit):
+            # Taken out of the list, so that it is freed before the next ones are sent.
+            array = np.ascontiguousarray(arriving.pop()())
             assert (array.shape, array.dtype) == (entry.shape, np.dtype(WRITTEN[entry.dtype])), (entry, array.dtype)
             out.write(array.reshape(-1).view(np.uint8).data)
+            del array
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -8,12 +8,11 @@ them into the stack of the layers, in place. Readers are threads, and how far th
 Axes: D model width, N query heads, H head dim.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +25,16 @@ from tunix.mesh import sharding
 from tunix.models.families.base import Tensor
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import SCALE, Quantization, quantize
+from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
 THREADS = 8
-LEAST_AHEAD = 1 << 25
-"""Bytes that readers may always hold; more only where the largest tensor needs more by itself."""
-
+PIECE = 1 << 23
+"""Bytes of a file that one thread reads at a time: a large tensor is read by several."""
+Part = tuple[np.ndarray, list[Future[None]]]
+"""The rows of one device, complete once all of their pieces are read."""
 Place = tuple[int, ...]
 """Index of a file's tensor in our stacked array: () for a table, (layer,), or (layer, expert)."""
-Job = TypeVar("Job")
-Started = TypeVar("Started")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def load(reads: Sequence[Read]) -> Params:
         UserError: a file cannot be read.
     """
     loaded: dict[str, tuple[jax.Array, ...]] = {}
-    limit = max(LEAST_AHEAD, *(read.size for read in reads))
+    limit = limit_of(read.size for read in reads)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
         try:
             for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
@@ -132,28 +131,6 @@ def load(reads: Sequence[Read]) -> Params:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return {name + end: x for name, stacks in loaded.items() for end, x in zip(("", SCALE), stacks, strict=False)}
-
-
-def ahead(
-    jobs: Iterable[Job], size: Callable[[Job], int], start: Callable[[Job], Started], limit: int
-) -> Iterator[tuple[Job, Started]]:
-    """Yields jobs in their order with what starting them returned; later ones are started while one is used.
-
-    Args:
-        size: bytes that a job holds from its start until the next one is asked for.
-        limit: most bytes that started jobs hold together; one that needs more is started alone.
-    """
-    started: deque[tuple[Job, Started]] = deque()
-    held = 0
-    for job in jobs:
-        while started and held + size(job) > limit:
-            yield started[0]
-            held -= size(started.popleft()[0])
-        started.append((job, start(job)))
-        held += size(job)
-    while started:
-        yield started[0]
-        started.popleft()
 
 
 def target_of(model: Model, name: str, tensor: Tensor, depth: int, dtype: DType, mesh: Mesh) -> Target:
@@ -184,32 +161,31 @@ def _host_turns(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Future[np.ndarray]]:
+def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
     """The parts of this host's devices, being read."""
     target = read.target
     found = target.spread.addressable_devices_indices_map(target.read_shape)
-    parts: dict[Any, Future[np.ndarray]] = {}
+    parts: dict[Any, Part] = {}
     for device, index in found.items():
         assert index is not None, "a device of this host"
         start, stop, _ = index[target.axis].indices(target.read_shape[target.axis])
         # Made here, since malloc keeps memory for each thread that asks for some.
         array = np.empty((stop - start, *read.stored.shape[1:]), WRITTEN[read.stored.dtype])
-        parts[device] = pool.submit(_part, read, array, start)
+        there = min(max(target.rows - start, 0), len(array))
+        array[there:] = 0  # rows beyond the last
+        step = max(PIECE * len(array) // max(array.nbytes, 1), 1)
+        pieces = [(array[at : min(at + step, there)], start + at) for at in range(0, there, step)]
+        parts[device] = array, [pool.submit(read.stored.read_into, *piece) for piece in pieces]
     return parts
 
 
-def _part(read: Read, array: np.ndarray, start: int) -> np.ndarray:
-    """Reads the rows of one device, from `start` on, into `array`; those beyond the last are zeros."""
-    there = min(max(read.target.rows - start, 0), len(array))
-    array[there:] = 0
-    if there:
-        read.stored.read_into(array[:there], start)
-    return array.T if read.target.turned else array
-
-
-def _whole(read: Read, parts: dict[Any, Future[np.ndarray]]) -> jax.Array:
+def _whole(read: Read, parts: dict[Any, Part]) -> jax.Array:
     """The array of all devices, once this host's parts are read, which are let go."""
-    arrays = [jax.device_put(part.result(), device) for device, part in parts.items()]
+    arrays: list[jax.Array] = []
+    for device, (array, pieces) in parts.items():
+        for piece in pieces:
+            piece.result()
+        arrays.append(jax.device_put(array.T if read.target.turned else array, device))
     parts.clear()
     shape, place = read.target.read_shape, read.target.spread
     return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)

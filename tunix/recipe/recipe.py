@@ -24,7 +24,7 @@ from tunix.util.yaml_io import overridden, problems, read_mapping, without_effec
 
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
-    r"(stages\.\d+\.)?(output|logging|checkpoint|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
+    r"(stages\.\d+\.)?(output|logging|checkpoint\.(every|every_minutes|keep|best)|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
     r"|data\.eval|data\.eval_split)(\.|$)"
 )
 
@@ -86,6 +86,9 @@ class Recipe(Sections):
                 f"{where}: stages.{early[0]}.quantization: a later stage would train on from rounded weights; quantize "
                 f"in stages.{len(recipes) - 1}, the last, alone"
             )
+        folders = [stage.checkpoint.folder for stage in recipes if stage.checkpoint.folder is not None]
+        if shared := next((folder for folder in folders if folders.count(folder) > 1), None):
+            raise UserError(f"{where}: checkpoint.folder: {shared} is that of two stages; each needs its own")
         return recipes[0].model_copy(update={"output": sections["output"], "stages": recipes}) if staged else recipes[0]
 
     def sections(self) -> dict[str, Any]:

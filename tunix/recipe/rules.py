@@ -28,8 +28,10 @@ def _disagreements(recipe: Sections) -> Iterator[str]:
     if url := url_of(recipe.output):
         yield (
             f"output: {url} is on an object store, which holds no lock and appends to no file: keep the run on a disk, "
-            f"then `tunix export RUN {url}`"
+            f"then `tunix export RUN {url}`; its checkpoints may be on gs://, checkpoint.folder"
         )
+    if (url := url_of(recipe.checkpoint.folder or "")) and not url.startswith("gs://"):
+        yield f"checkpoint.folder: {url}: Orbax writes to gs:// and to disks alone; take one of them"
     if model.init == "random":
         try:
             decoder = preset(model.preset) if model.preset else small(str(model.family))

@@ -36,7 +36,8 @@ def resolved_stages(sections: Mapping[str, Any], where: str) -> list[dict[str, A
             merged["model"] = _continued(stage, merged.get("model"), resolved[-1]["output"], f"{where}: stages.{index}")
         algorithm = merged.get("algorithm")
         name = str(algorithm.get("name", DEFAULT)) if isinstance(algorithm, Mapping) else DEFAULT
-        resolved.append({**merged, "output": f"{output}/{index}_{name.rpartition(':')[2]}"})
+        folder = f"{index}_{name.rpartition(':')[2]}"
+        resolved.append({**merged, **_checkpoint(stage, merged, folder), "output": f"{output}/{folder}"})
     return resolved
 
 
@@ -52,6 +53,19 @@ def _inherited(shared: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str,
         if stage.get(key) is not None:
             merged[rival] = stage.get(rival)
     return merged
+
+
+def _checkpoint(stage: Mapping[str, Any], merged: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The `checkpoint` section of a stage if it inherits a folder: its own checkpoints are in a folder in there."""
+    section, own = merged.get("checkpoint"), stage.get("checkpoint")
+    folder = section.get("folder") if isinstance(section, Mapping) else None
+    if (
+        not isinstance(section, Mapping)
+        or not isinstance(folder, str)
+        or (isinstance(own, Mapping) and "folder" in own)
+    ):
+        return {}
+    return {"checkpoint": {**section, "folder": f"{folder.rstrip('/')}/{name}"}}
 
 
 def _continued(stage: Mapping[str, Any], model: Any, before: str, where: str) -> dict[str, Any]:

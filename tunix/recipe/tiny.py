@@ -40,7 +40,7 @@ PROMPT = 352
 """Maximum tokens of a prompt where a policy writes the completions: a system message is long in bytes."""
 EVAL_ROWS = 64
 _CAPPED = (
-    r"(stages\.\d+\.)?(steps|batch_size|micro_batch_size|output|optimizer\.warmup|eval\.rows|rollout\.slots"
+    r"(stages\.\d+\.)?(steps|checkpoint\.folder|batch_size|micro_batch_size|output|optimizer\.warmup|eval\.rows|rollout\.slots"
     r"|data\.(max|prompt|completion)_length|algorithm\.(%s))=|mesh\."
 )
 
@@ -105,6 +105,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) ->
         "mesh": "auto",  # a laptop does not have the recipe's devices
         "batch_size": batch_size,
         "micro_batch_size": _capped(micro, type(config).model_validate(algorithm).sequences_per_update(batch_size)),
+        "checkpoint": {**sections["checkpoint"], "folder": None},  # a laptop needs no store
         "steps": steps,
         "epochs": None,
     }

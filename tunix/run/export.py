@@ -14,6 +14,7 @@ from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.build import settings_of
+from tunix.run.checkpoint_owner import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.trainer.build import stored_policy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.progress import Display
@@ -50,9 +51,11 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
             raise UserError(f"{run} trained no rounded weights (`quantization` in its recipe); leave --packed out")
         check_packs(recipe.quantization)
     refuse_taken(out)
+    refuse_foreign_checkpoints(recipe, moved=True)
     with ExitStack() as stack:
         display = stack.enter_context(closing(Display("export", 0, 0)))
-        checkpoints = stack.enter_context(closing(Checkpoints(run / "checkpoints", recipe.checkpoint, read_only=True)))
+        folder = checkpoint_folder(recipe, run)
+        checkpoints = stack.enter_context(closing(Checkpoints(folder, recipe.checkpoint, read_only=True)))
         chosen = step or checkpoints.latest()
         if chosen is None or chosen not in checkpoints.steps():
             which = f" of step {step}" if step else ""

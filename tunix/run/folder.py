@@ -10,9 +10,12 @@ from typing import IO
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
+from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoints
+from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.metrics import forget_after
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import write_text_atomic
+from tunix.util.yaml_io import read_mapping
 
 
 @contextmanager
@@ -20,12 +23,14 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
     """Creates the run folder, or checks that it belongs to this recipe, and locks it against other processes.
 
     Raises:
-        UserError: it holds something else, another process uses it, or it cannot be written.
+        UserError: it holds something else, another process uses it, or it cannot be written; the same of a folder that
+            the recipe names for checkpoints.
     """
     folder = Path(recipe.output).expanduser()
     stored = folder / "recipe.yaml"
     if not stored.is_file() and _foreign(folder):
         raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
+    refuse_foreign_checkpoints(recipe, fresh=fresh)
     if fresh and stored.is_file():
         with locked(folder):
             move_aside(folder)
@@ -40,6 +45,7 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
                 f"{folder} holds the run of another recipe: {', '.join(differing)} differ. Give this one another "
                 "output=..., or start again with --fresh (the old run is moved aside)."
             )
+        own_checkpoints(recipe)
         write_text_atomic(stored, recipe.to_yaml())
         yield folder
 
@@ -116,5 +122,11 @@ def _foreign(folder: Path) -> bool:
 def _trained(folder: Path) -> bool:
     """Whether a run, or one of its stages, has a checkpoint or an export."""
     places = [folder, *(path.parent for path in folder.glob("*/recipe.yaml"))]
-    steps = [step for place in places for step in place.glob("checkpoints/*") if step.name.isdigit()]
-    return bool(steps) or any((place / "export").exists() for place in places)
+    return any((place / "export").exists() or _steps(place) for place in places)
+
+
+def _steps(folder: Path) -> list[int]:
+    """The steps of which a single run has checkpoints."""
+    recipe = folder / "recipe.yaml"
+    named = read_mapping(recipe).get("checkpoint", {}).get("folder") if recipe.is_file() else None
+    return folder_of(folder / "checkpoints" if named is None else Path(named).expanduser()).steps()

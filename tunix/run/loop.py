@@ -122,7 +122,8 @@ class Loop:
             self._save()
             self.checkpoints.wait()
         if not self.finished:
-            state = f"with a checkpoint in {self.job.folder}" if self.step else "before the first update"
+            place = self.job.saving.folder or self.job.folder
+            state = f"with a checkpoint in {place}" if self.step else "before the first update"
             raise Interrupted(
                 f"stopped at step {self.step} of {self.job.total}, {state}. The same command goes on from there."
             )

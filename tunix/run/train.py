@@ -1,6 +1,7 @@
 """Trains a recipe: starts or resumes the run, finishes it, exports its weights.
 
-The run folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` and at the end
+The run folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` (unless
+`checkpoint.folder` is elsewhere) and at the end
 `curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter where an adapter was trained on a published base. A
 recipe with stages has one such folder per stage, each starting from the export of the one before.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 from tunix.run.build import assemble
+from tunix.run.checkpoint_owner import checkpoint_folder
 from tunix.run.curves import write_curves
 from tunix.run.export import report_merging
 from tunix.run.folder import claimed, prepare, reopen
@@ -89,7 +91,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         after: the folder of the next stage, which starts from this one's export; None without one.
     """
     with ExitStack() as stack:
-        checkpoints = stack.enter_context(closing(Checkpoints(folder / "checkpoints", recipe.checkpoint)))
+        checkpoints = stack.enter_context(closing(Checkpoints(checkpoint_folder(recipe, folder), recipe.checkpoint)))
         start = checkpoints.latest()
         display = stack.enter_context(closing(Display(folder.name, recipe.steps or 0, start or 0)))
         if start is None and (folder / "export").exists():

@@ -1,14 +1,12 @@
-"""Checkpoints: train state and run record as one atomic unit on disk, written in the background during training.
+"""Checkpoints: train state and run record as one atomic unit, written in the background during training.
 
-`<step>.tmp/` holds an unfinished checkpoint: `state/`, written by the client, `record/metadata` (data position,
-counters) and `metrics/metrics` (the evaluation at that step). Once it is complete it is renamed to `<step>/`; a process
-that dies before that leaves the previous step intact.
+A checkpoint holds `state/`, written by the client, `record/metadata` (data position, counters) and `metrics/metrics`
+(the evaluation at that step). It appears as `<step>/` once all of it is there (`checkpoint_folder`); a process that
+dies before that leaves the previous step intact.
 """
 
 import json
-import os
-import re
-import shutil
+import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,14 +15,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from tunix.errors import UserError
 from tunix.protocols import Client, Saving
+from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable, first_line
-from tunix.util.atomic_io import sync, sync_folder
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
-UNFINISHED = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp.*)")
-"""Names of unfinished folders that a dead process left: ours, and Orbax's from runs of earlier versions."""
+WRITER = "writer"
+"""The file that names the process which writes to a folder that other machines see."""
 
 
 @runtime_checkable
@@ -36,6 +34,10 @@ class Loading(Protocol):
         ...
 
 
+class TakenOver(UserError):
+    """The error where another process has begun to write to the same folder."""
+
+
 class Checkpoints:
     """The checkpoints of one run, in `folder/<step>/`."""
 
@@ -43,16 +45,21 @@ class Checkpoints:
         """Opens the folder and deletes unfinished checkpoints of a dead process.
 
         Args:
+            folder: may stand for an address on an object store, e.g. `gs://bucket/runs/x`.
             read_only: deletes and creates nothing, since the run that owns the folder may be writing to it.
+
+        Raises:
+            UserError: the object store cannot be reached, or refuses.
         """
-        self.folder, self._config = folder.absolute(), config
+        self._folder, self._config = folder_of(folder), config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
+        self._writer = secrets.token_hex(8)
         if not read_only:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.iterdir():
-                if UNFINISHED.fullmatch(path.name):
-                    shutil.rmtree(path)
+            self._folder.delete_unfinished()
+            if config.folder is not None:
+                # Other machines see this folder too, and not the lock of the run folder.
+                self._folder.write(WRITER, self._writer)
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -60,8 +67,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdigit())
+        return self._folder.steps()
 
     def save(self, step: int, client: Client, record: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Starts to write a checkpoint; returns once training may continue.
@@ -74,13 +80,11 @@ class Checkpoints:
             UserError: an earlier save failed, for instance on a full disk.
         """
         self.wait()
-        part = self.folder / f"{step}.tmp"
+        contents = {"record/metadata": dict(record), "metrics/metrics": {BEST: metrics.get(BEST)}}
+        texts = {name: json.dumps(content) for name, content in contents.items()}
         with self._write_errors():
-            part.mkdir()
-            saving = client.save(part / "state")
-            _write_json(part / "record/metadata", record)
-            _write_json(part / "metrics/metrics", {BEST: metrics.get(BEST)})
-        self._writing = self._thread.submit(self._finish, step, part, saving)
+            saving = client.save(self._folder.begin(step) / "state")
+        self._writing = self._thread.submit(self._finish, step, saving, texts)
 
     def restore(self, step: int, client: Loading) -> dict[str, Any]:
         """Restores a client, or a part of its state, to a step and returns the record that was saved with it.
@@ -89,14 +93,14 @@ class Checkpoints:
             UserError: the checkpoint does not hold this client's state (another model, optimizer or adapter), would
                 lose digits in it, or is damaged.
         """
-        folder = self.folder / str(step)
         try:
-            record = _read_json(folder / "record/metadata")
-            client.load(folder / "state")
+            record = json.loads(self._folder.find(f"{step}/record/metadata") or "")
+            client.load(self._folder.place(step) / "state")
         except (Unreadable, OSError, ValueError) as error:
+            again = "start again with --fresh." if self._config.folder is None else "set another checkpoint.folder."
             raise UserError(
-                f"{folder}: the checkpoint cannot be read: {first_line(error)}. Delete that folder to go on from the "
-                "one before, or start again with --fresh."
+                f"{self._folder.name}/{step}: the checkpoint cannot be read: {first_line(error)}. "
+                f"{self._folder.remedies[1]}Delete that folder to go on from the one before, or {again}"
             ) from error
         return record
 
@@ -118,45 +122,39 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
 
-    def _finish(self, step: int, part: Path, saving: Saving) -> None:
-        """Runs in the thread: waits for the state, renames the folder to its final name, deletes older ones."""
+    def _finish(self, step: int, saving: Saving, texts: dict[str, str]) -> None:
+        """Runs in the thread: waits for the state, completes the checkpoint, deletes older ones."""
         saving.result()
-        sync_folder(part)
-        part.rename(self.folder / str(step))
-        sync(self.folder)
-        for old in set(self.steps()) - self._retained():
-            # Under another name first: half a checkpoint must not look like one.
-            shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
-
-    def _retained(self) -> set[int]:
-        """Steps to keep: the last ones, and the one with the lowest evaluated loss (the newest of equal ones)."""
+        if self._config.folder is not None and self._folder.find(WRITER) != self._writer:
+            raise TakenOver(
+                f"checkpoint.folder: another process has begun to write to {self._folder.name}, and this one stops "
+                f"before step {step} is saved there: let one of them go on, or give each its own checkpoint.folder"
+            )
+        self._folder.finish(step, texts)
         steps = self.steps()
-        losses = {step: _loss(self.folder / str(step)) for step in steps} if self._config.best else {}
+        for old in set(steps) - self._retained(steps):
+            self._folder.delete(old)
+
+    def _retained(self, steps: list[int]) -> set[int]:
+        """Steps to keep: the last ones, and the one with the lowest evaluated loss (the newest of equal ones)."""
+        losses = {step: self._loss(step) for step in steps} if self._config.best else {}
         measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
         return {*steps[-self._config.keep :], *(-step for _, step in sorted(measured)[:1])}
+
+    def _loss(self, step: int) -> float | None:
+        """The evaluated loss that is stored with a checkpoint; None without an evaluation."""
+        text = self._folder.find(f"{step}/metrics/metrics")
+        return None if text is None else json.loads(text).get(BEST)
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
         """Turns any error while writing into one message; the last complete checkpoint is intact."""
         try:
             yield
+        except TakenOver:
+            raise
         except Exception as error:
             raise UserError(
-                f"{self.folder}: a checkpoint could not be written ({first_line(error)}). Earlier checkpoints are "
-                "intact: make room and run the same command to go on from the last one."
+                f"{self._folder.name}: a checkpoint could not be written ({first_line(error)}). Earlier checkpoints "
+                f"are intact: {self._folder.remedies[0]} the same command to go on from the last one."
             ) from error
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.parent.mkdir()
-    file.write_text(json.dumps(dict(content)), encoding="utf-8")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _loss(folder: Path) -> float | None:
-    """The evaluated loss that is stored with a checkpoint; None without an evaluation."""
-    file = folder / "metrics/metrics"
-    return _read_json(file).get(BEST) if file.is_file() else None

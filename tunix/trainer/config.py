@@ -52,7 +52,7 @@ class OptimizerConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """How often checkpoints of the train state are written, and which are kept."""
+    """How often checkpoints of the train state are written, which are kept, and where."""
 
     every: Positive | None = 100
     """Steps between checkpoints; null for none by steps. The last step is always saved."""
@@ -63,6 +63,9 @@ class CheckpointConfig(Config):
     """Number of most recent checkpoints to keep; older ones are deleted."""
     best: bool = True
     """Also keeps the checkpoint with the lowest eval/loss, where there is an evaluation."""
+    folder: str | None = None
+    """Where they are, of this run alone: an address such as gs://bucket/runs/x, or a folder on a disk; stages have one
+    in there each. Null for `checkpoints/` in the run folder."""
 
 
 class LoggingConfig(Config):

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from tunix.errors import UserError
 from tunix.models.model import Params
 from tunix.trainer.step import TrainState
+from tunix.util.object_store import path_of
 
 
 class Unreadable(UserError):
@@ -38,7 +39,7 @@ def save_state(path: Path, state: TrainState) -> Writing:
     Returns once the arrays may be donated.
     """
     writer = ocp.StandardCheckpointer()
-    writer.save(path.absolute(), flatten(state))
+    writer.save(path_of(path), flatten(state))
     return Writing(writer)
 
 
@@ -52,8 +53,8 @@ def load_state(path: Path, like: TrainState) -> TrainState:
     target = jax.tree.map(shape_and_sharding, flatten(like))
     with ocp.StandardCheckpointer() as reader:
         try:
-            arrays = reader.restore(path.absolute(), target)
-            stored = reader.metadata(path.absolute()).item_metadata.tree
+            arrays = reader.restore(path_of(path), target)
+            stored = reader.metadata(path_of(path)).item_metadata.tree
             state = unflatten(arrays, like)
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
@@ -72,7 +73,7 @@ def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Param
     with ocp.PyTreeCheckpointer() as reader:
         try:
             wanted = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
-            return reader.restore(path.absolute(), wanted)["params"]
+            return reader.restore(path_of(path), wanted)["params"]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
 

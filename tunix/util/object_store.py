@@ -1,13 +1,14 @@
 """Files on object stores, `gs://bucket/...` or `s3://bucket/...`: ranges are read, and folders written, through etils.
 
 pathlib makes one slash of two, so `gs:/bucket/folder` stands for the same place: a path of the command line may be one.
-A store has neither locks nor renames, so that no run can live there (`recipe.rules`).
+A store has neither locks nor renames, so that no run can live there (`recipe.rules`), only its checkpoints
+(`trainer.checkpoint_folder`).
 """
 
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,62 @@ def files_of(url: str) -> dict[str, int]:
         UserError: the store cannot be reached.
     """
     with _errors(url):
-        folder = _path(url)
+        folder = path_of(url)
         found = {file.name: file.stat() for file in folder.iterdir()} if folder.is_dir() else {}
     return {name: about.length for name, about in found.items() if not about.is_directory}
+
+
+def files_below(url: str) -> list[str]:
+    """The files in a folder and in folders below it, by their paths from there; empty where there is no such folder.
+
+    Asks the store itself: a listing that fsspec remembers lacks what others have written since, such as tensorstore.
+
+    Raises:
+        UserError: the store cannot be reached.
+    """
+    with _errors(url):
+        store = _file_system(url)
+        store.invalidate_cache()
+        root = store._strip_protocol(url)
+        try:
+            store.ls(root)  # `find` may take a store that does not answer for an empty one
+        except FileNotFoundError:
+            return []
+        return [file.removeprefix(f"{root}/") for file in store.find(root)]
+
+
+def read_text(url: str) -> str | None:
+    """The content of a file; None where there is none.
+
+    Raises:
+        UserError: the store cannot be reached.
+    """
+    with _errors(url):
+        try:
+            return _file_system(url).cat_file(url).decode()
+        except FileNotFoundError:
+            return None
+
+
+def write_text(url: str, text: str) -> None:
+    """Writes a file, which is there as a whole when this returns.
+
+    Raises:
+        UserError: the store cannot be reached, or refuses.
+    """
+    with _errors(url):
+        path_of(url).write_text(text)
+
+
+def delete(url: str, names: Iterable[str]) -> None:
+    """Deletes files in a folder, in as few requests as the store takes.
+
+    Raises:
+        UserError: the store cannot be reached, or refuses.
+    """
+    if files := [f"{url}/{name}" for name in names]:
+        with _errors(url):
+            _file_system(url).rm(files)
 
 
 def is_taken(url: str) -> bool:
@@ -46,7 +100,7 @@ def is_taken(url: str) -> bool:
         UserError: the store cannot be reached.
     """
     with _errors(url):
-        place = _path(url)
+        place = path_of(url)
         return any(place.iterdir()) if place.is_dir() else place.exists()
 
 
@@ -56,11 +110,8 @@ def read(url: str, begin: int, end: int) -> bytes:
     Raises:
         UserError: the store cannot be reached, or there is no such file.
     """
-    from etils.epath import backend
-
     with _errors(url):
-        data: Any = backend.fsspec_backend.fs(url).cat_file(url, start=begin, end=end)
-        return data
+        return _file_system(url).cat_file(url, start=begin, end=end)
 
 
 @contextmanager
@@ -76,7 +127,7 @@ def uploaded(url: str) -> Iterator[Path]:
         with _errors(url):
             try:
                 for file in sorted(Path(local).iterdir(), key=lambda file: (file.name in LAST, file.name)):
-                    written.append(_path(f"{url}/{file.name}"))
+                    written.append(path_of(f"{url}/{file.name}"))
                     with file.open("rb") as source, written[-1].open("wb") as out:
                         shutil.copyfileobj(source, out, CHUNK)
             except BaseException:
@@ -86,10 +137,18 @@ def uploaded(url: str) -> Iterator[Path]:
                 raise
 
 
-def _path(url: str) -> Any:
+def path_of(path: str | Path) -> Any:
+    """The `etils.epath.Path` of a place on a store or on a disk, which Orbax takes; a local one is made absolute."""
     from etils import epath
 
-    return epath.Path(url)
+    return epath.Path(url_of(path) or Path(path).absolute())
+
+
+def _file_system(url: str) -> Any:
+    """The file system of fsspec that reaches a store."""
+    from etils.epath import backend
+
+    return backend.fsspec_backend.fs(url)
 
 
 @contextmanager
