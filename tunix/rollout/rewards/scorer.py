@@ -190,8 +190,8 @@ class Scoring:
     def seconds(self, until: float) -> tuple[float, float]:
         """Seconds of all calls that have ended, before a moment of `time.monotonic` and in total."""
         spans = list(self._spans)
-        before = sum(max(min(end, until) - start, 0.0) for start, end in spans)
-        return before, sum(end - start for start, end in spans)
+        before = sum((max(min(end, until) - start, 0.0) for start, end in spans), 0.0)
+        return before, sum((end - start for start, end in spans), 0.0)
 
     def _start(self, reward: Reward) -> None:
         """Starts a call of a reward for the samples that wait; one for the whole batch reads it in its order."""
