@@ -1,6 +1,8 @@
 """Tokenizers made on the spot are what transformers loads, and loaded ones tell their special ids truly."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoTokenizer
@@ -40,6 +42,20 @@ def test_made_tokenizers_survive_saving(tmp_path, template, kind):
         assert ours.chat_template == hf.chat_template == made.chat_template
         for field in ("bos_id", "eos_id", "pad_id", "adds_bos", "stop_ids"):
             assert getattr(ours, field) == getattr(made, field)
+
+
+@pytest.mark.parametrize("template", MODEL_TYPES)
+def test_a_run_reads_its_own_tokenizer_without_torch(tmp_path, template):
+    """A folder that names no type of model: AutoTokenizer would choose the same class, and import torch to do so."""
+    bytes_tokenizer(template).save(tmp_path)
+    code = "import sys; from tunix.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]); "
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    hf, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert ours is not None
+    assert type(ours.hf) is type(hf)
+    assert repr(ours.hf) == repr(hf)
+    assert ours.hf.backend_tokenizer.to_str() == hf.backend_tokenizer.to_str()
 
 
 def test_ids_of_made_tokenizers():

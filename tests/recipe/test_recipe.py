@@ -16,6 +16,7 @@ from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.recipe.tiny import SIZES, tiny_overrides
+from tunix.rollout.config import RolloutConfig
 from tunix.rollout.rewards.answers import number
 from tunix.rollout.rewards.shipped import json_schema
 from tunix.util.yaml_io import overridden, parse_yaml, write_yaml
@@ -309,7 +310,11 @@ def test_tiny_shortens_rollouts():
         batch_size=64,
         micro_batch_size=64,
         steps=100,
-    ).tiny()
+    )
+    # Also where a recipe leaves the number to the platform.
+    free = recipe.model_copy(update={"rollout": RolloutConfig()}).tiny()
+    assert (free.rollout.slots, build(algorithm={"name": "sft"}).tiny().rollout.slots) == (32, None)
+    recipe = recipe.tiny()
     told = recipe.algorithm.model_dump()
     # 8 prompts in 8 parts of one, answered 4 times.
     assert (told["group_size"], told["updates"], told["critic_warmup"], told["overlong_buffer"]) == (4, 8, 2, 32)

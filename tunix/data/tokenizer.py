@@ -206,10 +206,8 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
 
 def _load(source: str) -> PreTrainedTokenizerFast:
     """The tokenizer that AutoTokenizer loads from `source`; raises UserError where it fails."""
-    from transformers import AutoTokenizer
-
     try:
-        hf = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        hf = _reader(Path(source)).from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the Rust library raises bare Exceptions for a broken tokenizer.json
         reason = str(error).strip().split("\n")[0]
         raise UserError(
@@ -218,6 +216,22 @@ def _load(source: str) -> PreTrainedTokenizerFast:
     if not hf.is_fast:
         raise UserError(f"{source}: only a slow tokenizer; save a tokenizer.json with save_pretrained of a fast one")
     return hf
+
+
+def _reader(folder: Path) -> Any:
+    """The class that reads a folder's tokenizer: AutoTokenizer, or the one that it would choose.
+
+    AutoTokenizer imports torch where that is installed, which takes seconds. Folders that tunix makes name the class
+    and no type of model, by which it would be another.
+    """
+    import transformers
+
+    named = folder / "tokenizer_config.json"
+    if named.is_file() and not (folder / "config.json").exists():
+        settings = json.loads(named.read_text(encoding="utf-8"))
+        if settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings:
+            return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def _hub_generation_stops(name: str) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ STEPS, LENGTH = 20, 128
 PROMPT = 352
 """Maximum tokens of a prompt where a policy writes the completions: a system message is long in bytes."""
 EVAL_ROWS = 64
+SLOTS = TINY_BATCH * TINY_GROUP
+"""Completions of a step. More slots, for an evaluation, would need one more program, which takes seconds to compile."""
 _CAPPED = (
     r"(stages\.\d+\.)?(steps|checkpoint\.folder|batch_size|micro_batch_size|output|optimizer\.warmup|eval\.rows|rollout\.slots"
     r"|data\.(max|prompt|completion)_length|algorithm\.(%s))=|mesh\."
@@ -99,7 +101,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) ->
         "algorithm": algorithm,
         "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], family),
         "reward": _without_model(sections["reward"]) if generated else _without_columns(sections["reward"]),
-        "rollout": {**rollout, "slots": _capped(rollout["slots"], TINY_BATCH * TINY_GROUP)},
+        "rollout": {**rollout, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else rollout,
         "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": "auto",  # a laptop does not have the recipe's devices

@@ -466,13 +466,13 @@ def test_a_dispatch_ends_early_where_an_environment_may_go_on(params, monkeypatc
     enough = []
     real = batch_file.decode
     monkeypatch.setattr(batch_file, "decode", lambda *given: enough.append(int(given[-1])) or real(*given))
-    asked = [Request(prompt, Sampling(max_tokens=6), 7, i) for i, prompt in enumerate(prompts(VOCAB, (4, 4, 4, 4)))]
-    engine = small_engine(MODEL, params, slots=4)
+    asked = [Request(prompt, Sampling(max_tokens=6), 7, i) for i, prompt in enumerate(prompts(VOCAB, (3, 3, 3, 3, 3)))]
+    engine = small_engine(MODEL, params, slots=5)
     engine.run(asked, lambda number, so_far: None)
     with_environment = enough.copy()
     engine.run(asked)
-    # All four run in the first dispatch. It ends when one of them has ended, or when a narrower one is enough.
-    assert (with_environment[0], enough[len(with_environment)]) == (3, 1)
+    # All five run in the first dispatch. It ends when one of them has ended, or when a narrower one is enough.
+    assert (with_environment[0], enough[len(with_environment)]) == (4, 1)
 
 
 def test_tokens_are_streamed_in_order(engine):

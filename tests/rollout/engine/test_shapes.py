@@ -57,6 +57,8 @@ def test_a_piece_is_long_where_it_is_filled():
     assert [BARE.piece_of(tokens) for tokens in (1535, 300, 1)] == [256, 256, 256]
     assert [BARE.width(most) for most in (1,)] == [1]
     assert list(np.array(sizes_of(256, 64).widths)) == [256, 32, 4]
+    # Of four slots or fewer there is no smaller number: it would be one more program.
+    assert [sizes_of(slots, 64).widths for slots in (64, 32, 5, 4)] == [(64, 8, 1), (32, 4), (5, 1), (4,)]
     assert [sizes_of(256, 64).width(most) for most in (1, 4, 5, 33)] == [4, 4, 32, 256]
 
 

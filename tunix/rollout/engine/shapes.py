@@ -19,6 +19,8 @@ NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""
 WIDTHS = 3
 """How many of these numbers there are at most, no more than LEVELS."""
+FEW = 4
+"""Slots below which there is no smaller number: a program for one of them saves less than it takes to compile."""
 FEWER = 4
 """Factor between one number of pages and the next smaller one, where requests need few."""
 LEVELS = 3
@@ -122,7 +124,7 @@ class Sizes:
     def widths(self) -> tuple[int, ...]:
         """Numbers of slots that are decoded at a time, falling."""
         widths = [self.slots_of_shard]
-        while len(widths) < WIDTHS and widths[-1] > 1:
+        while len(widths) < WIDTHS and widths[-1] > FEW:
             widths.append(-(-widths[-1] // NARROW))
         return tuple(self.shards * width for width in widths)
 
