@@ -99,7 +99,7 @@ class OnPolicy(Algorithm):
         known."""
         return partial(self.measure, client) if self.measures else None
 
-    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+    def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
         """Begins to compute what `measures` names: an array for each sequence.
 
         Args:
@@ -230,7 +230,7 @@ class PolicyGradient(OnPolicy):
         }
         return tuple(name for name, needed in wanted.items() if needed)
 
-    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+    def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
         """Log-probs and entropies, at the sampling temperature."""
         at = {"temperature": self.sampling.temperature, "size": size}
         how = {

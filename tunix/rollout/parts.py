@@ -19,7 +19,7 @@ from tunix.types import Completion, Sequence
 
 Found = TypeVar("Found")
 
-Measure = Callable[[List[Sequence], int | None], Mapping[str, List[np.ndarray]]]
+Measure = Callable[[List[Sequence], int], Mapping[str, List[np.ndarray]]]
 """What a loss reads of single sequences, such as log-probs: (sequences, number that the work is shaped for) -> by name
 an array for each sequence, on their way from the devices."""
 
@@ -62,7 +62,7 @@ class Parts(Generic[Found]):
         self._places = [range(start, min(start + size, total)) for start in range(0, total, size)]
         self._waiting, self._size, self._begin = [len(places) for places in self._places], size, begin
         self.found: dict[range, Found] = {}
-        """The places of each part that was begun, in that order -> what `begin` returned."""
+        """The places of each part that was begun -> what `begin` returned."""
 
     def add(self, place: int) -> None:
         """The completion of a place has ended."""

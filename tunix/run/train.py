@@ -1,9 +1,9 @@
 """Trains a recipe: starts or resumes the run, finishes it, exports its weights.
 
 The run folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` (unless
-`checkpoint.folder` is elsewhere) and at the end
-`curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter where an adapter was trained on a published base. A
-recipe with stages has one such folder per stage, each starting from the export of the one before.
+`checkpoint.folder` is elsewhere) and at the end `curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter
+where an adapter was trained on a published base. A recipe with stages has one such folder per stage, each starting from
+the export of the one before.
 """
 
 import signal

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.distill.config import DistillConfig
-from tunix.algorithms.distill.loss import distill_loss, sampled_loss
+from tunix.algorithms.distill.loss import TEACHER, distill_loss, sampled_loss
 from tunix.algorithms.episodes import Groups, as_sequence, flat, measured, with_tokens
 from tunix.algorithms.loss import compared_with_sampler
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
@@ -17,9 +17,6 @@ from tunix.algorithms.rollout_metrics import row, sampling_report
 from tunix.config import RowKind
 from tunix.protocols import Client
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, Sequence
-
-TEACHER = "teacher_logprobs"
-"""Name of the teacher's log-probs among the arrays of a sequence."""
 
 
 class Distill(OnPolicy):
@@ -93,7 +90,7 @@ class Distill(OnPolicy):
         """The teacher's log-probs, where no divergence is computed."""
         return (TEACHER,) if self.config.on_policy and self.divergence is None else ()
 
-    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+    def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
         """The teacher's log-probs, at the sampling temperature."""
         return {TEACHER: client.logprobs(sequences, "teacher", self.temperature, size)}
 

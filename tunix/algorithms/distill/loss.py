@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from tunix.algorithms.ops import log_ratio, plain_surrogate, token_ratio
 from tunix.types import LossInputs, LossOutputs, Over, Term
 
+TEACHER = "teacher_logprobs"
+"""Name of the teacher's log-probs among the arrays of a sequence."""
+
 
 def distill_loss(inputs: LossInputs, over: Over, temperature: float, sft_weight: float) -> LossOutputs:
     """Divergence of teacher and student at every trained token, over the whole vocabulary or the teacher's top k.
@@ -56,7 +59,7 @@ def sampled_loss(inputs: LossInputs, over: Over) -> LossOutputs:
         over: what the term is averaged over.
     """
     batch, arrays = inputs.batch, inputs.batch.per_token
-    old, teacher = jnp.asarray(arrays["old_logprobs"]), jnp.asarray(arrays["teacher_logprobs"])
+    old, teacher = jnp.asarray(arrays["old_logprobs"]), jnp.asarray(arrays[TEACHER])
     ratio = token_ratio(log_ratio(inputs.logprobs, old, batch))
     surrogate = plain_surrogate(ratio, teacher - old)
     metrics = {"distill/divergence": old - teacher, "distill/teacher_logprob": teacher, "policy/ratio": ratio}

@@ -75,15 +75,14 @@ class KTO(Algorithm):
         Args:
             client: computes log-probs.
             sequences: of the batch.
-            size: S; so many are scored, some twice where the last batch has fewer, so that nothing is compiled again.
+            size: S, which programs are shaped for; the last batch may have fewer sequences.
             length: tokens of a row.
         """
         if len(sequences) < 2:
             return 0.0
         mixed = mismatched(sequences, length)
-        scored = [mixed[i % len(mixed)] for i in range(size)]
-        policy, reference = client.logprobs(scored, "policy"), client.logprobs(scored, "reference")
-        drift = [(p - q)[x.loss_mask].sum() for p, q, x in zip(policy, reference, mixed, strict=False)]
+        policy, reference = (client.logprobs(mixed, of, size=size) for of in ("policy", "reference"))
+        drift = [(p - q)[x.loss_mask].sum() for p, q, x in zip(policy, reference, mixed, strict=True)]
         return max(0.0, float(np.mean(drift)))
 
 

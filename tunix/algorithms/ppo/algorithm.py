@@ -94,7 +94,7 @@ class PPO(PolicyGradient):
         """The critic's values too."""
         return (*super().measures, "values")
 
-    def measure(self, client: Client, sequences: List[Sequence], size: int | None) -> dict[str, List[np.ndarray]]:
+    def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
         """As for every policy gradient, and the values of all states, `[T + 1]` with that after the last token."""
         values = client.values([longer(sequence) for sequence in sequences], size)
         return {**super().measure(client, sequences, size), "values": values}

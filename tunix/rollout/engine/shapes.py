@@ -20,7 +20,7 @@ NARROW = 8
 WIDTHS = 3
 """How many of these numbers there are at most, no more than LEVELS."""
 FEW = 4
-"""Slots below which there is no smaller number: a program for one of them saves less than it takes to compile."""
+"""Slots up to which there is no smaller number: a program for one of them saves less than it takes to compile."""
 FEWER = 4
 """Factor between one number of pages and the next smaller one, where requests need few."""
 LEVELS = 3
