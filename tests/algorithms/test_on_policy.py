@@ -235,6 +235,30 @@ def test_forward_passes_are_those_that_the_settings_need(settings: dict[str, Any
     assert ("sampler_logprobs" in named) == ("old_logprobs" in settings)
 
 
+class Counting(Fake):
+    """Notes how many sequences it is asked about."""
+
+    def logprobs(
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference"] = "policy",
+        temperature: float = 1.0,
+        size: int | None = None,
+    ) -> list[np.ndarray]:
+        self.calls.append(f"{len(sequences)} of {size}")
+        return [np.full(len(x.tokens), -1.0, np.float32) for x in sequences]
+
+
+def test_of_groups_without_signal_nothing_is_measured():
+    """Of two groups the first is thrown away: its two completions are asked about neither before nor after."""
+    client = Counting("1", "1", "0", "2")
+    settings = {"dynamic_sampling": True, "max_refills": 1, "old_logprobs": "recompute", "updates": 2}
+    with rollouts() as data:
+        data.more = lambda number: []
+        grpo(**settings).update(client, data)
+    assert client.calls == ["publish", "sample 2 x 2", "2 of 4", "step policy"]
+
+
 def test_parts_and_epochs():
     """Five prompts in two parts are 3 and 2; both come again in the second epoch, as the same batches."""
     client = Fake(*"0123456789")
