@@ -36,6 +36,11 @@ def run_arguments(parser: Parser) -> None:
     parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
     unasked = "do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)"
     parser.add_argument("--no-plan", action="store_true", help=unasked)
+    meets = "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same"
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help=meets)
+    several = "number of processes (found by itself under SLURM, Kubernetes and on TPU pods)"
+    parser.add_argument("--processes", type=_count, metavar="N", help=several)
+    parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
 
 
 def plan_arguments(parser: Parser) -> None:

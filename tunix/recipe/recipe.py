@@ -106,7 +106,7 @@ class Recipe(Sections):
 
     def difference(self, other: "Recipe") -> list[str]:
         """The differing keys that prevent one recipe from resuming the other's run."""
-        ours, theirs = dict(_flat(self.sections())), dict(_flat(other.sections()))
+        ours, theirs = dict(flattened(self.sections())), dict(flattened(other.sections()))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         differing = [key for key in keys if ours.get(key) != theirs.get(key)]
         return [key for key in differing if not _FREE.match(key)]
@@ -190,10 +190,10 @@ def _keys(algorithm: Any) -> dict[str, list[str]]:
     return keys
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every leaf of nested mappings with its dotted path."""
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if path == "stages" else ()
     if not inner:
         yield path, value
     for key, item in inner:
-        yield from _flat(item, f"{path}.{key}".lstrip("."))
+        yield from flattened(item, f"{path}.{key}".lstrip("."))

@@ -7,13 +7,18 @@ the export of the one before.
 """
 
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import jax
+
+from tunix import __version__
 from tunix.errors import UserError
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.recipe import Recipe, flattened
 from tunix.run.build import assemble
 from tunix.run.checkpoint_owner import checkpoint_folder
 from tunix.run.curves import write_curves
@@ -26,6 +31,7 @@ from tunix.run.samples import unigram_entropy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import open_sinks
 from tunix.trainer.progress import Display, readable
+from tunix.util import processes
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.startup import prepare_jax
 
@@ -52,10 +58,35 @@ def train(
     elif tiny:
         recipe = recipe.tiny()
     prepare_jax()
-    with terminable(), claimed(recipe, fresh) as folder:
-        if not recipe.stages:
-            return _run(recipe, folder)
-        return _run_stages(recipe.stages)
+    with terminable(), processes.together(_say):
+        processes.agree(_about(recipe))
+        with _claimed(recipe, fresh) as folder:
+            if not recipe.stages:
+                return _run(recipe, folder)
+            return _run_stages(recipe.stages)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _about(recipe: Recipe) -> dict[str, str]:
+    """What all processes of a run have in common."""
+    values = {f"recipe, {name}": str(value) for name, value in flattened(recipe.sections())}
+    return {"version of tunix": __version__, "version of jax": jax.__version__, **values}
+
+
+@contextmanager
+def _claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
+    """The run folder of the lead, which alone writes there; a folder of their own for others."""
+    if processes.lead():
+        with claimed(recipe, fresh) as folder:
+            processes.meet("folder")
+            yield folder
+        return
+    processes.meet("folder")
+    with tempfile.TemporaryDirectory(prefix="tunix-") as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -91,8 +122,9 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         after: the folder of the next stage, which starts from this one's export; None without one.
     """
     with ExitStack() as stack:
-        checkpoints = stack.enter_context(closing(Checkpoints(checkpoint_folder(recipe, folder), recipe.checkpoint)))
-        start = checkpoints.latest()
+        place = checkpoint_folder(recipe, Path(recipe.output).expanduser())
+        checkpoints = stack.enter_context(closing(Checkpoints(place, recipe.checkpoint)))
+        start = processes.told("start", checkpoints.latest)
         display = stack.enter_context(closing(Display(folder.name, recipe.steps or 0, start or 0)))
         if start is None and (folder / "export").exists():
             display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")

@@ -17,6 +17,7 @@ from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
+from tunix.mesh import partition
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
@@ -37,6 +38,8 @@ from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
 from tunix.trainer.sampler_room import room_of, shares
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
+from tunix.util import processes
+from tunix.util.global_arrays import Own
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,16 @@ def local_client(
     """
     has_reference = keep_reference or spec.adapter is not None
     learner = Learner(spec, params, frozen, initial_reference(spec, params, frozen) if has_reference else None)
-    return Trainer(learner, sampler or engine_of(spec, params), exporter, critic)
+    sampler = sampler or engine_of(spec, params)
+    return Trainer(learner, sampler, exporter, critic, _bring(learner, sampler))
+
+
+def _bring(learner: Learner, sampler: Sampler) -> Own | None:
+    """Brings weights of several processes to this one's engine; None where there is one process, or no engine here."""
+    if processes.number() == 1 or not isinstance(sampler, Engine):
+        return None
+    model, mesh = learner.spec.model, sampler.mesh
+    return Own(learner.spec.mesh, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh), learner.frozen)
 
 
 def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> Engine:

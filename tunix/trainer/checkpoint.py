@@ -18,6 +18,7 @@ from tunix.protocols import Client, Saving
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable, first_line
+from tunix.util import processes
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
@@ -55,7 +56,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
         self._writer = secrets.token_hex(8)
-        if not read_only:
+        if not read_only and processes.lead():
             self._folder.delete_unfinished()
             if config.folder is not None:
                 # Other machines see this folder too, and not the lock of the run folder.
@@ -83,7 +84,8 @@ class Checkpoints:
         contents = {"record/metadata": dict(record), "metrics/metrics": {BEST: metrics.get(BEST)}}
         texts = {name: json.dumps(content) for name, content in contents.items()}
         with self._write_errors():
-            saving = client.save(self._folder.begin(step) / "state")
+            place = processes.told("checkpoint", lambda: str(self._folder.begin(step)))
+            saving = client.save(Path(place) / "state")
         self._writing = self._thread.submit(self._finish, step, saving, texts)
 
     def restore(self, step: int, client: Loading) -> dict[str, Any]:
@@ -114,6 +116,7 @@ class Checkpoints:
         if writing is not None:
             with self._write_errors():
                 writing.result()
+            processes.meet("saved")
 
     def close(self) -> None:
         """Waits for the last write and ends the thread."""
@@ -125,6 +128,8 @@ class Checkpoints:
     def _finish(self, step: int, saving: Saving, texts: dict[str, str]) -> None:
         """Runs in the thread: waits for the state, completes the checkpoint, deletes older ones."""
         saving.result()
+        if not processes.lead():
+            return
         if self._config.folder is not None and self._folder.find(WRITER) != self._writer:
             raise TakenOver(
                 f"checkpoint.folder: another process has begun to write to {self._folder.name}, and this one stops "

@@ -27,6 +27,7 @@ from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
 from tunix.trainer.teacher import Teacher
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.exact import jit
+from tunix.util.global_arrays import placed
 
 Frozen = TypeVar("Frozen", bound=FrozenModel)
 
@@ -49,7 +50,7 @@ class Learner:
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
         with jax.set_mesh(spec.mesh):
             self.state = self._new_state(params)
-        self._key = jax.device_put(jax.random.key(spec.seed), self._everywhere)
+        self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=self._everywhere)()
 
     @property
     def params(self) -> Params:
@@ -193,7 +194,7 @@ class Learner:
         """The state at step 0."""
         tx = self.spec.optimizer
         moments = jax.tree.map(lambda x: x.sharding, abstract_moments(tx, params, self._everywhere))
-        step = jax.device_put(np.int32(0), self._everywhere)
+        step = placed(np.int32(0), self._everywhere)
         return TrainState(params, jit(tx.init, out_shardings=moments)(params), step)
 
 

@@ -22,6 +22,7 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
+from tunix.util.global_arrays import everywhere
 from tunix.util.loops import loop
 
 
@@ -36,8 +37,8 @@ class OnTheWay(List[np.ndarray]):
             batch: the packed sequences.
             number: how many there are.
         """
-        self._stacked, self._batch, self._number = stacked, batch, number
-        stacked.copy_to_host_async()
+        self._stacked, self._batch, self._number = everywhere(stacked), batch, number
+        self._stacked.copy_to_host_async()
 
     def __len__(self) -> int:
         return self._number

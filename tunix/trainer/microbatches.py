@@ -9,7 +9,6 @@ Axes: B rows (as packed), M micro-batches, R rows of a micro-batch, T time, S se
 from dataclasses import dataclass
 from functools import partial
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,6 +18,7 @@ from tunix.models.config import DecoderConfig
 from tunix.trainer.perf import layer_weights
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch
+from tunix.util.global_arrays import placed
 
 TOKENS_PER_MICROBATCH = {"cpu": 2048}
 """Enough tokens to fill the matrix units, by platform; more only costs memory."""
@@ -56,7 +56,7 @@ class Microbatcher:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         filled = np.int32(-(-rows // self.rows))
         whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
-        return Microbatches(*jax.device_put((rows_by_name, values), places), *jax.device_put(whole, everywhere))
+        return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere))
 
     def number(self, batch: Batch) -> int:
         """M: the most micro-batches that a batch of this size can need, so that there is one shape."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tunix.util import processes
+
 LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0
 """Seconds between plain lines."""
@@ -25,7 +27,7 @@ class Display:
     """Progress display of one run over `total` steps."""
 
     def __init__(self, title: str, total: int, start: int):
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not processes.lead())
         self._total = total
         self._printed = 0.0
         self._speed = ""

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tunix.errors import UserError
@@ -15,6 +16,8 @@ from tunix.mesh import AXES, groups_of, row_shards
 from tunix.models.model import Model
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
+from tunix.util import processes
+from tunix.util.global_arrays import own_devices
 from tunix.util.sizes import bytes_of
 
 SHARE = 0.25
@@ -36,6 +39,11 @@ def sampler_mesh(
     Raises:
         UserError: the sizes do not divide the devices or the model.
     """
+    several = processes.number() > 1
+    if several:
+        # Requests end at any time: programs over the devices of several hosts would have to wait for each other.
+        own = np.asarray(own_devices(mesh)).reshape(1, -1, 1, 1)
+        mesh = Mesh(own, AXES, axis_types=mesh.axis_types)
     sizes = Demand(model.config).split_by("tensor")
     tensor = _fewest(mesh, sizes, model, memory) if config is None else _checked(mesh, sizes, config.tensor)
     shape = (mesh.size // tensor, 1, 1, tensor)
@@ -43,7 +51,8 @@ def sampler_mesh(
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"
     size = f"{copy_bytes(model) / 1e9:.3g} GB in all of it"
-    line = f"sampling: a copy of the weights on {each} of {mesh.size} device(s), {size}"
+    where = f"{mesh.size} device(s)" + (f" of each of {processes.number()} processes" if several else "")
+    line = f"sampling: a copy of the weights on {each} of {where}, {size}"
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
 
 

@@ -1,0 +1,92 @@
+"""Arrays over the devices of all processes: made of what every process has on its host, and read there again."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tunix.util import processes
+
+
+def placed(tree: Any, where: Any) -> Any:
+    """A tree of numpy arrays, the same in every process, on the devices; returns before they are copied.
+
+    Args:
+        tree: numpy arrays.
+        where: a sharding for all of them, or a tree of shardings.
+    """
+    if processes.number() == 1:
+        return jax.device_put(tree, where)
+    if isinstance(where, jax.sharding.Sharding):
+        return jax.tree.map(lambda x: _placed(np.asarray(x), where), tree)
+    return jax.tree.map(lambda x, place: _placed(np.asarray(x), place), tree, where)
+
+
+def everywhere(x: jax.Array) -> jax.Array:
+    """The array, whole on every device where there are several processes; to be called by all of them."""
+    if processes.number() == 1 or x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return _whole(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+
+
+def own_devices(mesh: Mesh) -> list[Any]:
+    """The devices of a mesh that belong to this process, in their order there."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
+class Own:
+    """Arrays over the devices of all processes, brought whole to those of each."""
+
+    def __init__(
+        self, every: Mesh, own: Mesh, axes: Callable[[str, jax.Array], PartitionSpec], kept: Collection[str] = ()
+    ):
+        """Brings nothing yet.
+
+        Args:
+            every: the mesh of all processes; each has as many devices of it.
+            own: the mesh of this process's devices.
+            axes: (name, array) -> how it is split over `own`.
+            kept: names of arrays that never change, and are brought once.
+        """
+        self._kept = frozenset(kept)
+        by_process: dict[int, list[Any]] = {}
+        for device in every.devices.flat:
+            by_process.setdefault(device.process_index, []).append(device)
+        rows = [by_process[number] for number in sorted(by_process)]
+        shape = (len(rows), *own.devices.shape)
+        self._every = Mesh(np.asarray(rows).reshape(shape), ("process", *own.axis_names))
+        self._own, self._axes = own, axes
+        self._known: dict[str, jax.Array] = {}
+
+    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The arrays by name; to be called by all processes."""
+        return {name: self._brought(name, x) for name, x in params.items()}
+
+    def _brought(self, name: str, x: jax.Array) -> jax.Array:
+        if name in self._known:
+            return self._known[name]
+        spec = self._axes(name, x)
+        # Whole in each process: the first axis of the mesh is not named.
+        there = jax.device_put(x, NamedSharding(self._every, spec))
+        parts = [shard.data for shard in there.addressable_shards]
+        found = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(self._own, spec), parts)
+        if name in self._kept:
+            self._known[name] = found
+        return found
+
+
+def _placed(x: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    # `device_put` would compare the processes' arrays: a blocking exchange for each of them.
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+def _whole(where: NamedSharding) -> Any:
+    if where not in _copies:
+        _copies[where] = jax.jit(lambda x: x, out_shardings=where)
+    return _copies[where]
+
+
+_copies: dict[NamedSharding, Any] = {}
