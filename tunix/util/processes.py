@@ -11,6 +11,8 @@ threads, and every wait has a deadline.
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +23,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # the client of the coordinator's store has no public name
 from jax._src.clusters import ClusterEnv  # nor has what JAX knows of schedulers
+from jax._src.lib import _jax
 
 from tunix.errors import UserError
 
@@ -109,22 +112,49 @@ def join(place: Place, deadline: float = MEETING) -> None:
     Raises:
         UserError: they were not there in time.
     """
-    # A preempted process is told by a signal, which `run/loop.py` handles.
-    jax.config.update("jax_enable_preemption_service", False)
-    host = place.coordinator.rpartition(":")[0]
-    local = host in ("localhost", "127.0.0.1")
+    state = distributed.global_state
     try:
-        jax.distributed.initialize(
+        if place.process == 0:
+            _serve(place)
+        # As `jax.distributed.initialize` does, but for the coordinator, which it would put into process 0.
+        client = _jax.get_distributed_runtime_client(
             place.coordinator,
-            place.processes,
             place.process,
-            cluster_detection_method="deactivate",
-            initialization_timeout=int(deadline),
-            heartbeat_timeout_seconds=int(2 * SILENCE),
-            coordinator_bind_address=place.coordinator if local else None,
+            init_timeout=int(deadline),
+            heartbeat_timeout=int(2 * SILENCE),
+            use_compression=True,
         )
+        client.connect()
     except Exception as error:  # jaxlib raises its own kinds
         raise UserError(_late(place, deadline, error)) from error
+    state.coordinator_address, state.client = place.coordinator, client
+    state.process_id, state.num_processes = place.process, place.processes
+
+
+def _serve(place: Place) -> None:
+    """Starts the coordinator, which outlives this process by some seconds.
+
+    Raises:
+        OSError: nothing can listen at its address.
+    """
+    host, _, port = place.coordinator.rpartition(":")
+    # On a machine's own address it listens at all of them: which one others see it by is not known here.
+    address = place.coordinator if host in ("localhost", "127.0.0.1") else f"[::]:{port}"
+    words = [sys.executable, "-m", "tunix.util.coordinator", address, str(place.processes)]
+    command = [*words, str(int(2 * SILENCE)), str(2 * SILENCE)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    service = subprocess.Popen(
+        command, **pipes, text=True, start_new_session=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert service.stdin is not None
+    assert service.stdout is not None
+    if service.stdout.readline().strip() != "ready":
+        raise OSError(f"nothing can listen at {address}: another process does, or it is not this machine's")
+    _services.append(service)
+
+
+_services: list[subprocess.Popen[str]] = []
+"""The coordinator that this process has started."""
 
 
 def _late(place: Place, deadline: float, error: Exception) -> str:
@@ -234,9 +264,8 @@ class Watch:
         """Tells the others why this process ends, and leaves them."""
         self.close()
         _store().key_value_set(f"tunix/over/{index()}", reason, allow_overwrite=True)
-        if lead():
-            time.sleep(3 * PULSE)  # the coordinator ends with this process, and others have to hear it
-        # At its exit JAX would wait for all processes.
+        # At its exit JAX would wait for all processes; without its client it does not.
+        _left.append(distributed.global_state.client)
         distributed.global_state.client = None
 
     def _run(self) -> None:
@@ -273,6 +302,10 @@ class Watch:
         os._exit(LOST)
 
 
+_left: list[Any] = []
+"""The client of a run that this process has left: to be deleted with the process, since its end would wait too."""
+
+
 @contextmanager
 def together(say: Callable[[str], None]) -> Iterator[None]:
     """Watches the other processes meanwhile; where this one fails, they are told.
@@ -288,6 +321,9 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
         yield
         meet("end")
         watch.close()
+        distributed.global_state.shutdown()
+        for service in _services:
+            service.communicate("over")
     except jax.errors.JaxRuntimeError as error:
         # Most likely a connection that a dead process has left: the watch knows within `SILENCE` which one.
         time.sleep(SILENCE + 3 * PULSE)
