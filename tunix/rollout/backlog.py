@@ -7,7 +7,6 @@ run saves.
 Axes: G group, T time.
 """
 
-import base64
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, fields
@@ -18,12 +17,11 @@ import numpy as np
 from tunix.data.accounting import Accounting
 from tunix.data.pipeline import Prompts
 from tunix.data.types import Prompt
+from tunix.rollout.encoded import decoded, encoded
 from tunix.types import Begun, Completion, Sampling
 
 BEGUN = "begun"
 """The key of a position under which the prompts that were begun are."""
-ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
-"""What is saved of a completion, by the name of its attribute."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Backlog:
 
     def get_state(self) -> dict[str, Any]:
         """The position, as values that JSON can store."""
-        begun = [{"place": one.place, "so_far": [x and _encoded(x) for x in one.so_far]} for one in self._queue]
+        begun = [{"place": one.place, "so_far": [x and encoded(x) for x in one.so_far]} for one in self._queue]
         return {**self._stream.get_state(), BEGUN: begun}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +82,7 @@ class Backlog:
     def _again(self, position: Mapping[str, Any], saved: Mapping[str, Any]) -> Pending:
         self._stream.set_state({**position, "next_index": saved["place"]})
         (prompt,) = self._stream.take(1)
-        so_far = tuple(x and _decoded(x, self._sampling) for x in saved["so_far"])
+        so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
         return _pending(prompt, saved["place"], so_far)
 
 
@@ -143,17 +141,3 @@ def _ended(completion: Completion | None) -> bool:
 def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] = ()) -> Pending:
     own = {field.name: getattr(prompt, field.name) for field in fields(Prompt)}
     return Pending(**own, place=place, so_far=so_far)
-
-
-def _encoded(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON values, bit for bit."""
-    arrays = {name: np.asarray(getattr(completion, name), dtype) for name, dtype in ARRAYS.items()}
-    coded = {name: base64.b64encode(x.tobytes()).decode() for name, x in arrays.items()}
-    return {**coded, "finish": completion.finish, "turns": completion.turns}
-
-
-def _decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
-    """The inverse of `_encoded`."""
-    tokens, logprobs, versions = (np.frombuffer(base64.b64decode(saved[x]), dtype) for x, dtype in ARRAYS.items())
-    turns = tuple((start, end) for start, end in saved["turns"])
-    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns)

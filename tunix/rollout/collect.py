@@ -26,6 +26,7 @@ from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.arrivals import Arrivals
 from tunix.rollout.backlog import Backlog, Pending, Race
+from tunix.rollout.divided import dealt, shared
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
@@ -33,7 +34,8 @@ from tunix.rollout.parts import Judge, Measure, Measuring
 from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import ENVIRONMENT, Clock, Scored
-from tunix.types import Batch, Completion, Sampling, Sequence
+from tunix.types import Batch, Begun, Completion, Sampling, Sequence
+from tunix.util import processes
 
 
 class Player:
@@ -55,19 +57,19 @@ class Player:
         self.stop_strings: tuple[str, ...] = first.stop_strings
         """Texts that end a turn."""
 
-    def __call__(self, rows: List[Mapping[str, Any]], seed: int) -> Episodes:
-        """Starts an episode for each row; the random numbers of the i-th follow from (seed, i)."""
+    def __call__(self, rows: List[Mapping[str, Any]], seed: int, numbers: List[int] | None = None) -> Episodes:
+        """Starts an episode for each row; random numbers follow from the seed and these numbers, or the places."""
         return Episodes(
             [
                 Episode(
                     self._make(),
                     row,
-                    np.random.default_rng([seed, index]),
+                    np.random.default_rng([seed, number]),
                     self._tokenizer,
                     self._turns,
                     self._template_kwargs,
                 )
-                for index, row in enumerate(rows)
+                for number, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True)
             ]
         )
 
@@ -112,9 +114,25 @@ class Collector:
             measuring: what is computed of each for the loss; None for nothing.
         """
         clock = Clock() if clock is None else clock
+        mine = dealt(range(len(prompts)))
+        groups = self._of_these(sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring) if mine else []
+        return shared(groups, prompts, self.sampling, clock)
+
+    def _of_these(
+        self,
+        sampler: SamplingClient,
+        prompts: List[Prompt],
+        n: int,
+        places: List[int],
+        seed: int,
+        clock: Clock,
+        measuring: Measuring | None,
+    ) -> list[list[Scored]]:
+        """As `collect`, for some prompts, of which these are the places among all."""
         owners = [prompt for prompt in prompts for _ in range(n)]
+        numbers = [place * n + i for place in places for i in range(n)]
         with clock.part("rollout"):
-            played = self.play([owner.row for owner in owners], seed) if self.play else None
+            played = self.play([owner.row for owner in owners], seed, numbers) if self.play else None
             starts, each, reply = [prompt.tokens for prompt in prompts], n, None
             if played is not None:
                 starts, each, reply = [episode.prompt for episode in played.episodes], 1, played.reply
@@ -125,7 +143,8 @@ class Collector:
                 arrivals.add(number, completion)
                 return False
 
-            groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive)
+            begun = [Begun(seed, number) for number in numbers]
+            groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive, begun)
             arrivals.close()
             for number, completion in enumerate(itertools.chain.from_iterable(groups)):
                 arrivals.add(number, completion)
@@ -274,7 +293,9 @@ class RolloutStep:
         self, client: SamplingClient, prompts: List[Prompt], n: int, measure: Measure | None = None
     ) -> list[list[Scored]]:
         """`n` scored episodes of each prompt, or of those that are complete first; see `Collector`."""
-        measuring = measure and Measuring(measure, min(self.measured_together, self.size * n))
+        # Programs over all processes' devices have to come in one order, and completions end in many.
+        alone = processes.number() == 1
+        measuring = Measuring(measure, min(self.measured_together, self.size * n)) if measure and alone else None
         if self.backlog is None:
             return self.collector.collect(client, prompts, n, self.next_seed(), self.clock, measuring)
         given = [prompt for prompt in prompts if isinstance(prompt, Pending)]

@@ -54,7 +54,8 @@ class Clock(dict[str, float]):
 
     def __init__(self, *seconds: Any) -> None:
         super().__init__(*seconds)
-        self._counted: Counter[str] = Counter()
+        self.counted: dict[str, float] = {}
+        """Amounts by name."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -65,7 +66,8 @@ class Clock(dict[str, float]):
 
     def count(self, **amounts: int | float) -> None:
         """Adds to the counts of the step."""
-        self._counted.update(amounts)
+        for name, amount in amounts.items():
+            self.counted[name] = self.counted.get(name, 0) + amount
 
     def meter(self, sampler: SamplingClient) -> None:
         """Adds the work of the sampler's last call, where it counts it."""
@@ -75,7 +77,7 @@ class Clock(dict[str, float]):
     @property
     def metrics(self) -> dict[str, float]:
         """The step's metrics, `perf/...`: seconds of each part, and rates and shares of what was counted."""
-        counted, sampling = self._counted, max(self.get("rollout", 0.0), 1e-9)
+        counted, sampling = Counter(self.counted), max(self.get("rollout", 0.0), 1e-9)
         numbers = {f"perf/{part}_seconds": seconds for part, seconds in self.items()}
         if counted["rewards"]:
             numbers["perf/reward_overlap"] = counted["overlapped"] / counted["rewards"]
