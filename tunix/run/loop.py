@@ -24,6 +24,7 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
+from tunix.util import processes
 
 
 @runtime_checkable
@@ -117,7 +118,7 @@ class Loop:
             if self.step == 0:
                 self._evaluate()
                 self.job.samples.take(0)
-            while self._next is not None and not stop.is_set():
+            while self._next is not None and not processes.any_of("stop", stop.is_set()):
                 self._update(self._next)
             self._save()
             self.checkpoints.wait()
@@ -160,8 +161,11 @@ class Loop:
         """Whether a checkpoint is due, by steps or by time."""
         saving = self.job.saving
         by_steps = saving.every is not None and self.step % saving.every == 0
-        minutes = (time.monotonic() - self._saved_at) / 60
-        return by_steps or (saving.every_minutes is not None and minutes >= saving.every_minutes)
+        return by_steps or (saving.every_minutes is not None and processes.told("save", self._is_time_to_save))
+
+    def _is_time_to_save(self) -> bool:
+        assert self.job.saving.every_minutes is not None
+        return time.monotonic() - self._saved_at >= 60 * self.job.saving.every_minutes
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""

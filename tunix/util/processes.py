@@ -215,6 +215,11 @@ def told(name: str, decide: Callable[[], Any]) -> Any:
     return json.loads(exchanged(f"told/{name}", own)[0])
 
 
+def any_of(name: str, own: bool) -> bool:
+    """Whether something holds in any of the processes."""
+    return any(exchanged(f"any/{name}", b"1" if own else b""))
+
+
 def meet(name: str) -> None:
     """Waits until all processes have come here."""
     exchanged(f"meet/{name}", b"")
