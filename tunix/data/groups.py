@@ -14,11 +14,13 @@ from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Dropped, Kept
 from tunix.data.config import DataConfig
 from tunix.data.cutting import Whole
+from tunix.data.divided import Divided
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
+from tunix.util import processes
 
 T = TypeVar("T")
 
@@ -65,8 +67,20 @@ class Groups(Generic[T]):
         batch_size: int,
         made: Callable[[list[Kept], Accounting], T],
         cut: Whole,
+        divided: bool = False,
     ) -> None:
+        """Starts at the first place.
+
+        Args:
+            renderer: renders a row.
+            order: the row of each place.
+            batch_size: kept rows of a group.
+            made: turns a group, and the accounting up to there, into an item.
+            cut: cuts rows into pieces.
+            divided: whether all processes of the run render rows together, and go through them in the same order.
+        """
         self._renderer = renderer
+        self._divided = Divided(self._render, len(order)) if divided and processes.number() > 1 else None
         self._cut = cut
         self._order = order
         self._batch_size = batch_size
@@ -112,6 +126,13 @@ class Groups(Generic[T]):
         self._accounting = Accounting.from_dict(state["accounting"])
         self._cut.set_state(state)
         self._ahead = None
+        if self._divided is not None:
+            self._divided.begin_anew()
+
+    def stop(self) -> None:
+        """Ends waiting for other processes: this stream is closed, or goes on elsewhere."""
+        if self._divided is not None:
+            self._divided.stop()
 
     @property
     def _name(self) -> str:
@@ -120,10 +141,13 @@ class Groups(Generic[T]):
     def _peek(self) -> Kept | Dropped | None:
         """The next row's example, not yet taken; None at the end."""
         if self._ahead is None and self._next < len(self._order):
-            number = self._order[self._next]
-            assert number is not None, "a range has no gaps"
-            self._ahead = self._renderer(number)
+            self._ahead = (self._divided or self._render)(self._next)
         return self._ahead
+
+    def _render(self, place: int) -> Kept | Dropped:
+        number = self._order[place]
+        assert number is not None, "a range has no gaps"
+        return self._renderer(number)
 
     def _take(self, example: Kept | Dropped) -> Kept | None:
         """Counts an example, or a piece of it, and moves on.

@@ -110,11 +110,14 @@ class Stream(Generic[T]):
         """
         renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
         order = order_of(rows, config, seed, epochs)
-        groups = Groups(renderer, order, batch_size, made, cutter(config, train_on))
+        # Prompts are short, and all processes need all of them soon.
+        divided = train_on not in (RowKind.PROMPT, RowKind.ROW)
+        groups = Groups(renderer, order, batch_size, made, cutter(config, train_on), divided)
+        self._stop = groups.stop
         # Kept in a list that the finalizer empties: Grain's iterator has to be deleted before the interpreter exits, or
         # its __del__ fails on modules that are already gone; and its thread must not outlive this object.
         self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
-        self._close = weakref.finalize(self, _release, self._held)
+        self._close = weakref.finalize(self, _release, self._held, groups.stop)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last group handed out, as values that JSON can store."""
@@ -126,6 +129,7 @@ class Stream(Generic[T]):
         Raises:
             UserError: the data has another number of rows than it had then.
         """
+        self._stop()
         self._groups().set_state(dict(state))
 
     def close(self) -> None:
@@ -220,8 +224,11 @@ def _counts(kept: Kept) -> bool:
     return any(sequence.weight > 0 for sequence in kept.sequences)
 
 
-def _release(held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]") -> None:
+def _release(
+    held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]", stop: Callable[[], None]
+) -> None:
     """Stops Grain's thread and deletes its iterator."""
+    stop()
     held.pop().close()
 
 

@@ -40,6 +40,10 @@ LOST = 75
 _calls: dict[str, Iterator[int]] = {}
 
 
+class Stopped(Exception):
+    """What was waited for is not wanted any more."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a process stands among those of its run."""
@@ -200,13 +204,33 @@ def exchanged(name: str, own: bytes, deadline: float = PATIENCE) -> list[bytes]:
     if number() == 1:
         return [own]
     turn = next(_calls.setdefault(name, itertools.count()))
-    store = _store()
-    store.key_value_set_bytes(_key(name, turn, index()), own)
-    found = [own if i == index() else _received(name, turn, i, deadline) for i in range(number())]
+    found = shared(f"{name}/{turn}", own, deadline)
     if turn:
         # All have come to this turn, so that all have read the one before.
-        store.key_value_delete(_key(name, turn - 1, index()))
+        forget(f"{name}/{turn - 1}")
     return found
+
+
+def shared(key: str, own: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None) -> list[bytes]:
+    """As `exchanged`, under a key that is used once; what was handed out stays until it is forgotten.
+
+    Args:
+        key: the same in all processes, e.g. `rows/0/17`.
+        own: what this one gives.
+        deadline: seconds to wait for the others.
+        stopped: ends the waiting.
+
+    Raises:
+        UserError: a process gave nothing in time.
+        Stopped: the event happened.
+    """
+    _store().key_value_set_bytes(_key(key, index()), own, allow_overwrite=True)
+    return [own if i == index() else _received(key, i, deadline, stopped) for i in range(number())]
+
+
+def forget(key: str) -> None:
+    """Deletes what this process has `shared` under a key, which all have received."""
+    _store().key_value_delete(_key(key, index()))
 
 
 def told(name: str, decide: Callable[[], Any]) -> Any:
@@ -225,21 +249,21 @@ def meet(name: str) -> None:
     exchanged(f"meet/{name}", b"")
 
 
-def _received(name: str, turn: int, sender: int, deadline: float) -> bytes:
-    started = time.monotonic()
+def _received(key: str, sender: int, deadline: float, stopped: threading.Event | None) -> bytes:
+    started, slice_ = time.monotonic(), 60.0 if stopped is None else 1.0
     while True:
         left = deadline - (time.monotonic() - started)
         try:
-            return _store().blocking_key_value_get_bytes(
-                _key(name, turn, sender), int(1000 * max(min(left, 60.0), 0.1))
-            )
+            return _store().blocking_key_value_get_bytes(_key(key, sender), int(1000 * max(min(left, slice_), 0.1)))
         except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error) or left <= 60.0:
-                raise UserError(f"process {sender} did not answer ({name}, {_first_line(error)})") from error
+            if stopped is not None and stopped.is_set():
+                raise Stopped from error
+            if "DEADLINE_EXCEEDED" not in str(error) or left <= slice_:
+                raise UserError(f"process {sender} did not answer ({key}, {_first_line(error)})") from error
 
 
-def _key(name: str, turn: int, sender: int) -> str:
-    return f"tunix/{name}/{turn}/{sender}"
+def _key(key: str, sender: int) -> str:
+    return f"tunix/{key}/{sender}"
 
 
 def _store() -> Any:
