@@ -25,6 +25,7 @@ FLOORS = (
     "config",
     "util",
     "mesh",
+    "distributed",
     "data",
     "models.quantization",
     "models.attention",

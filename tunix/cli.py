@@ -138,8 +138,9 @@ def _run(parsed: Parsed) -> None:
 
     if not (parsed.tiny or parsed.no_plan):
         require_fit(Recipe.load(parsed.recipe, parsed.overrides), parsed.fresh)
-    from tunix.run.train import train  # it loads jax, without which the plan above is made
-    from tunix.util.processes import join, place_of
+    from tunix.distributed.meeting import join  # these load jax, without which the plan above is made
+    from tunix.distributed.place import place_of
+    from tunix.run.train import train
 
     if place := place_of(parsed.coordinator, parsed.processes, parsed.process):
         join(place)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix.data.accounting import Dropped, Kept
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.types import Sequence
-from tunix.util import processes
 from tunix.util.coded import array_of, coded
 
 SHARE = 16
@@ -109,4 +109,6 @@ def _read(saved: Mapping[str, Any]) -> Kept | Dropped:
 
 def _sequence(saved: Mapping[str, Any]) -> Sequence:
     per_token = {name: array_of(values) for name, values in saved["per_token"].items()}
-    return Sequence(array_of(saved["tokens"]), array_of(saved["mask"]), saved["weight"], per_token, saved["per_sequence"])
+    return Sequence(
+        array_of(saved["tokens"]), array_of(saved["mask"]), saved["weight"], per_token, saved["per_sequence"]
+    )

@@ -19,8 +19,8 @@ from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.util import processes
 
 T = TypeVar("T")
 

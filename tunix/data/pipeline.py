@@ -224,9 +224,7 @@ def _counts(kept: Kept) -> bool:
     return any(sequence.weight > 0 for sequence in kept.sequences)
 
 
-def _release(
-    held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]", stop: Callable[[], None]
-) -> None:
+def _release(held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]", stop: Callable[[], None]) -> None:
     """Stops Grain's thread and deletes its iterator."""
     stop()
     held.pop().close()

@@ -11,12 +11,16 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType
+from tunix.distributed import processes
+from tunix.distributed.global_arrays import everywhere
+from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
@@ -39,7 +43,6 @@ from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import Quantization, is_scale, quantize, tile_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
-from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
 from tunix.util.object_store import url_of
 
@@ -272,23 +275,37 @@ def save_folder(
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
-    with atomic_folder(path) as folder:
-        fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
-        for name in BESIDE_WEIGHTS:
-            if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        if scores:
-            pad = padding(config, source)
-            fields |= classifier_fields(config, pad)
-            write_padding(folder, pad)
-        if rules is not None:
-            write_rules(folder, rules)
+    with shared_folder(path) as folder:
         packing = _packing(config, params, rules) if packed else {}
-        if packing:
-            head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-            fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
-        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if processes.lead():
+            fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
+            _write_beside(folder.path, config, fields, source, scores, rules, packing)
         write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
+
+
+def _write_beside(
+    folder: Path,
+    config: DecoderConfig,
+    fields: dict[str, Any],
+    source: Path | None,
+    scores: bool,
+    rules: Rules | None,
+    packing: Mapping[str, Packing],
+) -> None:
+    """Writes everything but the weights: config.json with these fields and more, the tokenizer's files, the rules."""
+    for name in BESIDE_WEIGHTS:
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if scores:
+        pad = padding(config, source)
+        fields |= classifier_fields(config, pad)
+        write_padding(folder, pad)
+    if rules is not None:
+        write_rules(folder, rules)
+    if packing:
+        head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
+    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
@@ -343,21 +360,21 @@ def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarra
         write: lays it out as in a file.
         dtype: in which it is sent.
     """
-    there = _taken(array, place).astype(dtype)
+    there = everywhere(_taken(array, place).astype(dtype))
     there.copy_to_host_async()
     return lambda: write(np.asarray(there))
 
 
 def _sent_values(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
     """Sends the rounded values of a layer's matrix."""
-    values, _ = _rounded(array, place, tensor, how)
+    values = everywhere(_rounded(array, place, tensor, how)[0])
     values.copy_to_host_async()
     return lambda: tensor.write(np.asarray(values))
 
 
 def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
     """Sends the scales of a layer's rounded matrix."""
-    _, scales = _rounded(array, place, tensor, how)
+    scales = everywhere(_rounded(array, place, tensor, how)[1])
     scales.copy_to_host_async()
     return lambda: np.asarray(scales).reshape(len(scales), -1).T
 

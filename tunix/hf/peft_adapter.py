@@ -15,17 +15,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tunix.distributed import processes
+from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import FILE, named_base
 from tunix.hf.model_folder import STORED_DTYPE, rename, sent
 from tunix.hf.peft_config import CONFIG, described, text
-from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_tensors
+from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_share
 from tunix.lora.adapt import plain_pairs, tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import AXES, Tensor, axis_sizes
 from tunix.models.families.table import FAMILIES
-from tunix.util.atomic_io import atomic_folder
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -55,11 +56,12 @@ def save_adapter(
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
-    with atomic_folder(path) as folder:
-        if fingerprint is not None:
-            (folder / FILE).write_text(fingerprint, encoding="utf-8")
-        (folder / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
-        write_tensors(folder / WEIGHTS, list(_entries(params, adapter, config, scores)))
+    with shared_folder(path) as folder:
+        if processes.lead():
+            if fingerprint is not None:
+                (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
+            (folder.path / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
+        write_share(folder, 0, WEIGHTS, list(_entries(params, adapter, config, scores)))
 
 
 def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, dict[str, np.ndarray]]:

@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from tunix.distributed import processes
+from tunix.distributed.shared_folder import SharedFolder
 from tunix.errors import UserError
 from tunix.hf.remote_folder import address_of
 from tunix.models.families.table import read_json
@@ -252,20 +254,34 @@ def _refuse_folder(folder: Path) -> NoReturn:
     raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there.")
 
 
-def write_shards(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
-    """Writes a folder's tensors to one file, or above `max_shard_bytes` to several with an index."""
+def write_shards(folder: SharedFolder, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+    """Writes a folder's tensors to one file, or above `max_shard_bytes` to several with an index.
+
+    The processes of a run, all of which call it, share out the files.
+    """
     shards: list[list[Entry]] = [[]]
     for entry in entries:
         if shards[-1] and sum(earlier.size for earlier in shards[-1]) + entry.size > max_shard_bytes:
             shards.append([])
         shards[-1].append(entry)
     if len(shards) == 1:
-        write_tensors(folder / SINGLE, shards[0])
+        write_share(folder, 0, SINGLE, shards[0])
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / name, shard)
+        write_share(folder, number - 1, name, shard)
         places |= {entry.key: name for entry in shard}
+    if not processes.lead():
+        return
     index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_share(folder: SharedFolder, number: int, name: str, entries: Sequence[Entry]) -> None:
+    """Writes a file where its number is this process's; else sends its tensors, which are gathered by all together."""
+    if folder.writes(number):
+        write_tensors(folder.path / name, entries)
+    else:
+        for entry in entries:
+            entry.send()()

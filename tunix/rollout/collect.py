@@ -22,6 +22,7 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.arrivals import Arrivals
@@ -35,7 +36,6 @@ from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import ENVIRONMENT, Clock, Scored
 from tunix.types import Batch, Begun, Completion, Sampling, Sequence
-from tunix.util import processes
 
 
 class Player:

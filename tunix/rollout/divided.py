@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tunix.data.types import Prompt
+from tunix.distributed import processes
 from tunix.rollout.encoded import decoded, encoded
 from tunix.rollout.types import Clock, Scored
 from tunix.types import Sampling
-from tunix.util import processes
 
 Item = TypeVar("Item")
 

@@ -14,6 +14,7 @@ from tunix.config import RowKind
 from tunix.data.pipeline import account, sequences_of
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.distributed.global_arrays import own_part
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
@@ -64,7 +65,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     first, size = Rows(inputs.train.name, [inputs.train[0]]), inputs.source.decoder.vocab_size
     account(first, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size)
     scorer = reward_functions(recipe, inputs)
-    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, recipe.data, recipe.model.dtype, mesh)
+    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, recipe.data, recipe.model.dtype, own_part(mesh))
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = open_stream(recipe, inputs, algorithm, collector, mesh)
     total = recipe.steps or steps_of(recipe, inputs, algorithm)

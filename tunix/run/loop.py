@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tunix.algorithms.base import Algorithm
+from tunix.distributed import processes
 from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.protocols import Client
 from tunix.rollout.rewards.scorer import Scorer
@@ -24,7 +25,6 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
-from tunix.util import processes
 
 
 @runtime_checkable

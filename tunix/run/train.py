@@ -17,6 +17,8 @@ from pathlib import Path
 import jax
 
 from tunix import __version__
+from tunix.distributed import processes
+from tunix.distributed.watch import together
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe, flattened
 from tunix.run.build import assemble
@@ -31,7 +33,6 @@ from tunix.run.samples import unigram_entropy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import open_sinks
 from tunix.trainer.progress import Display, readable
-from tunix.util import processes
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.startup import prepare_jax
 
@@ -58,12 +59,12 @@ def train(
     elif tiny:
         recipe = recipe.tiny()
     prepare_jax()
-    with terminable(), processes.together(_say):
+    with terminable(), together(_say):
         processes.agree(_about(recipe))
         with _claimed(recipe, fresh) as folder:
             if not recipe.stages:
                 return _run(recipe, folder)
-            return _run_stages(recipe.stages)
+            return _run_stages(recipe.stages, folder)
 
 
 def _say(text: str) -> None:
@@ -102,17 +103,22 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_stages(stages: tuple[Recipe, ...]) -> RunResult:
-    """Runs all stages in order; finished ones only report that they are."""
-    folders = [Path(stage.output).expanduser() for stage in stages]
+def _run_stages(stages: tuple[Recipe, ...], root: Path) -> RunResult:
+    """Runs all stages in order, in folders within `root`; finished ones only report that they are."""
+    folders = [root / Path(stage.output).name for stage in stages]
     results: list[RunResult] = []
     for stage, folder, after in zip(stages, folders, [*folders[1:], None], strict=True):
         folder.mkdir(exist_ok=True)
         write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
         results.append(_run(stage, folder, after))
     # One picture of all stages, in addition to that of each stage.
-    write_curves(folders[0].parent, [(one.folder.name, one.metrics) for one in results])
+    write_curves(root, [(one.folder.name, one.metrics) for one in results])
     return results[-1]
+
+
+def _exported(folder: Path) -> bool:
+    """Whether the lead has exported the run of a folder."""
+    return processes.told("exported", (folder / "export").exists)
 
 
 def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
@@ -126,7 +132,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         checkpoints = stack.enter_context(closing(Checkpoints(place, recipe.checkpoint)))
         start = processes.told("start", checkpoints.latest)
         display = stack.enter_context(closing(Display(folder.name, recipe.steps or 0, start or 0)))
-        if start is None and (folder / "export").exists():
+        if start is None and _exported(folder):
             display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
             return result_of(folder, None)
         prepare(folder, start)
@@ -143,7 +149,7 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             reopen(folder, after, display, loop.step)
             loop.run()
             display.say(f"done in {readable(recorder.seconds)} s: {folder}")
-        if not (folder / "export").exists():
+        if not _exported(folder):
             moved = job.client.export(folder / "export", adapter=job.exports_adapter)
             report_merging(moved, recipe, display)
     algorithm = job.algorithm

@@ -11,6 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
+from tunix.distributed import processes
+from tunix.distributed.global_arrays import Own
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import fingerprint
 from tunix.hf.given_adapter import given_weights
@@ -38,8 +40,6 @@ from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
 from tunix.trainer.sampler_room import room_of, shares
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
-from tunix.util import processes
-from tunix.util.global_arrays import Own
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client, Saving
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable, first_line
-from tunix.util import processes
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tunix.distributed.global_arrays import placed
 from tunix.mesh import fast_products
 from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel
@@ -27,7 +28,6 @@ from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
 from tunix.trainer.teacher import Teacher
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.exact import jit
-from tunix.util.global_arrays import placed
 
 Frozen = TypeVar("Frozen", bound=FrozenModel)
 

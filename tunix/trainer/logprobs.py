@@ -16,13 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
+from tunix.distributed.global_arrays import everywhere
 from tunix.mesh import fast_products
 from tunix.models.model import Model, Params
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
-from tunix.util.global_arrays import everywhere
 from tunix.util.loops import loop
 
 

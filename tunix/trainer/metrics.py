@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.util.atomic_io import write_text_atomic
@@ -137,15 +138,15 @@ def forget_after(path: Path, step: int | None) -> None:
 
 
 def open_sinks(folder: Path, config: LoggingConfig, settings: Mapping[str, Any], resume_at: int | None) -> list[Sink]:
-    """Opens all destinations that a recipe configures.
+    """Opens all destinations that a recipe configures; in a process that does not lead its run, the file alone.
 
     Args:
         settings: the recipe, which wandb stores with the curves.
         resume_at: the step that the run resumes from; None for a new run.
     """
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", resume_at)]
-    if config.wandb:
+    if config.wandb and processes.lead():
         sinks.append(Wandb(folder, config.wandb, settings))
-    if config.tensorboard:
+    if config.tensorboard and processes.lead():
         sinks.append(TensorBoard(folder, resume_at))
     return sinks

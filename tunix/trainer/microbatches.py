@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.data.packing import row_length
+from tunix.distributed.global_arrays import placed
 from tunix.mesh import by_rows, row_shards
 from tunix.models.config import DecoderConfig
 from tunix.trainer.perf import layer_weights
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch
-from tunix.util.global_arrays import placed
 
 TOKENS_PER_MICROBATCH = {"cpu": 2048}
 """Enough tokens to fill the matrix units, by platform; more only costs memory."""

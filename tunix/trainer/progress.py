@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tunix.util import processes
+from tunix.distributed import processes
 
 LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0

@@ -8,16 +8,15 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
+from tunix.distributed import processes
+from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
 from tunix.mesh import AXES, groups_of, row_shards
 from tunix.models.model import Model
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
-from tunix.util import processes
-from tunix.util.global_arrays import own_devices
 from tunix.util.sizes import bytes_of
 
 SHARE = 0.25
@@ -39,11 +38,8 @@ def sampler_mesh(
     Raises:
         UserError: the sizes do not divide the devices or the model.
     """
-    several = processes.number() > 1
-    if several:
-        # Requests end at any time: programs over the devices of several hosts would have to wait for each other.
-        own = np.asarray(own_devices(mesh)).reshape(1, -1, 1, 1)
-        mesh = Mesh(own, AXES, axis_types=mesh.axis_types)
+    # Requests end at any time: programs over the devices of several processes would have to wait for each other.
+    several, mesh = processes.number() > 1, own_part(mesh)
     sizes = Demand(model.config).split_by("tensor")
     tensor = _fewest(mesh, sizes, model, memory) if config is None else _checked(mesh, sizes, config.tensor)
     shape = (mesh.size // tensor, 1, 1, tensor)

@@ -5,7 +5,6 @@ Axes: T time.
 
 import base64
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 

@@ -3,7 +3,7 @@
 Within process 0 it would die with it, and JAX ends every process that has lost its coordinator without a word. So it
 stays for a while, and the others find out who is gone.
 
-    python -m tunix.util.coordinator ADDRESS PROCESSES HEARTBEAT GRACE
+    python -m tunix.distributed.coordinator ADDRESS PROCESSES HEARTBEAT GRACE
 """
 
 import sys

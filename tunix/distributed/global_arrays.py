@@ -7,7 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.util import processes
+from tunix.distributed import processes
+from tunix.mesh import AXES
+from tunix.util.exact import jit
 
 
 def placed(tree: Any, where: Any) -> Any:
@@ -32,9 +34,13 @@ def everywhere(x: jax.Array) -> jax.Array:
     return _whole(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
 
 
-def own_devices(mesh: Mesh) -> list[Any]:
-    """The devices of a mesh that belong to this process, in their order there."""
-    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+def own_part(mesh: Mesh) -> Mesh:
+    """The devices of a mesh that belong to this process, all along the axis that weights are sharded over; the mesh
+    itself where there is one process. Programs on them need not wait for other processes."""
+    if processes.number() == 1:
+        return mesh
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return Mesh(np.asarray(own).reshape(1, -1, 1, 1), AXES, axis_types=mesh.axis_types)
 
 
 class Own:
@@ -85,7 +91,7 @@ def _placed(x: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 def _whole(where: NamedSharding) -> Any:
     if where not in _copies:
-        _copies[where] = jax.jit(lambda x: x, out_shardings=where)
+        _copies[where] = jit(lambda x: x, out_shardings=where)
     return _copies[where]
 
 

@@ -1,0 +1,82 @@
+"""How the processes of a run meet: process 0 starts the coordinator, and all of them connect to it."""
+
+import os
+import subprocess
+import sys
+
+from jax._src import distributed as runtime  # where JAX keeps its client has no public name
+from jax._src.lib import _jax
+
+from tunix.distributed.place import MEETING, Place
+from tunix.distributed.processes import first_line
+from tunix.errors import UserError
+
+SILENCE = 30.0
+"""Seconds without a sign of life after which a process is taken for dead."""
+
+
+def join(place: Place, deadline: float = MEETING) -> None:
+    """Meets the other processes; has to come before JAX's first use of a device.
+
+    Raises:
+        UserError: they were not there in time.
+    """
+    state = runtime.global_state
+    try:
+        if place.process == 0:
+            _serve(place)
+        # As `jax.distributed.initialize` does, but for the coordinator, which it would put into process 0.
+        client = _jax.get_distributed_runtime_client(
+            place.coordinator,
+            place.process,
+            init_timeout=int(deadline),
+            heartbeat_timeout=int(2 * SILENCE),
+            use_compression=True,
+        )
+        client.connect()
+    except Exception as error:  # jaxlib raises its own kinds
+        raise UserError(_late(place, deadline, error)) from error
+    state.coordinator_address, state.client = place.coordinator, client
+    state.process_id, state.num_processes = place.process, place.processes
+
+
+def _serve(place: Place) -> None:
+    """Starts the coordinator, which outlives this process by some seconds.
+
+    Raises:
+        OSError: nothing can listen at its address.
+    """
+    host, _, port = place.coordinator.rpartition(":")
+    # On a machine's own address it listens at all of them: which one others see it by is not known here.
+    address = place.coordinator if host in ("localhost", "127.0.0.1") else f"[::]:{port}"
+    words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(place.processes)]
+    command = [*words, str(int(2 * SILENCE)), str(2 * SILENCE)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    service = subprocess.Popen(
+        command, **pipes, text=True, start_new_session=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert service.stdin is not None
+    assert service.stdout is not None
+    if service.stdout.readline().strip() != "ready":
+        raise OSError(f"nothing can listen at {address}: another process does, or it is not this machine's")
+    _services.append(service)
+
+
+_services: list[subprocess.Popen[str]] = []
+"""The coordinator that this process has started."""
+
+
+def _late(place: Place, deadline: float, error: Exception) -> str:
+    who, why = f"process {place.process} of {place.processes}", f"{deadline:.0f} s; {first_line(error)}"
+    if place.process == 0:
+        return (
+            f"{who}: not all processes came to {place.coordinator} ({why}). Start them with the same --coordinator and "
+            "--processes, and --process 0, 1, ..."
+        )
+    return f"{who}: no coordinator answers at {place.coordinator} ({why}). Start process 0 there, and open the port"
+
+
+def end_service() -> None:
+    """Ends the coordinator where this process has started it: all have ended well."""
+    for service in _services:
+        service.communicate("over")

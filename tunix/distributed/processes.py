@@ -1,0 +1,146 @@
+"""The processes of one run: how many there are, and how they agree and hand small things around.
+
+Every process holds the same state on its host and runs the same programs in the same order; what is divided (rendering
+rows, sampling, rewards) is exchanged. So a split changes nothing, and whatever one process decides from that state all
+decide. What depends on a clock or a signal is decided by process 0, the lead, and told to the others.
+
+Messages go through the key-value store of the coordinator (`coordinator`): it needs no device, may be used in threads,
+and every wait has a deadline.
+"""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax._src import distributed as runtime  # the client of the coordinator's store has no public name
+
+from tunix.distributed.place import MEETING
+from tunix.errors import UserError
+
+PATIENCE = 3600.0
+"""Seconds that a message is waited for while its sender is alive."""
+_calls: dict[str, Iterator[int]] = {}
+
+
+class Stopped(Exception):
+    """What was waited for is not wanted any more."""
+
+
+def number() -> int:
+    """The number of processes."""
+    return runtime.global_state.num_processes or 1
+
+
+def index() -> int:
+    """The number of this process, from 0."""
+    return runtime.global_state.process_id or 0
+
+
+def lead() -> bool:
+    """Whether this process writes the run's files and decides what a clock or a signal decides."""
+    return index() == 0
+
+
+def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
+    """Compares something of all processes, such as their versions and recipes.
+
+    Args:
+        about: what it is -> its value, the same in all of them.
+        deadline: seconds in which all have to answer.
+
+    Raises:
+        UserError: a process has another value, or did not answer.
+    """
+    answers = [json.loads(answer) for answer in exchanged("agree", json.dumps(dict(about)).encode(), deadline)]
+    for other, answer in enumerate(answers):
+        for name in about:
+            first, theirs = answers[0].get(name), answer.get(name)
+            if theirs != first:
+                raise UserError(f"process {other} has another {name} than process 0: {theirs}, not {first}")
+
+
+def exchanged(name: str, own: bytes, deadline: float = PATIENCE) -> list[bytes]:
+    """Hands something to all processes, and returns what each has given, in their order.
+
+    All processes make the same calls of a name in the same order; names are independent of each other.
+
+    Raises:
+        UserError: a process gave nothing in time.
+    """
+    if number() == 1:
+        return [own]
+    turn = next(_calls.setdefault(name, itertools.count()))
+    found = shared(f"{name}/{turn}", own, deadline)
+    if turn:
+        # All have come to this turn, so that all have read the one before.
+        forget(f"{name}/{turn - 1}")
+    return found
+
+
+def shared(key: str, own: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None) -> list[bytes]:
+    """As `exchanged`, under a key that is used once; what was handed out stays until it is forgotten.
+
+    Args:
+        key: the same in all processes, e.g. `rows/0/17`.
+        own: what this one gives.
+        deadline: seconds to wait for the others.
+        stopped: ends the waiting.
+
+    Raises:
+        UserError: a process gave nothing in time.
+        Stopped: the event happened.
+    """
+    store().key_value_set_bytes(_key(key, index()), own, allow_overwrite=True)
+    return [own if i == index() else _received(key, i, deadline, stopped) for i in range(number())]
+
+
+def forget(key: str) -> None:
+    """Deletes what this process has `shared` under a key, which all have received."""
+    store().key_value_delete(_key(key, index()))
+
+
+def told(name: str, decide: Callable[[], Any]) -> Any:
+    """What the lead decides, as JSON values; the others wait for it."""
+    own = json.dumps(decide()).encode() if lead() else b""
+    return json.loads(exchanged(f"told/{name}", own)[0])
+
+
+def any_of(name: str, own: bool) -> bool:
+    """Whether something holds in any of the processes."""
+    return any(exchanged(f"any/{name}", b"1" if own else b""))
+
+
+def meet(name: str) -> None:
+    """Waits until all processes have come here."""
+    exchanged(f"meet/{name}", b"")
+
+
+def _received(key: str, sender: int, deadline: float, stopped: threading.Event | None) -> bytes:
+    started, slice_ = time.monotonic(), 60.0 if stopped is None else 1.0
+    while True:
+        left = deadline - (time.monotonic() - started)
+        try:
+            return store().blocking_key_value_get_bytes(_key(key, sender), int(1000 * max(min(left, slice_), 0.1)))
+        except jax.errors.JaxRuntimeError as error:
+            if stopped is not None and stopped.is_set():
+                raise Stopped from error
+            if "DEADLINE_EXCEEDED" not in str(error) or left <= slice_:
+                raise UserError(f"process {sender} did not answer ({key}, {first_line(error)})") from error
+
+
+def _key(key: str, sender: int) -> str:
+    return f"tunix/{key}/{sender}"
+
+
+def store() -> Any:
+    """JAX's client of the coordinator."""
+    return runtime.global_state.client
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,112 @@
+"""The end of a run of several processes: together where all goes well, and soon where one of them is lost."""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import jax
+from jax._src import distributed as runtime  # the client of the coordinator's store has no public name
+
+from tunix.distributed.meeting import SILENCE, end_service
+from tunix.distributed.processes import first_line, index, meet, number, store
+
+PULSE = 2.0
+"""Seconds between two signs of life."""
+LOST = 75
+"""Exit code where another process was lost: EX_TEMPFAIL of sysexits.h, a failure that may not come again."""
+
+
+class Watch:
+    """Ends this process where another one died or gave up: a program on all devices would wait for it for ever."""
+
+    def __init__(self, say: Callable[[str], None]):
+        """Starts to watch, in a thread.
+
+        Args:
+            say: prints a line.
+        """
+        self._say, self._over = say, threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._over.set()
+        self._thread.join()
+
+    def give_up(self, reason: str) -> None:
+        """Tells the others why this process ends, and leaves them."""
+        self.close()
+        store().key_value_set(f"tunix/over/{index()}", reason, allow_overwrite=True)
+        # At its exit JAX would wait for all processes; without its client it does not.
+        _left.append(runtime.global_state.client)
+        runtime.global_state.client = None
+
+    def _run(self) -> None:
+        beats, answered = itertools.count(), time.monotonic()
+        while not self._over.wait(PULSE):
+            try:
+                store().key_value_set(f"tunix/pulse/{index()}", str(next(beats)), allow_overwrite=True)
+                pulses = dict(store().key_value_dir_get("tunix/pulse/"))
+                reasons = dict(store().key_value_dir_get("tunix/over/"))
+            except jax.errors.JaxRuntimeError:
+                if time.monotonic() - answered > SILENCE:
+                    self._end(0, f"its coordinator has not answered for {SILENCE:.0f} s")
+                continue
+            answered = time.monotonic()
+            for other in set(range(number())) - {index()}:
+                if reason := reasons.get(f"tunix/over/{other}"):
+                    self._end(other, reason)
+                self._listen(other, pulses.get(f"tunix/pulse/{other}", ""))
+
+    def _listen(self, other: int, pulse: str) -> None:
+        now = time.monotonic()
+        before, since = self._seen.get(other, ("", now))
+        if pulse != before or other not in self._seen:
+            self._seen[other] = pulse, now
+        elif now - since > SILENCE:
+            self._end(other, f"no sign of life for {SILENCE:.0f} s")
+
+    def _end(self, other: int, reason: str) -> NoReturn:
+        self._say(
+            f"process {other} of {number()} is gone ({reason}): process {index()} stops. The same command goes on from "
+            "the last checkpoint"
+        )
+        # The main thread may wait for a device that waits for the dead process: nothing but this ends it.
+        os._exit(LOST)
+
+
+_left: list[Any] = []
+"""The client of a run that this process has left: to be deleted with the process, since its end would wait too."""
+
+
+@contextmanager
+def together(say: Callable[[str], None]) -> Iterator[None]:
+    """Watches the other processes meanwhile; where this one fails, they are told.
+
+    Raises:
+        UserError: as in the block, or another process is gone.
+    """
+    if number() == 1:
+        yield
+        return
+    watch = Watch(say)
+    try:
+        yield
+        meet("end")
+        watch.close()
+        runtime.global_state.shutdown()
+        end_service()
+    except jax.errors.JaxRuntimeError as error:
+        # Most likely a connection that a dead process has left: the watch knows within `SILENCE` which one.
+        time.sleep(SILENCE + 3 * PULSE)
+        watch.give_up(first_line(error))
+        raise
+    except BaseException as error:
+        watch.give_up(first_line(error))
+        raise
