@@ -41,8 +41,10 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     sizes = tuple(len(devices) // fixed if size == -1 else size for size in asked)
     if math.prod(sizes) != len(devices):
         written = ", ".join(f"{axis}: {size}" for axis, size in zip(AXES, asked, strict=True))
+        hosts = len({device.process_index for device in devices})
+        several = f" of {hosts} processes" if hosts > 1 else ""
         raise UserError(
-            f"mesh: {{{written}}} does not fit {len(devices)} device(s) ({devices[0].platform}): "
+            f"mesh: {{{written}}} does not fit {len(devices)} device(s) ({devices[0].platform}){several}: "
             f"the sizes must multiply to {len(devices)}. Set one axis to -1 to take what is left."
         )
     return Mesh(_ordered(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -9,7 +9,7 @@ stays for a while, and the others find out who is gone.
 import sys
 import time
 
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 
 def serve(address: str, processes: int, heartbeat: int, grace: float) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from jax._src import distributed as runtime  # where JAX keeps its client has no public name
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from tunix.distributed.place import MEETING, Place
 from tunix.distributed.processes import first_line
@@ -51,10 +51,9 @@ def _serve(place: Place) -> None:
     address = place.coordinator if host in ("localhost", "127.0.0.1") else f"[::]:{port}"
     words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(place.processes)]
     command = [*words, str(int(2 * SILENCE)), str(2 * SILENCE)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    service = subprocess.Popen(
-        command, **pipes, text=True, start_new_session=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    )
+    environment, pipe = {**os.environ, "JAX_PLATFORMS": "cpu"}, subprocess.PIPE
+    # In a session of its own: ctrl-c in the terminal is for the processes of the run.
+    service = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment)
     assert service.stdin is not None
     assert service.stdout is not None
     if service.stdout.readline().strip() != "ready":

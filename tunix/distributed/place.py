@@ -57,6 +57,6 @@ def _scheduled() -> Place | None:
     """The place that a cluster's scheduler gives, where it started several processes."""
     for cluster in ClusterEnv._cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present() and cluster.get_process_count() > 1:
-            address = cluster.get_coordinator_address(timeout_secs=int(MEETING))
+            address = cluster.get_coordinator_address(int(MEETING), os.environ.get("JAX_COORDINATOR_PORT"))
             return Place(address, cluster.get_process_count(), cluster.get_process_id())
     return None

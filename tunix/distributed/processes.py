@@ -141,6 +141,6 @@ def store() -> Any:
     return runtime.global_state.client
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its kind."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

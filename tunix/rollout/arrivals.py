@@ -23,6 +23,17 @@ ADDED = ("completion_ids", "completion_tokens")
 """Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
 
 
+def columns_of(owners: List[Prompt]) -> list[str]:
+    """The columns that rewards of these prompts' completions may read."""
+    return list(dict.fromkeys([*(name for owner in owners for name in owner.row), *ADDED]))
+
+
+def columns(owner: Prompt, completion: Completion) -> dict[str, Any]:
+    """The columns that rewards of a completion may read."""
+    added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
+    return {**owner.row, **added}
+
+
 class Arrivals:
     """The completions of some prompts that have ended so far, by their numbers."""
 
@@ -46,8 +57,7 @@ class Arrivals:
             measuring: what is computed for the loss; None for nothing.
         """
         self._tokenizer, self._owners = tokenizer, owners
-        names = dict.fromkeys(name for owner in owners for name in owner.row)
-        self._scoring = None if scorer is None else scorer.open([*dict.fromkeys([*names, *ADDED])])
+        self._scoring = None if scorer is None else scorer.open(columns_of(owners))
         self._ended: dict[int, tuple[Completion, str]] = {}
         self._places: dict[int, int] = {}
         """Place of a completion among those that are waited for -> its number."""
@@ -71,11 +81,7 @@ class Arrivals:
         self._ended[number] = completion, text
         if self._scoring is not None:
             owner = self._owners[number]
-            counted: Mapping[str, Any] = {
-                "completion_ids": completion.tokens.tolist(),
-                "completion_tokens": int(completion.drawn.sum()),
-            }
-            self._scoring.add(number, owner.text, text, {**owner.row, **counted})
+            self._scoring.add(number, owner.text, text, columns(owner, completion))
         self._places[number if place is None else place] = number
         for parts in filter(None, (self._judged, self._measured)):
             parts.add(number if place is None else place)

@@ -27,7 +27,7 @@ from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.arrivals import Arrivals
 from tunix.rollout.backlog import Backlog, Pending, Race
-from tunix.rollout.divided import dealt, shared
+from tunix.rollout.divided import dealt, scored_as_a_whole, shared
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
@@ -97,6 +97,13 @@ class Collector:
         judged = {self.judge.name: self.judge.weight} if self.judge else {}
         return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
+    @property
+    def _scorers(self) -> tuple[Scorer | None, Scorer | None]:
+        """The reward functions that are called where completions end, and those that need all of a step."""
+        if self.scorer is None or processes.number() == 1:
+            return self.scorer, None
+        return self.scorer.only(batched=False), self.scorer.only(batched=True)
+
     def collect(
         self,
         sampler: SamplingClient,
@@ -116,7 +123,9 @@ class Collector:
         clock = Clock() if clock is None else clock
         mine = dealt(range(len(prompts)))
         groups = self._of_these(sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring) if mine else []
-        return shared(groups, prompts, self.sampling, clock)
+        groups = shared(groups, prompts, self.sampling, clock)
+        with clock.part("reward"):
+            return scored_as_a_whole(groups, self._scorers[1])
 
     def _of_these(
         self,
@@ -137,7 +146,7 @@ class Collector:
             if played is not None:
                 starts, each, reply = [episode.prompt for episode in played.episodes], 1, played.reply
                 owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
-            arrivals = Arrivals(self.tokenizer, self.scorer, owners, None, self.judge, measuring)
+            arrivals = Arrivals(self.tokenizer, self._scorers[0], owners, None, self.judge, measuring)
 
             def arrive(number: int, completion: Completion) -> bool:
                 arrivals.add(number, completion)

@@ -23,7 +23,7 @@ from tunix.rollout.collect import Collector, Player
 from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line
 from tunix.run.devices import mesh_of
-from tunix.run.inputs import Inputs, open_inputs, row_kind_of, sampling_of
+from tunix.run.inputs import Inputs, compare_views, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
 from tunix.run.reference_model import reference_source, reference_weights
@@ -47,6 +47,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     """
     devices, _ = divided(recipe.teacher)
     recipe, inputs = _settled(recipe, open_inputs(recipe, folder))
+    compare_views(inputs)
     teacher = teacher_source(recipe, inputs.source)
     environment, kwargs = recipe.rollout.environment, recipe.data.template_kwargs
     play = Player(environment, inputs.tokenizer, kwargs) if environment else None

@@ -1,5 +1,8 @@
 """The inputs that a recipe names: the model's structure, its tokenizer, and the rows."""
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,9 +10,13 @@ from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.distributed import processes
 from tunix.hf.source import TOKENIZER, Source, of_recipe
 from tunix.recipe.recipe import Recipe
 from tunix.types import Sampling
+
+LOOKED_AT = 16
+"""Rows that the processes of a run compare."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,41 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     if data.eval or data.eval_split:
         held_out = open_rows(data.eval or data.train, data.eval_split)
     return Inputs(of_recipe(recipe.model, data.chat_template, folder / TOKENIZER, train), train, held_out)
+
+
+def compare_views(inputs: Inputs) -> None:
+    """Checks that all processes of the run see the same rows, model and tokenizer.
+
+    Raises:
+        UserError: one of them sees others, or did not answer.
+    """
+    if processes.number() == 1:
+        return
+    about = {"data.train": _view(inputs.train), "model": _view_of_model(inputs.source)}
+    if inputs.held_out is not None:
+        about["data.eval"] = _view(inputs.held_out)
+    processes.agree(about)
+
+
+def _view(rows: Rows) -> str:
+    """The number of rows, and a digest of some of them."""
+    chosen = {len(rows) * i // LOOKED_AT for i in range(LOOKED_AT)} | {len(rows) - 1}
+    texts = (json.dumps(rows[i], sort_keys=True, default=lambda x: type(x).__name__) for i in sorted(chosen))
+    return f"{len(rows)} rows (digest {_digest(texts)})"
+
+
+def _view_of_model(source: Source) -> str:
+    """The model's structure, its files and the tokens of its vocabulary."""
+    folders = [folder for folder in (source.folder, source.merged) if folder is not None]
+    files = (
+        f"{file.name} {file.stat().st_size}" for folder in folders for file in sorted(folder.glob("*.safetensors"))
+    )
+    tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
+    return f"{source.decoder.family} (digest {_digest([str(source.decoder), *files, *map(str, tokens)])})"
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
 def row_kind_of(recipe: Recipe, algorithm: Algorithm) -> RowKind:

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.trainer.digest import digest
@@ -77,7 +78,8 @@ def precompute(
     values: list[np.ndarray] = []
     for number, chunk in enumerate(_chunks(list(unique.values()))):
         file = folder / f"{number:05d}.safetensors"
-        if not file.exists():
+        # Computed by all processes together, where any of them has not got it.
+        if processes.any_of("reference", not file.exists()):
             computed = _computed(chunk, client, of)
             write_bytes_atomic(file, save({VALUES: np.concatenate(computed)}, metadata={ABOUT: about}))
             done = min((number + 1) * CHUNK, len(unique))

@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
 from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, total_steps
+from tunix.distributed import processes
+from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.arrivals import ADDED
@@ -48,6 +50,11 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
     kinds = ["bfloat16" if rounds else recipe.model.dtype, recipe.rollout.cache_dtype or recipe.model.dtype]
     tolerance = recipe.rollout.mismatch_tolerance or max(MISMATCH[kind] for kind in kinds)
     stream, spare = Prompts(**read, train_on=row_kind_of(recipe, algorithm)), recipe.rollout.spare(recipe.batch_size)
+    if spare and processes.number() > 1:
+        raise UserError(
+            f"rollout.oversample: {recipe.rollout.oversample} needs one process, and there are {processes.number()}: "
+            "which answers end first is not compared between them. Leave it out"
+        )
     return RolloutStream(
         RolloutStep(
             prompts=[],

@@ -6,6 +6,7 @@ import jax
 
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import DType, ModelConfig
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import Source, beside, from_scratch, loaded, pretrained
 from tunix.hf.vocabulary import check_tokens
@@ -30,6 +31,11 @@ def divided(teacher: TeacherConfig | None, devices: Devices | None = None) -> tu
     devices = jax.devices() if devices is None else devices
     if teacher is None or teacher.mesh is None:
         return devices, devices
+    if processes.number() > 1:
+        raise UserError(
+            f"teacher.mesh: devices of its own need one process, and there are {processes.number()}: leave it out, and "
+            "teacher and student share all devices"
+        )
     number = teacher.mesh.size
     if number >= len(devices):
         raise UserError(

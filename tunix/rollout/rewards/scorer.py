@@ -5,6 +5,7 @@ A call that fails as a whole (it raised, hung or died) is repeated sample by sam
 it is lost. All workers do the same, so neither their number nor the order of arrival changes a result.
 """
 
+import copy
 import os
 import queue
 import threading
@@ -116,6 +117,13 @@ class Scorer:
             UserError: a column that a reward requires is missing.
         """
         return Scoring(self, columns)
+
+    def only(self, *, batched: bool) -> "Scorer | None":
+        """The same workers with the functions that read the whole batch, or with those that read single samples; None
+        without any."""
+        part = copy.copy(self)
+        part.rewards = [reward for reward in self.rewards if reward.batched == batched]
+        return part if part.rewards else None
 
     def close(self) -> None:
         """Ends all workers; the results of calls that still run are lost."""
