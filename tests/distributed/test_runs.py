@@ -1,0 +1,121 @@
+"""Runs of several real processes on loopback: what one process computes, they compute, and their folder is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.marks import slow
+from tests.several import several
+from tests.tiny_rl import write_policy
+from tests.tiny_runs import lines, metrics, write_recipe, write_rows
+
+IGNORED = ("time/", "perf/", "compile/")
+"""Metrics of time, which no two runs share."""
+SFT: dict[str, Any] = {"mesh": {"fsdp": 4}, "data.eval": "held.jsonl", "eval": {"every": 2, "samples": 1}}
+REWARDS = '''
+def letters(completion):
+    return sum(c.isascii() and c.isalnum() for c in completion) / max(len(completion), 1)
+
+
+def rank(completions):
+    """A reward that no process can give alone: the place of a completion among all of the step."""
+    order = sorted(range(len(completions)), key=lambda i: (completions[i], i))
+    return [order.index(i) / len(order) for i in range(len(completions))]
+'''
+
+
+def alone_and_together(folder: Path, number: int, *words: str) -> tuple[Path, Path]:
+    """The run folders of one process and of several, each with four devices in all."""
+    runs = []
+    for processes in (1, number):
+        with several(folder, processes, "r.yaml", f"output=run{processes}", *words) as run:
+            run.end_well()
+        runs.append(folder / f"run{processes}")
+    return runs[0], runs[1]
+
+
+def assert_same_numbers(one: Path, other: Path, tolerance: float = 1e-5) -> None:
+    """Losses and all other metrics but those of time."""
+    ours, theirs = metrics(one), metrics(other)
+    assert len(ours) == len(theirs)
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine.keys() == yours.keys()
+        for name in mine:
+            if not name.startswith(IGNORED):
+                assert yours[name] == pytest.approx(mine[name], abs=tolerance, rel=tolerance), (name, mine["step"])
+
+
+def assert_same_export(one: Path, other: Path) -> None:
+    """Files and weights."""
+    assert {file.name for file in (one / "export").iterdir()} == {file.name for file in (other / "export").iterdir()}
+    for file in (one / "export").glob("*.safetensors"):
+        ours, theirs = load_file(file), load_file(other / "export" / file.name)
+        assert ours.keys() == theirs.keys()
+        for name, array in ours.items():
+            np.testing.assert_allclose(theirs[name], array, atol=2e-5, err_msg=name)
+
+
+def test_given_rows_are_shared_out_and_weights_are_sharded_over_processes(tmp_path: Path):
+    write_recipe(tmp_path / "r.yaml", SFT)
+    one, two = alone_and_together(tmp_path, 2)
+    assert_same_numbers(one, two)
+    assert_same_export(one, two)
+    assert [row["prompt"] for row in lines(one / "samples.jsonl")] == [
+        row["prompt"] for row in lines(two / "samples.jsonl")
+    ]
+
+
+def write_judged(folder: Path, **changes: Any) -> None:
+    """A policy whose answers are judged one by one, and all together."""
+    (folder / "rewards.py").write_text(REWARDS)
+    functions = ["rewards.py:letters", "rewards.py:rank"]
+    write_policy(folder, **{"reward__functions": functions, "data__eval": "held.jsonl", "eval": {"rows": 4}, **changes})
+
+
+def test_prompts_are_dealt_and_rewards_of_all_answers_see_all_of_them(tmp_path: Path):
+    write_judged(tmp_path)
+    one, two = alone_and_together(tmp_path, 2)
+    assert_same_numbers(one, two)
+    assert_same_export(one, two)
+    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
+
+
+PAIRED = [{"prompt": f"{i}>", "chosen": "ABC"[: 1 + i % 3], "rejected": "abc"[: 1 + i % 2]} for i in range(32)]
+LABELLED = [{"prompt": f"{i}>", "completion": "ABC"[: 1 + i % 3], "label": bool(i % 2)} for i in range(32)]
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "sft": SFT,
+    "dpo": {"algorithm.name": "dpo"},
+    "kto": {"algorithm.name": "kto"},
+    "reward": {"algorithm.name": "reward"},
+    "distill": {"algorithm.name": "distill", "teacher": {"family": "llama", "dtype": "float32"}},
+    "grpo": {},
+    "dapo": {"algorithm": {"name": "grpo", "group_size": 4, "dynamic_sampling": True}},
+    "ppo": {"algorithm": {"name": "ppo"}, "batch_size": 16},
+    "lora": {"adapter": {"rank": 4}},
+    "qlora": {"adapter": {"rank": 4, "quantization": {"base": "nf4"}}},
+}
+POLICIES = ("grpo", "dapo", "ppo", "lora")
+
+
+def write_algorithm(folder: Path, name: str) -> None:
+    """The recipe of an algorithm, and rows of its kind."""
+    if name in POLICIES:
+        write_judged(folder, **{key.replace(".", "__"): value for key, value in ALGORITHMS[name].items()})
+        return
+    given = {"dpo": PAIRED, "reward": PAIRED, "kto": LABELLED}.get(name)
+    if given:
+        write_rows(folder / "train.jsonl", given)
+        write_rows(folder / "held.jsonl", given[:6])
+    write_recipe(folder / "r.yaml", ALGORITHMS[name])
+
+
+@pytest.mark.parametrize("number", slow([2, 4]))
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_gives_one_processs_numbers(tmp_path: Path, name: str, number: int):
+    write_algorithm(tmp_path, name)
+    one, other = alone_and_together(tmp_path, number)
+    assert_same_numbers(one, other)
+    assert_same_export(one, other)
