@@ -19,22 +19,21 @@ from tunix.util.coded import array_of, coded
 
 SHARE = 16
 """Rows of a window that each process renders."""
-_streams = itertools.count()
-"""Numbers of the streams of a run, which all processes open in the same order."""
 
 
 class Divided:
     """Rendered rows by their places, which are asked for in their order."""
 
-    def __init__(self, render: Callable[[int], Kept | Dropped], places: int):
+    def __init__(self, render: Callable[[int], Kept | Dropped], places: int, name: str):
         """Renders nothing yet.
 
         Args:
             render: a place -> its rendered row.
             places: how many there are.
+            name: of these rows, the same in all processes, e.g. `rows/0`.
         """
         self._render, self._places = render, places
-        self._name, self._begins = f"rows/{next(_streams)}", itertools.count(1)
+        self._name, self._begins = name, itertools.count(1)
         self._beginning = 0
         self._window, self._rendered = -1, list[Mapping[str, Any]]()
         self._posted: list[str] = []

@@ -4,6 +4,7 @@ Grain shuffles the row numbers; `Groups` reads rows in that order and tracks its
 into pieces, and the accounting of all rows up to there.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -23,6 +24,8 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 
 T = TypeVar("T")
+_streams = itertools.count()
+"""Numbers of the streams of a run, which all processes open in the same order."""
 
 
 def order_of(rows: Rows, config: DataConfig, seed: int, epochs: int | None) -> "grain.MapDataset[int]":
@@ -80,7 +83,8 @@ class Groups(Generic[T]):
             divided: whether all processes of the run render rows together, and go through them in the same order.
         """
         self._renderer = renderer
-        self._divided = Divided(self._render, len(order)) if divided and processes.number() > 1 else None
+        several = divided and processes.number() > 1
+        self._divided = Divided(self._render, len(order), f"rows/{next(_streams)}") if several else None
         self._cut = cut
         self._order = order
         self._batch_size = batch_size

@@ -8,7 +8,6 @@ from jax._src import distributed as runtime  # where JAX keeps its client has no
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from tunix.distributed.place import MEETING, Place
-from tunix.distributed.processes import first_line
 from tunix.errors import UserError
 
 SILENCE = 30.0
@@ -31,13 +30,21 @@ def join(place: Place, deadline: float = MEETING) -> None:
             place.process,
             init_timeout=int(deadline),
             heartbeat_timeout=int(2 * SILENCE),
+            # With one, a failure to connect is raised; without, JAX ends the process.
+            missed_heartbeat_callback=_unheard,
             use_compression=True,
         )
         client.connect()
     except Exception as error:  # jaxlib raises its own kinds
+        end_service()
         raise UserError(_late(place, deadline, error)) from error
     state.coordinator_address, state.client = place.coordinator, client
     state.process_id, state.num_processes = place.process, place.processes
+
+
+def _unheard(status: object) -> None:
+    """What JAX calls when it has lost the coordinator."""
+    print(f"the coordinator is lost: {status}", file=sys.stderr, flush=True)
 
 
 def _serve(place: Place) -> None:
@@ -51,7 +58,8 @@ def _serve(place: Place) -> None:
     address = place.coordinator if host in ("localhost", "127.0.0.1") else f"[::]:{port}"
     words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(place.processes)]
     command = [*words, str(int(2 * SILENCE)), str(2 * SILENCE)]
-    environment, pipe = {**os.environ, "JAX_PLATFORMS": "cpu"}, subprocess.PIPE
+    # It says nothing of processes that end: the others do.
+    environment, pipe = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}, subprocess.PIPE
     # In a session of its own: ctrl-c in the terminal is for the processes of the run.
     service = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment)
     assert service.stdin is not None
@@ -66,7 +74,9 @@ _services: list[subprocess.Popen[str]] = []
 
 
 def _late(place: Place, deadline: float, error: Exception) -> str:
-    who, why = f"process {place.process} of {place.processes}", f"{deadline:.0f} s; {first_line(error)}"
+    # Of a failure to connect JAX tells nothing here.
+    why = str(error) if isinstance(error, OSError) else f"waited {deadline:.0f} s"
+    who = f"process {place.process} of {place.processes}"
     if place.process == 0:
         return (
             f"{who}: not all processes came to {place.coordinator} ({why}). Start them with the same --coordinator and "
@@ -77,5 +87,5 @@ def _late(place: Place, deadline: float, error: Exception) -> str:
 
 def end_service() -> None:
     """Ends the coordinator where this process has started it: all have ended well."""
-    for service in _services:
-        service.communicate("over")
+    while _services:
+        _services.pop().communicate("over")

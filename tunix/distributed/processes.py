@@ -73,12 +73,17 @@ def exchanged(name: str, own: bytes, deadline: float = PATIENCE) -> list[bytes]:
     """
     if number() == 1:
         return [own]
-    turn = next(_calls.setdefault(name, itertools.count()))
+    turn = turn_of(name)
     found = shared(f"{name}/{turn}", own, deadline)
     if turn:
         # All have come to this turn, so that all have read the one before.
         forget(f"{name}/{turn - 1}")
     return found
+
+
+def turn_of(name: str) -> int:
+    """How often this process has exchanged something of a name before."""
+    return next(_calls.setdefault(name, itertools.count()))
 
 
 def shared(key: str, own: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None) -> list[bytes]:

@@ -1,0 +1,149 @@
+"""What processes hand to each other: in their order, whole, and no more of it is kept than is needed."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.pretended import pretended
+from tunix.data.accounting import Dropped, Kept
+from tunix.data.divided import SHARE, Divided
+from tunix.distributed import processes
+from tunix.distributed.shared_folder import shared_folder
+from tunix.errors import UserError
+from tunix.types import Sequence
+
+
+def test_what_is_exchanged_comes_in_order_and_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    def act(index: int) -> list[list[bytes]]:
+        return [processes.exchanged("name", f"{index} {turn}".encode()) for turn in range(20)]
+
+    found, store = pretended(monkeypatch, 3, act)
+    expected = [[f"{index} {turn}".encode() for index in range(3)] for turn in range(20)]
+    assert found == [expected] * 3
+    assert len(store.values) <= 3 * 2
+
+
+def test_the_lead_tells_and_any_of_them_is_heard(monkeypatch: pytest.MonkeyPatch):
+    def act(index: int) -> tuple[int, bool, bool]:
+        told = processes.told("number", lambda: {"is": 7 + index})["is"]
+        return told, processes.any_of("one", index == 1), processes.any_of("none", False)
+
+    assert pretended(monkeypatch, 2, act)[0] == [(7, True, False)] * 2
+
+
+def test_all_find_what_differs(monkeypatch: pytest.MonkeyPatch):
+    def act(index: int) -> str:
+        try:
+            processes.agree({"version": "1", "recipe, steps": str(4 + (index == 2))})
+        except UserError as error:
+            return str(error)
+        return ""
+
+    found, _ = pretended(monkeypatch, 3, act)
+    assert found == ["process 2 has another recipe, steps than process 0: 5, not 4"] * 3
+
+
+def test_one_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
+    def act(index: int) -> str:
+        if index == 1:
+            return ""
+        with pytest.raises(UserError, match="process 1 did not answer"):
+            processes.exchanged("name", b"", deadline=0.2)
+        return "named"
+
+    assert pretended(monkeypatch, 2, act)[0] == ["named", ""]
+
+
+def row_of(place: int) -> Kept | Dropped:
+    """A row of many kinds; row 40 is no example."""
+    if place == 40:
+        raise UserError("row 41 is no example")
+    if place % 5 == 3:
+        return Dropped("too long")
+    tokens = np.arange(place % 7 + 1, dtype=np.int32)
+    values = {"loss_weights": np.linspace(0, 1, len(tokens)).astype(np.float32)}
+    sequence = Sequence(tokens, tokens % 2 == 1, 0.5 + place, values, {"label": place / 3})
+    return Kept((sequence,) * (1 + place % 2), truncated=place % 4 == 0)
+
+
+def assert_same_row(found: Kept | Dropped, expected: Kept | Dropped) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, Dropped) or isinstance(expected, Dropped):
+        assert found == expected
+        return
+    assert (found.truncated, len(found.sequences)) == (expected.truncated, len(expected.sequences))
+    for ours, theirs in zip(found.sequences, expected.sequences, strict=True):
+        assert (ours.weight, ours.per_sequence) == (theirs.weight, theirs.per_sequence)
+        for one, other in ((ours.tokens, theirs.tokens), (ours.loss_mask, theirs.loss_mask)):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(ours.per_token["loss_weights"], theirs.per_token["loss_weights"])
+
+
+def test_rows_are_rendered_once_and_all_have_all(monkeypatch: pytest.MonkeyPatch):
+    rendered: list[list[int]] = [[], []]
+
+    def act(index: int) -> list[Kept | Dropped]:
+        def render(place: int) -> Kept | Dropped:
+            rendered[index].append(place)
+            return row_of(place)
+
+        rows = Divided(render, 100, "rows")
+        found = [rows(place) for place in range(100) if place != 40]
+        rows.begin_anew()
+        with pytest.raises(UserError, match="row 41 is no example"):
+            rows(40)
+        return found
+
+    found, store = pretended(monkeypatch, 2, act)
+    expected = [row_of(place) for place in range(100) if place != 40]
+    for each in found:
+        for one, other in zip(each, expected, strict=True):
+            assert_same_row(one, other)
+    first = [sorted(places[:50]) for places in rendered]
+    assert sorted(first[0] + first[1]) == list(range(100)), "each row was rendered by one of them"
+    assert len(store.values) <= 2 * 2
+
+
+def test_one_that_waits_for_rows_can_be_stopped_and_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    window = 2 * SHARE
+    waiting = threading.Barrier(2)
+
+    def act(index: int) -> Kept | Dropped:
+        rows = Divided(row_of, 4 * window, "rows")
+        rows(0)
+        if index == 0:
+            # It has read ahead where the other has not.
+            threading.Timer(0.3, rows.stop).start()
+            with pytest.raises(processes.Stopped):
+                rows(window)
+        waiting.wait(30)
+        rows.begin_anew()
+        return rows(2 * window)
+
+    for found in pretended(monkeypatch, 2, act)[0]:
+        assert_same_row(found, row_of(2 * window))
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_folder_is_written_by_those_who_see_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sees: bool):
+    def act(index: int) -> None:
+        own = tmp_path / "out" if not index else tmp_path / "elsewhere"
+        with shared_folder(own) as folder:
+            for number in range(4):
+                if folder.writes(number):
+                    (folder.path / str(number)).write_text(str(index))
+
+    if not sees:
+        exchanged = processes.exchanged
+        monkeypatch.setattr(
+            processes,
+            "exchanged",
+            lambda name, own, *rest: exchanged(name, b"" if name == "seen" and processes.index() else own, *rest),
+        )
+    pretended(monkeypatch, 2, act)
+    written = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+    assert written == {"0": "0", "1": "1" if sees else "0", "2": "0", "3": "1" if sees else "0"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
