@@ -1,6 +1,6 @@
 """Arrays over the devices of all processes: made of what every process has on its host, and read there again."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,20 +44,16 @@ def own_part(mesh: Mesh) -> Mesh:
 
 
 class Own:
-    """Arrays over the devices of all processes, brought whole to those of each."""
+    """Brings arrays over the devices of all processes to those of each, where they are whole."""
 
-    def __init__(
-        self, every: Mesh, own: Mesh, axes: Callable[[str, jax.Array], PartitionSpec], kept: Collection[str] = ()
-    ):
+    def __init__(self, every: Mesh, own: Mesh, axes: Callable[[str, jax.Array], PartitionSpec]):
         """Brings nothing yet.
 
         Args:
             every: the mesh of all processes; each has as many devices of it.
             own: the mesh of this process's devices.
             axes: (name, array) -> how it is split over `own`.
-            kept: names of arrays that never change, and are brought once.
         """
-        self._kept = frozenset(kept)
         by_process: dict[int, list[Any]] = {}
         for device in every.devices.flat:
             by_process.setdefault(device.process_index, []).append(device)
@@ -65,23 +61,14 @@ class Own:
         shape = (len(rows), *own.devices.shape)
         self._every = Mesh(np.asarray(rows).reshape(shape), ("process", *own.axis_names))
         self._own, self._axes = own, axes
-        self._known: dict[str, jax.Array] = {}
 
-    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays by name; to be called by all processes."""
-        return {name: self._brought(name, x) for name, x in params.items()}
-
-    def _brought(self, name: str, x: jax.Array) -> jax.Array:
-        if name in self._known:
-            return self._known[name]
+    def __call__(self, name: str, x: jax.Array) -> jax.Array:
+        """The array of a name; to be called by all processes."""
         spec = self._axes(name, x)
         # Whole in each process: the first axis of the mesh is not named.
         there = jax.device_put(x, NamedSharding(self._every, spec))
         parts = [shard.data for shard in there.addressable_shards]
-        found = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(self._own, spec), parts)
-        if name in self._kept:
-            self._known[name] = found
-        return found
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(self._own, spec), parts)
 
 
 def _placed(x: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:

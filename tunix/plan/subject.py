@@ -25,7 +25,7 @@ from tunix.rollout.engine.shapes import Sizes
 from tunix.run.attention import attention_line
 from tunix.run.build import settings_of
 from tunix.run.describe import remat_line, sampling_line
-from tunix.run.devices import mesh_of
+from tunix.run.devices import apart, mesh_of
 from tunix.run.evaluation import Evaluation
 from tunix.run.streams import workload_of
 from tunix.run.teacher import divided
@@ -129,7 +129,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     if recipe.adapter is not None and recipe.adapter.source is not None:
         adapter, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter})
-    students, _ = divided(recipe.teacher, devices)
+    students, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher, devices)[0])
     sampling = Sampling(max_tokens=recipe.data.longest_completion, temperature=recipe.rollout.temperature)
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
     mesh, why = mesh_of(recipe, source.decoder, algorithm, students, memory)
@@ -138,7 +138,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     attention = attention_line(source.decoder, recipe.model, mesh, settings.length, branched=branched)
     policy = _trained(settings, spec_of(settings, source, mesh, memory))
     samples = algorithm.train_on == RowKind.PROMPT
-    sampling = sampling_line(recipe.rollout, policy.spec, memory) if samples else None
+    sampling = sampling_line(recipe.rollout, policy.spec, memory, sampling_mesh) if samples else None
     critic = _trained(settings, critic_spec_of(settings, policy.spec)) if settings.critic == "own" else None
     return Subject(
         recipe,
@@ -147,7 +147,8 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         critic,
         _reference(algorithm, settings, policy),
         _teacher(recipe, policy.spec, devices),
-        _sampled(recipe, algorithm, settings, policy, memory),
+        # Devices that only sample hold nothing of what is counted here.
+        None if sampling_mesh is not None else _sampled(recipe, algorithm, settings, policy, memory),
         _judge(recipe, policy.spec),
         tuple(filter(None, (why if mesh.size > 1 else None, attention, remat_line(policy.spec), sampling))),
     )

@@ -10,9 +10,12 @@ from tunix.rollout.environments.config import EnvironmentConfig
 
 
 class RolloutMeshConfig(Config):
-    """How the devices of the policy are used to sample: a copy of the weights on each `tensor` of them, and the slots
-    split over the copies."""
+    """How devices are used to sample: a copy of the weights on each `tensor` of them, and the slots split over the
+    copies."""
 
+    devices: Positive | None = None
+    """Devices that only sample, the last ones (of each process as many); `mesh` then has the others. Null: sampling and
+    training share all devices."""
     tensor: Positive = 1
     """Devices that share one copy of the weights; 1 for a whole copy on each. Divides the model's heads, kv heads, ffn
     and vocabulary."""

@@ -22,7 +22,7 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, Player
 from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line
-from tunix.run.devices import mesh_of
+from tunix.run.devices import apart, mesh_of
 from tunix.run.inputs import Inputs, compare_views, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
@@ -45,7 +45,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     Raises:
         UserError: something that the recipe names is missing or does not fit.
     """
-    devices, _ = divided(recipe.teacher)
+    devices, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher)[0])
     recipe, inputs = _settled(recipe, open_inputs(recipe, folder))
     compare_views(inputs)
     teacher = teacher_source(recipe, inputs.source)
@@ -70,7 +70,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = open_stream(recipe, inputs, algorithm, collector, mesh)
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
-    client = client_of(recipe, inputs.source, mesh, total, algorithm, inputs.tokenizer, teacher, reference)
+    named = (inputs.tokenizer, teacher, reference, sampling_mesh)
+    client = client_of(recipe, inputs.source, mesh, total, algorithm, *named)
     display.say(overview(client.learner, recipe.quantization, inputs, mesh, total))
     if why is not None and mesh.size > 1:
         display.say(why)
@@ -78,7 +79,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     lines = (products_line(spec.model, recipe.quantization, mesh), attention, remat_line(spec))
     display.say("; ".join(filter(None, lines)))
     if algorithm.train_on == RowKind.PROMPT:
-        display.say(sampling_line(recipe.rollout, spec, memory))
+        display.say(sampling_line(recipe.rollout, spec, memory, sampling_mesh))
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display
@@ -124,6 +125,7 @@ def client_of(
     tokenizer: Tokenizer | None = None,
     teacher: Source | None = None,
     reference: Source | None = None,
+    sampling: Mesh | None = None,
 ) -> Trainer:
     """The client of a recipe, with its weights on the mesh.
 
@@ -133,8 +135,9 @@ def client_of(
         tokenizer: decodes tokens in which stop strings are searched.
         teacher: the source of the teacher, if there is one.
         reference: the source of the reference, if it is not the initial weights.
+        sampling: devices that only sample; None where sampling and training share all.
     """
-    settings = settings_of(recipe, source, mesh, total, algorithm, tokenizer, reference)
+    settings = settings_of(recipe, source, mesh, total, algorithm, tokenizer, reference, sampling)
     client = build_client(settings, source, mesh)
     learner = client.learner
     if teacher is not None:
@@ -152,6 +155,7 @@ def settings_of(
     algorithm: Algorithm | None,
     tokenizer: Tokenizer | None = None,
     reference: Source | None = None,
+    sampling: Mesh | None = None,
 ) -> ClientSettings:
     """The settings of a recipe's client; for the arguments see `client_of`."""
     length, microbatcher = microbatcher_of(recipe, mesh, source.decoder, algorithm)
@@ -172,6 +176,7 @@ def settings_of(
         slots=recipe.rollout.slots,
         sampler_memory=recipe.rollout.memory,
         sampler_mesh=recipe.rollout.devices,
+        sampler_devices=sampling,
         cache_dtype=recipe.rollout.cache_dtype,
         guesses=recipe.rollout.speculate,
         decode=None if tokenizer is None else tokenizer.decode,

@@ -62,10 +62,16 @@ def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
     return hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
-def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None) -> str:
+def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None, sampling: Mesh | None = None) -> str:
     """Who reads the pages of slots that decode and why no faster one does, and how the devices are divided to sample
-    where that is not as for training."""
-    mesh, division = sampler_mesh(spec.mesh, rollout.devices, spec.model, memory)
+    where that is not as for training.
+
+    Args:
+        sampling: devices that only sample; None where sampling and training share all.
+    """
+    mesh, division = sampler_mesh(sampling or spec.mesh, rollout.devices, spec.model, memory)
+    if sampling is not None:
+        division = f"{division or 'sampling'}, on {sampling.size} device(s) of its own"
     dtype = spec.model.dtype
     cache = decode_spec(spec.model.config, mesh, dtype, rollout.cache_dtype or dtype, PAGE)
     pages = f"pages are read by {described(cache, reader_here(cache, mesh).name)}"

@@ -11,15 +11,13 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
-from tunix.distributed import processes
-from tunix.distributed.global_arrays import Own
+from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import fingerprint
 from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import partition
 from tunix.models.model import Model, Params, is_own
 from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
@@ -30,6 +28,7 @@ from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
+from tunix.trainer.handover import bring_of
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import Microbatcher
@@ -77,6 +76,8 @@ class ClientSettings:
     """Next tokens that the sampler guesses at each step; 0 for none."""
     sampler_mesh: RolloutMeshConfig | None = None
     """How the devices are divided to sample; None for the fewest to a copy of the weights that have room for it."""
+    sampler_devices: Mesh | None = None
+    """Devices that only sample; None where sampling and training share all."""
     decode: Decode | None = None
     """Token ids -> text, in which stop strings are searched."""
 
@@ -202,29 +203,24 @@ def local_client(
     has_reference = keep_reference or spec.adapter is not None
     learner = Learner(spec, params, frozen, initial_reference(spec, params, frozen) if has_reference else None)
     sampler = sampler or engine_of(spec, params)
-    return Trainer(learner, sampler, exporter, critic, _bring(learner, sampler))
-
-
-def _bring(learner: Learner, sampler: Sampler) -> Own | None:
-    """Brings weights of several processes to this one's engine; None where there is one process, or no engine here."""
-    if processes.number() == 1 or not isinstance(sampler, Engine):
-        return None
-    model, mesh = learner.spec.model, sampler.mesh
-    return Own(learner.spec.mesh, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh), learner.frozen)
+    return Trainer(learner, sampler, exporter, critic)
 
 
 def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> Engine:
-    """The engine of a client, on the learner's devices; no weights are read.
+    """The engine of a client, on the learner's devices or its own; no weights are read.
 
     Raises:
         UserError: its mesh or its slots do not divide, or there is no room for a request.
     """
-    mesh, _ = sampler_mesh(spec.mesh, settings.sampler_mesh, spec.model, memory)
+    own = settings.sampler_devices
+    mesh, _ = sampler_mesh(spec.mesh if own is None else own, settings.sampler_mesh, spec.model, memory)
     trained, _ = stored(settings, spec.model)
     policies = [spec] if settings.critic != "own" else [spec, critic_spec_of(settings, spec)]
     weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
     held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
-    room = room_of(settings.sampler_memory, memory, mesh, held, references=settings.reference)
+    # Devices of its own hold nothing else.
+    held, references = (held, settings.reference) if own is None else ([], False)
+    room = room_of(settings.sampler_memory, memory, mesh, spec.model, held, references=references)
     how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
     try:
         return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)
@@ -260,12 +256,13 @@ def engine_of(
     Raises:
         UserError: the slots are not split evenly over the mesh, or there is no room for a request.
     """
-    mesh = mesh or spec.mesh
+    mesh = mesh or own_part(spec.mesh)
     if slots is not None:
         check_slots(slots, mesh)
     moving = () if spec.adapter is None else tuple(params)
     length = length or spec.length
     how = {"cache": cache, "decode": decode, "moving": moving, "room": room, "guesses": guesses}
+    how["bring"] = bring_of(spec.model, spec.mesh, mesh)
     return Engine(spec.model, mesh, slots=slots, length=length, **how)
 
 

@@ -19,12 +19,12 @@ def digest(parts: Iterable[bytes | str]) -> str:
 
 def digest_of_weights(params: Params) -> str:
     """A digest of every bit of every weight, computed on the devices; independent of the sharding."""
-    sums = {name: _checksum(x) for name, x in sorted(params.items())}
+    sums = {name: checksum(x) for name, x in sorted(params.items())}
     return digest(f"{name} {params[name].shape} {params[name].dtype} {int(x)}" for name, x in sums.items())
 
 
 @jit
-def _checksum(array: jax.Array) -> jax.Array:
+def checksum(array: jax.Array) -> jax.Array:
     """Sum modulo 2^32 of each element's bits times an odd number from its index; integer sums are exact."""
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32)
     place = jnp.zeros(array.shape, jnp.uint32)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
+from tunix.models.model import Model
 from tunix.trainer.remat import held_by
 from tunix.trainer.sampler_mesh import copy_bytes
 from tunix.trainer.spec import TrainerSpec
@@ -20,6 +21,7 @@ def room_of(
     share: float,
     memory: float | None,
     mesh: Mesh,
+    model: Model,
     trained: Sequence[tuple[TrainerSpec, Shapes, Shapes]],
     *,
     references: int,
@@ -30,15 +32,18 @@ def room_of(
         share: of the memory that everything may take together, e.g. 0.85; the rest is for the sampler's activations.
         memory: bytes of a device.
         mesh: the sampler's.
-        trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own.
+        model: what is sampled from.
+        trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own, as far as
+            these devices hold them; the policy is the first.
         references: copies of the policy's weights that are kept, 0 or 1.
     """
     if memory is None:
         return None
-    (policy, params, frozen), *others = trained
-    held = held_by(policy, params, frozen, copies=references).weights
-    held += sum(held_by(spec, own, {}, copies=0).weights for spec, own, _ in others)
-    return share * memory - held - copy_bytes(policy.model) / mesh.shape["tensor"]
+    held = sum(
+        held_by(spec, params, {} if i else frozen, copies=0 if i else references).weights
+        for i, (spec, params, frozen) in enumerate(trained)
+    )
+    return share * memory - held - copy_bytes(model) / mesh.shape["tensor"]
 
 
 def shares(share: float, memory: float, room: float, need: float) -> str:

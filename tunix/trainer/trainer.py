@@ -6,7 +6,7 @@
 Axes: T time.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,6 @@ class Trainer:
         sampler: Sampler,
         exporter: Exporter | None = None,
         critic: Learner | None = None,
-        bring: Callable[[Params], Params] | None = None,
     ):
         """Combines the parts; no weights are published yet.
 
@@ -54,9 +53,8 @@ class Trainer:
             sampler: completes prompts; it receives the policy's weights at each `publish`.
             exporter: writes exported folders; None for one without tokenizer files.
             critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
-            bring: brings weights to the sampler's devices; None where it reads those of training.
         """
-        self.learner, self.sampler, self.critic, self._bring = learner, sampler, critic, bring
+        self.learner, self.sampler, self.critic = learner, sampler, critic
         self.exporter = exporter or Exporter()
         self._version = int(learner.state.step)
         """Updates that made the weights; it goes on after a restart: tokens of earlier weights may be left."""
@@ -165,8 +163,7 @@ class Trainer:
         """Passes the current weights to the sampler if they have changed; returns their version: the updates so far."""
         if self._stale:
             self._stale = False
-            params = self.learner.params if self._bring is None else self._bring(self.learner.params)
-            self.sampler.publish(params, self._version)
+            self.sampler.publish(self.learner.params, self._version)
         return self._version
 
     def _changed(self) -> None:

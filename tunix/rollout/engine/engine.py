@@ -5,7 +5,7 @@ Numbers of slots, pages and tokens of a piece come from a small closed set (`sha
 """
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,7 @@ class Engine:
         ahead: int | None = None,
         guesses: int = 0,
         room: float | None = None,
+        bring: Callable[[str, jax.Array], jax.Array] | None = None,
     ):
         """An engine without weights: `publish` gives it some.
 
@@ -68,6 +69,7 @@ class Engine:
             guesses: next tokens that are guessed at each step, from what followed the same tokens before; fewer than 8
                 and `steps`. They change nothing but the time.
             room: bytes for keys and values on each device; None for as many as slots can ever need.
+            bring: (name, published array) -> the array on these devices; None where they hold what is published.
 
         Raises:
             UserError: there is no room for one request, or these devices have no use for such a cache.
@@ -85,6 +87,7 @@ class Engine:
                 f"not {given}"
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
+        self._bring = bring
         windows = tuple(kind.window for kind in model.config.distinct_kinds)
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
@@ -144,7 +147,7 @@ class Engine:
                 self.weights = self._base = copied = None
                 copied = self._base = self._copy(base, frozen=frozen)
                 self._base_of = {name: weakref.ref(x) for name, x in base.items()}
-            views = _unstack(self.model, adapter)
+            views = self._copy(adapter, frozen=False)
             layers = tuple({**mine, **more} for mine, more in zip(copied.layers, views.layers, strict=True))
             weights = Weights({**copied.top, **views.top}, layers)
             if magnified(self.model):
@@ -253,6 +256,10 @@ class Engine:
 
     def _copy(self, base: Params, *, frozen: bool) -> Weights:
         """A copy of the base; where it is frozen, tables that have the right dtype are shared instead."""
+        if self._bring is not None:
+            # One after the other, so that few are here both as they came and as they are read.
+            parts = [_unstack(self.model, {name: self._bring(name, x)}) for name, x in base.items()]
+            return _joined(self.model, parts)
         right = {name: x for name, x in base.items() if name in TOP and x.dtype == self.model.dtype}
         shared = {name: x for name, x in right.items() if frozen and self._placed(name, x)}
         views = _unstack(self.model, {name: x for name, x in base.items() if name not in shared})
@@ -283,6 +290,13 @@ class Engine:
             )
         if not 0 <= int(np.min(request.prompt)) <= int(np.max(request.prompt)) < vocab:
             raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab - 1}")
+
+
+def _joined(model: Model, parts: Sequence[Weights]) -> Weights:
+    """The weights of several parameters together."""
+    top = {name: x for part in parts for name, x in part.top.items()}
+    layers = [{name: x for part in parts for name, x in part.layers[i].items()} for i in range(model.config.num_layers)]
+    return Weights(top, tuple(layers))
 
 
 _unstack = jit(unstack, static_argnames="model")

@@ -1,0 +1,78 @@
+"""Weights on their way to a sampler on other devices: every bit arrives, once, and only what has moved is sent again."""
+
+from itertools import chain
+
+import jax
+import numpy as np
+import pytest
+
+from tests.trainers import PLAIN, sequences, trainer
+from tests.trainer.test_step import SFT_LOSS
+from tunix.config import MeshConfig
+from tunix.data.packing import pack
+from tunix.errors import UserError
+from tunix.rollout.config import RolloutMeshConfig
+from tunix.rollout.engine.engine import Engine
+from tunix.run.devices import apart
+from tunix.trainer import handover
+from tunix.trainer.handover import HandOver, bring_of
+from tunix.trainer.sampler_mesh import sampler_mesh
+from tunix.trainer.trainer import Trainer
+from tunix.types import Sampling
+
+PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (2, 5, 9)]
+
+
+def elsewhere(learning: Trainer, tensor: int) -> Engine:
+    """An engine on the last four of eight devices; training has the first four."""
+    model, mesh = learning.learner.spec.model, learning.learner.spec.mesh
+    _, sampling = apart(RolloutMeshConfig(devices=4), jax.devices())
+    assert sampling is not None
+    mesh_there, _ = sampler_mesh(sampling, RolloutMeshConfig(tensor=tensor), model, None)
+    moving = () if learning.learner.spec.adapter is None else tuple(learning.learner.state.params)
+    return Engine(model, mesh_there, slots=8, length=64, moving=moving, bring=bring_of(model, mesh, mesh_there))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_sampler_on_other_devices_samples_alike_after_each_update(tensor: int):
+    here = trainer(mesh=MeshConfig(fsdp=4), devices=4)
+    there = elsewhere(here, tensor)
+    batch = pack(sequences(8), 8, 24, packing=True)
+    for version in range(2):
+        here.step(batch, SFT_LOSS)
+        assert here.publish() == version + 1
+        there.publish(here.learner.params, version + 1)
+        ours, theirs = (one.sample(PROMPTS, 2, Sampling(max_tokens=12), seed=3) for one in (here, there))
+        for one, other in zip(chain(*ours), chain(*theirs), strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            np.testing.assert_array_equal(one.versions, other.versions)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert there.weights is not None
+    assert not set(there.weights.top["embed/w"].devices()) & set(here.learner.spec.mesh.devices.flat)
+
+
+def test_what_arrives_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch):
+    learning = trainer(mesh=MeshConfig(fsdp=4), devices=4)
+    there = elsewhere(learning, 1)
+    bring = HandOver(learning.learner.spec.model, learning.learner.spec.mesh, there.mesh)
+    put = jax.device_put
+    monkeypatch.setattr(handover.jax, "device_put", lambda x, where: put(x, where).at[(0,) * x.ndim].add(1e-3))
+    with pytest.raises(RuntimeError, match="embed/w has other bits on the sampler's devices"):
+        bring("embed/w", learning.learner.params["embed/w"])
+
+
+def test_devices_are_shared_out():
+    devices = jax.devices()
+    training, sampling = apart(RolloutMeshConfig(devices=3), devices)
+    assert sampling is not None
+    assert (training, sampling.devices.ravel().tolist()) == (devices[:5], devices[5:])
+    assert apart(None, devices) == (devices, None)
+    assert apart(RolloutMeshConfig(tensor=2), devices) == (devices, None)
+    with pytest.raises(UserError, match=r"rollout.mesh: of 8 device\(s\) of a process 8 would only sample"):
+        apart(RolloutMeshConfig(devices=8), devices)
+
+
+def test_an_engine_that_reads_the_trainers_devices_needs_nothing_brought():
+    spec = trainer(mesh=MeshConfig(fsdp=4), devices=4).learner.spec
+    assert bring_of(spec.model, spec.mesh, spec.mesh) is None
+    assert spec.model.config == PLAIN

@@ -1,0 +1,67 @@
+"""Hands the policy's weights to a sampler on other devices: one parameter at a time, each byte once to each copy.
+
+A parameter is what the layers hold of one kind, such as all queries. It is cast to the dtype of the computation where
+it is, moved to how the sampler splits it, and compared: a checksum of every bit is computed on both sides.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.distributed import processes
+from tunix.distributed.global_arrays import Own, own_part
+from tunix.mesh import partition
+from tunix.models.model import Model
+from tunix.trainer.digest import checksum
+from tunix.util.exact import jit
+
+Bring = Callable[[str, jax.Array], jax.Array]
+"""(name, array on the trainer's devices) -> the array on the sampler's."""
+
+
+class HandOver:
+    """Brings parameters from the devices that train to those that sample."""
+
+    def __init__(self, model: Model, trainer: Mesh, sampler: Mesh):
+        """Brings nothing yet.
+
+        Args:
+            model: says how parameters are split, and the dtype of the computation.
+            trainer: the mesh of training, over all processes.
+            sampler: the mesh that samples, of this process's devices.
+        """
+        self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
+        self._together = Own(trainer, self._trainer, lambda name, x: partition(model.axes[name], x.shape, self._trainer))
+
+    def __call__(self, name: str, x: jax.Array) -> jax.Array:
+        """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
+
+        Raises:
+            RuntimeError: it is not what was sent.
+        """
+        if processes.number() > 1:
+            x = self._together(name, x)
+        with jax.set_mesh(self._trainer):
+            sent = _cast(x, self._model.kinds.get(name, self._model.dtype))
+            before = checksum(sent)
+        with jax.set_mesh(self._sampler):
+            where = NamedSharding(self._sampler, partition(self._model.axes[name], x.shape, self._sampler))
+            there = jax.device_put(sent, where)
+            after = checksum(there)
+        # Reading both also waits, so that no more than one parameter is on its way.
+        if int(after) != int(before):
+            raise RuntimeError(f"{name} has other bits on the sampler's devices than on the trainer's")
+        return there
+
+
+def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
+    """How parameters are brought to a sampler's mesh; None where it reads them on the trainer's devices."""
+    if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
+        return None
+    if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
+        return Own(trainer, sampler, lambda name, x: partition(model.axes[name], x.shape, sampler))
+    return HandOver(model, trainer, sampler)
+
+
+_cast = jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
