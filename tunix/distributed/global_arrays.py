@@ -66,7 +66,8 @@ class Own:
         """The array of a name; to be called by all processes."""
         spec = self._axes(name, x)
         # Whole in each process: the first axis of the mesh is not named.
-        there = jax.device_put(x, NamedSharding(self._every, spec))
+        with jax.set_mesh(self._every):
+            there = jax.device_put(x, NamedSharding(self._every, spec))
         parts = [shard.data for shard in there.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(self._own, spec), parts)
 
