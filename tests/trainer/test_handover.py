@@ -1,4 +1,4 @@
-"""Weights on their way to a sampler on other devices: every bit arrives, once, and only what has moved is sent again."""
+"""Weights on their way to a sampler on other devices: every bit arrives, after each update."""
 
 from itertools import chain
 
@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.trainers import PLAIN, sequences, trainer
 from tests.trainer.test_step import SFT_LOSS
+from tests.trainers import PLAIN, sequences, trainer
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError

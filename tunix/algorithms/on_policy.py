@@ -41,7 +41,7 @@ from tunix.algorithms.masks import most_uncertain
 from tunix.algorithms.rollout_metrics import merged, notes, report, rows
 from tunix.config import RowKind
 from tunix.errors import Doubtful
-from tunix.protocols import Client
+from tunix.protocols import Client, SamplingClient
 from tunix.rollout.parts import Measure, sequence_of
 from tunix.rollout.types import Rollouts
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
@@ -74,6 +74,11 @@ class Prepared:
 class OnPolicy(Algorithm):
     """An algorithm that trains on completions of its policy where rows are prompts."""
 
+    @property
+    def needs_fresh(self) -> str | None:
+        """Why completions of older weights cannot be learned from, and the remedy; None where they can."""
+        return None
+
     def update(self, client: Client, data: Any) -> Update:
         """Trains one step: samples completions, then learns from them. Given sequences are trained on as they are."""
         if self.train_on != RowKind.PROMPT:
@@ -81,13 +86,16 @@ class OnPolicy(Algorithm):
         return self.learn(client, self.rollout(client, data))
 
     def rollout(self, client: Client, data: Rollouts) -> Experience:
-        """Samples and scores completions of the current policy."""
+        """Samples and scores completions of the current policy; or hands over what was sampled ahead."""
+        if data.sampled is not None:
+            return Experience(data.sampled, data)
         data.version = client.publish()
         return Experience(self.gather(client, data), data)
 
-    def gather(self, client: Client, data: Rollouts) -> Groups:
-        """Samples one group of episodes for each prompt."""
-        return data.collect(client, data.prompts, self.config.samples_per_prompt, self.measuring(client))
+    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
+        """Samples one group of episodes for each prompt; a full client measures them meanwhile."""
+        measure = self.measuring(client) if isinstance(client, Client) else None
+        return data.collect(client, data.prompts, self.config.samples_per_prompt, measure)
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -131,10 +139,11 @@ class OnPolicy(Algorithm):
         data, prepared = experience.data, self.prepare(client, experience)
         with data.clock.part("update"):
             metrics = [self.step(client, batch) for batch in prepared.batches]
-            if metrics:
+            # Older weights differ for a reason.
+            if metrics and not data.stale:
                 gate(metrics[0], prepared.batches[0], data, self.starts_at_reference)
             numbers = {**prepared.numbers, **merged(metrics)}
-        numbers |= data.clock.metrics
+        numbers |= {**data.clock.metrics, **data.ahead}
         return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes)
 
     @abstractmethod
@@ -154,6 +163,16 @@ class PolicyGradient(OnPolicy):
     def group(self) -> int:
         """The group size: all completions are trained on, with weight 0 where one failed."""
         return self.config.group_size
+
+    @property
+    def needs_fresh(self) -> str | None:
+        """Where the ratio starts at the trainer's own log-probs, only a correction knows of the sampler's."""
+        if self.config.old_logprobs == "recompute" and self.config.correction == "none":
+            return (
+                "algorithm.old_logprobs: recompute starts the ratio at the present weights, so that nothing corrects "
+                "for older ones: set algorithm.correction to truncate or mask, or leave old_logprobs out"
+            )
+        return None
 
     @property
     def starts_at_reference(self) -> bool:
@@ -195,7 +214,7 @@ class PolicyGradient(OnPolicy):
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
         """The sequences with the arrays that the loss reads: advantages, and whatever else it needs."""
 
-    def gather(self, client: Client, data: Rollouts) -> Groups:
+    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
         """Samples one group of episodes for each prompt.
 
         Raises:

@@ -119,6 +119,11 @@ class Stream(Generic[T]):
         self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
         self._close = weakref.finalize(self, _release, self._held, groups.stop)
 
+    def mark(self) -> Callable[[], dict[str, Any]]:
+        """What returns the position of now, whenever it is called."""
+        state = self.get_state()
+        return lambda: state
+
     def get_state(self) -> dict[str, Any]:
         """The position after the last group handed out, as values that JSON can store."""
         return self._groups().get_state()

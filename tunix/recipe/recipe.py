@@ -4,6 +4,7 @@ A file and its overrides -> plain sections -> resolved stages (`stages.py`) -> `
 same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -110,6 +111,12 @@ class Recipe(Sections):
         keys = [*ours, *(key for key in theirs if key not in ours)]
         differing = [key for key in keys if ours.get(key) != theirs.get(key)]
         return [key for key in differing if not _FREE.match(key)]
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that a resumed run has to have in common with the run that it goes on from."""
+        kept = [f"{key}: {value}" for key, value in flattened(self.sections()) if not _FREE.match(key)]
+        return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
     def tiny(self, where: str = "recipe") -> "Recipe":
         """This recipe for a laptop: a two-layer random model of the family, a few generated rows, at most 20 steps.

@@ -111,8 +111,10 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
     if not (rewarded or writes) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
-    elif not writes and recipe.rollout.oversample > 1:
-        yield f"rollout.oversample: changes nothing for {recipe.algorithm.name}, which trains on no completions"
+    elif not writes:
+        changed = {"oversample": recipe.rollout.oversample > 1, "max_staleness": recipe.rollout.max_staleness > 0}
+        for name in (name for name, is_set in changed.items() if is_set):
+            yield f"rollout.{name}: changes nothing for {recipe.algorithm.name}, which trains on no completions"
 
 
 def _ineffective_lengths(recipe: Sections) -> tuple[str, ...]:

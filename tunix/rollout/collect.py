@@ -10,7 +10,7 @@ Axes: P prompts, G group, T time.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -282,12 +282,23 @@ class RolloutStep:
     """Where prompts wait that were begun beyond a step's; None where no step begins more than it trains on."""
     spare: int = 0
     """Prompts that a step begins beyond its own."""
+    sampled: list[list[Scored]] | None = None
+    """Groups that were sampled while an earlier step was learned from; None where they are still to be."""
+    read: Accounting | None = None
+    """What had become of all prompts when they were sampled; None where nothing is read ahead."""
+    ahead: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of what was sampled ahead, by name: how old its weights were, and who waited."""
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def accounting(self) -> Accounting:
         """What became of all prompts read so far."""
-        return self.stream.accounting
+        return self.stream.accounting if self.read is None else self.read
+
+    @property
+    def stale(self) -> bool:
+        """Whether some tokens were sampled from older weights than those that learn from them."""
+        return self.ahead.get("rollout/staleness/max", 0.0) > 0
 
     @property
     def weights(self) -> dict[str, float]:
@@ -335,17 +346,24 @@ class RolloutStream:
         Args:
             like: what all steps have in common; its prompts are replaced.
         """
-        self._like, self._first = like, True
+        self.like = like
+        """What all steps have in common."""
+        self._first = True
 
     def __iter__(self) -> "RolloutStream":
         return self
 
     def __next__(self) -> RolloutStep:
-        prompts = self._like.more(self._like.size)
+        prompts = self.like.more(self.like.size)
         if not prompts:
             raise StopIteration
         first, self._first = self._first, False
-        return replace(self._like, prompts=prompts, first=first, clock=Clock(), _calls=itertools.count())
+        return replace(self.like, prompts=prompts, first=first, clock=Clock(), _calls=itertools.count())
+
+    def mark(self) -> Callable[[], dict[str, Any]]:
+        """What returns the position of now, whenever it is called."""
+        state = self.get_state()
+        return lambda: state
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last step that was handed out, the further prompts that it took included."""
@@ -358,13 +376,13 @@ class RolloutStream:
 
     @property
     def _position(self) -> Backlog | Prompts:
-        return self._like.backlog or self._like.stream
+        return self.like.backlog or self.like.stream
 
     def close(self) -> None:
         """Ends the threads and processes that read rows and score completions."""
-        self._like.stream.close()
-        if self._like.collector.scorer is not None:
-            self._like.collector.scorer.close()
+        self.like.stream.close()
+        if self.like.collector.scorer is not None:
+            self.like.collector.scorer.close()
 
 
 def _episode(

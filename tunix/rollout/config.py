@@ -46,6 +46,12 @@ class RolloutConfig(Config):
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """How many groups a step begins for each that it trains on, such as 1.2: sampling ends when enough are complete,
     and the others are continued in the next step. Which are first depends on `slots`, `memory` and `mesh`."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Steps that the weights which sampled a completion's first token may be older than those that learn from it. 0:
+    sampling and learning take turns. From 1 on the next steps are sampled meanwhile, on `mesh.devices` of their own."""
+    in_flight: Literal["finish", "continue"] | None = None
+    """What completions do whose weights are replaced while they are sampled: `finish` under the old ones, or `continue`
+    under the new ones, so that each token has a version. Null: finish. Only with `max_staleness`."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
     1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache:
@@ -63,6 +69,22 @@ class RolloutConfig(Config):
     def spare(self, prompts: int) -> int:
         """Prompts that a step of so many begins beyond them, e.g. 7 of 32 with an oversample of 1.2."""
         return math.ceil(round(self.oversample * prompts, 6)) - prompts
+
+    @model_validator(mode="after")
+    def _asynchronous(self) -> "RolloutConfig":
+        if self.in_flight is not None and not self.max_staleness:
+            raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
+        if self.in_flight == "continue" and self.environment is not None:
+            raise ValueError(
+                "in_flight: continue pauses completions, and an environment's episode cannot be paused: set it to "
+                "finish, or leave environment out"
+            )
+        if self.max_staleness and self.oversample > 1:
+            raise ValueError(
+                f"oversample: {self.oversample:g} carries completions over to later steps, and max_staleness does not bound "
+                "their age: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_episodes(self) -> "RolloutConfig":

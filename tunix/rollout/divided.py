@@ -5,14 +5,12 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.rollout.arrivals import columns, columns_of
-from tunix.rollout.encoded import decoded, encoded
+from tunix.rollout.encoded import episode_of, saved_episode
 from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock, Scored
@@ -37,13 +35,13 @@ def shared(groups: list[list[Scored]], prompts: List[Prompt], sampling: Sampling
     """
     if processes.number() == 1:
         return groups
-    given = {"groups": [[_saved(x) for x in group] for group in groups], "counted": clock.counted}
+    given = {"groups": [[saved_episode(x) for x in group] for group in groups], "counted": clock.counted}
     found = [json.loads(one) for one in processes.exchanged("groups", json.dumps(given).encode())]
     names = dict.fromkeys(name for one in found for name in one["counted"])
     clock.counted = {name: sum(one["counted"].get(name, 0) for one in found) for name in names}
     parts = [one["groups"] for one in found]
     rows = [parts[i % len(parts)][i // len(parts)] for i in range(len(prompts))]
-    return [[_read(x, prompt, sampling) for x in row] for prompt, row in zip(prompts, rows, strict=True)]
+    return [[episode_of(x, prompt, sampling) for x in row] for prompt, row in zip(prompts, rows, strict=True)]
 
 
 def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None) -> list[list[Scored]]:
@@ -76,17 +74,3 @@ def _with(episode: Scored, scores: Mapping[str, float | str]) -> Scored:
     failures = {name: score for name, score in scores.items() if isinstance(score, str)}
     rewards = {name: math.nan if isinstance(score, str) else score for name, score in scores.items()}
     return replace(episode, rewards={**episode.rewards, **rewards}, failures={**episode.failures, **failures})
-
-
-def _saved(episode: Scored) -> dict[str, Any]:
-    """An episode as JSON values, bit for bit; with what its environment made of the prompt."""
-    own = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards")}
-    start = {"tokens": episode.prompt.tokens.tolist(), "text": episode.prompt.text}
-    return {**own, "completion": encoded(episode.completion), "prompt": start}
-
-
-def _read(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
-    """The inverse of `_saved`, for the row of a prompt."""
-    start = replace(prompt, tokens=np.asarray(saved["prompt"]["tokens"], np.int32), text=saved["prompt"]["text"])
-    rest = {"failures": saved["failures"], "turn_rewards": tuple(saved["turn_rewards"])}
-    return Scored(start, decoded(saved["completion"], sampling), saved["text"], saved["rewards"], **rest)

@@ -1,10 +1,13 @@
-"""Completions as JSON values, bit for bit: in a run's position, and between its processes."""
+"""Completions and episodes as JSON values, bit for bit: in a run's position, and between its processes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tunix.data.types import Prompt
+from tunix.rollout.types import Scored
 from tunix.types import Completion, Sampling
 from tunix.util.coded import array_of, coded
 
@@ -28,3 +31,23 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
     tokens, logprobs, versions = (array_of(saved[name]) for name in ARRAYS)
     turns = tuple((start, end) for start, end in saved["turns"])
     return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns)
+
+
+def saved_episode(episode: Scored) -> dict[str, Any]:
+    """An episode as JSON values; with what its environment made of the prompt."""
+    own = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards")}
+    start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text}
+    return {**own, "completion": encoded(episode.completion), "prompt": start}
+
+
+def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
+    """The inverse of `saved_episode`.
+
+    Args:
+        saved: what it returned.
+        prompt: has the row's columns, which are not saved.
+        sampling: the settings of the completion, which are not saved.
+    """
+    start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
+    rest = {"failures": saved["failures"], "turn_rewards": tuple(saved["turn_rewards"])}
+    return Scored(start, decoded(saved["completion"], sampling), saved["text"], saved["rewards"], **rest)

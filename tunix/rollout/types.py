@@ -108,6 +108,16 @@ class Rollouts(Protocol):
     """The version of the weights that this step is sampled from, e.g. 3; set by the algorithm when it has published
     them."""
 
+    sampled: list[list[Scored]] | None
+    """Groups that were sampled while an earlier step was learned from; None where they are still to be."""
+    ahead: Mapping[str, float]
+    """Metrics of what was sampled ahead, by name."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether some tokens were sampled from older weights than those that learn from them."""
+        ...
+
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by its name."""

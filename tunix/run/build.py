@@ -29,7 +29,16 @@ from tunix.run.reference_cache import ReferenceLogprobs, precompute
 from tunix.run.reference_model import reference_source, reference_weights
 from tunix.run.reward_model import judge
 from tunix.run.row_layout import microbatcher_of
-from tunix.run.streams import evaluation_of, open_stream, reward_functions, samples_of, steps_of, workload_of
+from tunix.run.streams import (
+    ahead_of,
+    check_ahead,
+    evaluation_of,
+    open_stream,
+    reward_functions,
+    samples_of,
+    steps_of,
+    workload_of,
+)
 from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, build_client
 from tunix.trainer.mesh_choice import memory_of
@@ -55,6 +64,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
     memory = memory_of(devices)
     mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory)
+    check_ahead(recipe, algorithm, mesh, sampling_mesh)
     length, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
     branched = microbatcher.unit > 1
     model, attention = attention_of(inputs.source.decoder, recipe.model, mesh, length, branched=branched)
@@ -66,7 +76,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     first, size = Rows(inputs.train.name, [inputs.train[0]]), inputs.source.decoder.vocab_size
     account(first, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size)
     scorer = reward_functions(recipe, inputs)
-    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, recipe.data, recipe.model.dtype, own_part(mesh))
+    sampled_on = own_part(sampling_mesh or mesh)
+    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, recipe.data, recipe.model.dtype, sampled_on)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = open_stream(recipe, inputs, algorithm, collector, mesh)
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
@@ -92,7 +103,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         client=client,
         work=_work_of(recipe, client, algorithm),
         algorithm=algorithm,
-        stream=stream,
+        stream=ahead_of(recipe, stream, client, algorithm, folder, total),
         total=total,
         evaluation=evaluation,
         eval_every=recipe.eval.every,

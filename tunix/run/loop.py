@@ -7,7 +7,7 @@ The device never waits for the host: a step's metrics are read only after the ne
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,8 @@ class Stream(Protocol):
         """The input of the next step's `update`."""
         ...
 
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last returned input."""
+    def mark(self) -> Callable[[], dict[str, Any]]:
+        """What returns the position after the last returned input, also when others have been returned since."""
         ...
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Loop:
         """Number of updates done."""
         self._saved, self._saved_at = 0, time.monotonic()
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
-        self._position: dict[str, Any] = {}
+        self._position = job.stream.mark()
         self._reached: str | None = None
         if start is not None:
             self._restore(start)
@@ -169,7 +169,7 @@ class Loop:
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""
-        self._position = self.job.stream.get_state()
+        self._position = self.job.stream.mark()
         with self._saving_on_error():
             return next(self.job.stream, None) if self.step < self.job.total and not self._reached else None
 
@@ -200,7 +200,7 @@ class Loop:
         self.recorder.flush()
         if self.step > self._saved:
             step, metrics = self._evaluated
-            record = {"data": self._position, "algorithm": self.job.algorithm.get_state(), "reached": self._reached}
+            record = {"data": self._position(), "algorithm": self.job.algorithm.get_state(), "reached": self._reached}
             record["seconds"] = self.recorder.seconds
             self.checkpoints.save(self.step, self.job.client, record, metrics if step == self.step else {})
             self._saved, self._saved_at = self.step, time.monotonic()

@@ -6,15 +6,18 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
+from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, total_steps
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.ahead import Ahead, Holding
 from tunix.rollout.arrivals import ADDED
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.journal import FILE, Journal
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.inputs import Inputs, row_kind_of
@@ -22,6 +25,7 @@ from tunix.run.loop import Stream
 from tunix.run.row_layout import answers_together, layout, microbatcher_of, sampled_row_length
 from tunix.run.samples import Samples, prompts_of, readable_tokens
 from tunix.trainer.progress import Display
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Workload
 
 MEASURED = 4
@@ -75,6 +79,49 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
             shown=recipe.rollout.samples,
         )
     )
+
+
+def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh | None) -> None:
+    """Refuses to sample ahead where it cannot be done; nothing happens where a recipe does not ask for it.
+
+    Args:
+        mesh: that of training.
+        sampling: devices that only sample; None where both share all.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if not recipe.rollout.max_staleness:
+        return
+    begin = f"rollout.max_staleness: {recipe.rollout.max_staleness}"
+    if isinstance(algorithm, OnPolicy) and algorithm.needs_fresh is not None:
+        raise UserError(f"{begin}: {algorithm.needs_fresh}")
+    if processes.number() > 1:
+        raise UserError(f"{begin} needs one process so far, and there are {processes.number()}: leave it out")
+    if sampling is None and mesh.size > 1:
+        raise UserError(
+            f"{begin}: programs of training and of sampling would wait for each other on {mesh.size} shared devices; "
+            "give sampling some of its own, e.g. rollout.mesh.devices=1"
+        )
+
+
+def ahead_of(recipe: Recipe, stream: Stream, client: Trainer, algorithm: Algorithm, folder: Path, total: int) -> Stream:
+    """The stream of an asynchronous run, whose next steps are sampled ahead; the given one where a recipe does not ask
+    for that.
+
+    Raises:
+        UserError: the sampler cannot hold weights.
+    """
+    staleness = recipe.rollout.max_staleness
+    if not staleness:
+        return stream
+    assert isinstance(stream, RolloutStream)
+    assert isinstance(algorithm, OnPolicy)
+    if not isinstance(client.sampler, Holding):
+        raise UserError(f"rollout.max_staleness: {staleness} needs tunix's own engine")
+    journal = Journal(folder / FILE, recipe.identity)
+    how = {"staleness": staleness, "total": total, "goes_on": recipe.rollout.in_flight == "continue"}
+    return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how)
 
 
 def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:

@@ -7,7 +7,7 @@ it is, moved to how the sampler splits it, and compared: a checksum of every bit
 from collections.abc import Callable
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.distributed import processes
 from tunix.distributed.global_arrays import Own, own_part
@@ -32,7 +32,9 @@ class HandOver:
             sampler: the mesh that samples, of this process's devices.
         """
         self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
-        self._together = Own(trainer, self._trainer, lambda name, x: partition(model.axes[name], x.shape, self._trainer))
+        self._together = Own(
+            trainer, self._trainer, lambda name, x: partition(model.axes[name], x.shape, self._trainer)
+        )
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
@@ -60,8 +62,13 @@ def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
     if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
         return None
     if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
-        return Own(trainer, sampler, lambda name, x: partition(model.axes[name], x.shape, sampler))
+        return Own(trainer, sampler, _axes(model, sampler))
     return HandOver(model, trainer, sampler)
+
+
+def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:
+    """(name, parameter) -> how it is split over a mesh."""
+    return lambda name, x: partition(model.axes[name], x.shape, mesh)
 
 
 _cast = jit(lambda x, dtype: x.astype(dtype), static_argnums=1)

@@ -26,6 +26,11 @@ class Distill(OnPolicy):
     config: DistillConfig
 
     @property
+    def needs_fresh(self) -> str | None:
+        """On its own text the student is compared at states that it visits itself: it has no ratio to older ones."""
+        return "algorithm: distill compares the student at its own, present completions: leave max_staleness out"
+
+    @property
     def temperature(self) -> float:
         """Temperature of both distributions; on-policy that of the sampler."""
         return self.sampling.temperature if self.config.on_policy else self.config.temperature or 1.0

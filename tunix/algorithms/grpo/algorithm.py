@@ -25,7 +25,7 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
-from tunix.protocols import Client
+from tunix.protocols import Client, SamplingClient
 from tunix.rollout.parts import Measure
 from tunix.rollout.types import Rollouts
 from tunix.types import LossInputs, LossOutputs
@@ -62,7 +62,7 @@ class GRPO(PolicyGradient):
         """None with dynamic sampling too: of groups without signal nothing is needed."""
         return None if self.config.dynamic_sampling else super().measuring(client)
 
-    def gather(self, client: Client, data: Rollouts) -> Groups:
+    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
         """Samples one group for each prompt; dynamic sampling replaces groups without signal by further prompts'."""
         groups = super().gather(client, data)
         if not self.config.dynamic_sampling:

@@ -14,8 +14,9 @@ Axes: St decode steps, Sl slots, s shards of the rows.
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +33,8 @@ from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.types import Completion, OnDone, Reply
 
+Pause = Callable[[int], bool]
+"""(dispatches that were sent) -> whether the requests are paused here, to be continued by another call."""
 OnTokens = Callable[[int, np.ndarray], None]
 """Callback that receives (index of the request, its new tokens) after each dispatch."""
 SHORT = 8
@@ -77,8 +80,21 @@ class Batch:
         reply: Reply | None = None,
         on_tokens: OnTokens | None = None,
         on_done: OnDone | None = None,
+        pause: Pause | None = None,
+        lock: AbstractContextManager[Any] | None = None,
     ):
-        """Queues the requests; for the arguments see `Engine.run`."""
+        """Queues the requests.
+
+        Args:
+            published: what answers them.
+            requests: as for `Engine.run`, like the callbacks.
+            reply: see there.
+            on_tokens: see there.
+            on_done: see there.
+            pause: see there.
+            lock: held while programs are sent, so that those of other threads reach all devices in one order.
+        """
+        self._pause, self._lock, self._sent = pause, lock or nullcontext(), 0
         self.version = published.version
         self.sizes = published.sizes
         self.model, self.weights = published.model, published.weights
@@ -107,6 +123,8 @@ class Batch:
         """The completions, in the order of the requests."""
         try:
             while (self.waiting or len(self.slots.taken)) and not self.enough:
+                if self._pause is not None and self._pause(self._sent):
+                    break
                 self._proceed()
         finally:
             self.replies.close()
@@ -120,9 +138,10 @@ class Batch:
     def _proceed(self) -> None:
         """Sends what can be sent, and reads what has to be read."""
         self._hear()
-        self._admit()
-        self._compute()
-        sent = self._dispatch()
+        with self._lock:
+            self._admit()
+            self._compute()
+            sent = self._dispatch()
         if len(self.flights) > (self.sizes.ahead if sent else 0):
             self._land(self.flights.popleft())
         elif not sent and self.replies:
@@ -254,6 +273,7 @@ class Batch:
         counts = np.int32(most), np.int32(self._enough(len(running)))
         self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
         self.flights.append(Flight(slots, turns, most, sampled))
+        self._sent += 1
         return True
 
     def _land(self, flight: Flight) -> None:

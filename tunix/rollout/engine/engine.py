@@ -4,8 +4,10 @@ It keeps a copy of the weights that were published last, and of their adapters; 
 Numbers of slots, pages and tokens of a piece come from a small closed set (`shapes.py`), so that compiling ends.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
 from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
-from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
+from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request
 from tunix.rollout.engine.sampling import check
@@ -28,6 +30,14 @@ from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights to sample from, whatever is published meanwhile."""
+
+    weights: Weights
+    version: int
 
 
 class Engine:
@@ -102,6 +112,7 @@ class Engine:
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
+        self._lock, self._one_at_a_time = threading.RLock(), threading.Lock()
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
         self.adapters: dict[str, int] = {}
@@ -137,7 +148,10 @@ class Engine:
         Raises:
             ValueError: an adapter does not fit a model that is adapted already, or holds more than an adapter.
         """
-        adapters = adapters or {}
+        with self._lock:
+            self._publish(params, version, adapters or {})
+
+    def _publish(self, params: Mapping[str, Any], version: int, adapters: Mapping[str, LoadedAdapter]) -> None:
         adapter = {name: x for name, x in params.items() if is_adapter(name) or name in self.moving}
         base = {name: x for name, x in params.items() if name not in adapter}
         copied, frozen = self._base, bool(adapter or adapters)
@@ -178,8 +192,10 @@ class Engine:
         reply: Reply | None = None,
         on_done: OnDone | None = None,
         begun: Sequence[Begun] | None = None,
+        pause: Pause | None = None,
+        held: Held | None = None,
     ) -> list[list[Completion]]:
-        """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
+        """`n` completions for each prompt; see `protocols.SamplingClient.sample`, and `run`.
 
         Raises:
             UserError: a sampling setting or a prompt is invalid.
@@ -191,7 +207,7 @@ class Engine:
         requests = [
             Request(prompt, sampling, x.seed, x.index, so_far=x.so_far) for prompt, x in zip(asked, own, strict=True)
         ]
-        completions = self.run(requests, reply, on_done=on_done)
+        completions = self.run(requests, reply, on_done=on_done, pause=pause, held=held)
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     def run(
@@ -200,13 +216,17 @@ class Engine:
         reply: Reply | None = None,
         on_tokens: OnTokens | None = None,
         on_done: OnDone | None = None,
+        pause: Pause | None = None,
+        held: Held | None = None,
     ) -> list[Completion]:
-        """Completes each request; the completions are in the order of the requests.
+        """Completes each request; the completions are in the order of the requests. One call at a time does so.
 
         Args:
             reply: (index of the request, completion so far) -> an observation to continue with, or None.
             on_tokens: receives new tokens while the requests run.
             on_done: receives completions while others run; see `types.OnDone`.
+            pause: whether all requests are paused where they are, instead of the next dispatch.
+            held: the weights, from `hold`; None for those that were published last.
 
         Raises:
             UserError: a sampling setting or a prompt is invalid.
@@ -214,16 +234,25 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
-        weights = self._loaded
+        held = held or self.hold()
         if not requests:
             return []
         sizes = self._sizes_of(requests, reply)
-        published = Published(self.sampled_model, weights, self.version, self.adapters, sizes, self.decode)
-        with jax.set_mesh(self.mesh):
-            batch = Batch(published, requests, reply, on_tokens, on_done)
+        published = Published(self.sampled_model, held.weights, held.version, self.adapters, sizes, self.decode)
+        with self._one_at_a_time, jax.set_mesh(self.mesh):
+            batch = Batch(published, requests, reply, on_tokens, on_done, pause, self._lock)
             completions = batch.finish()
         self.usage = batch.meter.usage
         return completions
+
+    def hold(self) -> Held:
+        """The weights that were published last, which stay as long as they are held.
+
+        Raises:
+            ValueError: no weights were loaded.
+        """
+        with self._lock:
+            return Held(self._loaded, self.version)
 
     @property
     def sampled_model(self) -> Model:

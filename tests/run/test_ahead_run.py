@@ -1,0 +1,115 @@
+"""Asynchronous runs: sampling ahead within a bound, and to the bit again after a kill."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.marks import slow
+from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.tiny_rl import write_policy
+from tests.tiny_runs import lines, metrics, train
+from tunix.cli import main
+
+APART = {"rollout__mesh": {"devices": 4}, "mesh": {"fsdp": 4}}
+IGNORED = ("time/", "perf/", "compile/", "rollout/trainer_waits", "rollout/sampler_waits")
+
+
+def ahead(k: int, how: str | None = None) -> dict[str, Any]:
+    return {"rollout__max_staleness": k, "steps": 8, **({"rollout__in_flight": how} if how else {})}
+
+
+def numbers(run: str | Path) -> list[dict[str, Any]]:
+    """The metrics apart from those of time."""
+    return [{k: v for k, v in row.items() if not k.startswith(IGNORED)} for row in metrics(run)]
+
+
+def test_devices_of_its_own_change_nothing(tmp_path: Path):
+    """As with all devices for both, where the mesh of training is the same."""
+    write_policy(tmp_path, mesh={"fsdp": 4}, rollout__mesh={"devices": 4})
+    train("r.yaml", "output=apart")
+    train("r.yaml", "output=more", "rollout.mesh.devices=4", "rollout.mesh.tensor=2")
+    for ours, theirs in zip(numbers("apart"), numbers("more"), strict=True):
+        for name in ours:
+            assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), name
+
+
+@pytest.mark.parametrize(("k", "how"), [(1, None), *slow([(1, "continue"), (4, "continue"), (4, "finish")])])
+def test_the_next_steps_are_sampled_meanwhile_within_the_bound(tmp_path: Path, k: int, how: str | None):
+    write_policy(tmp_path, **APART, **ahead(k, how))
+    train("r.yaml")
+    ages = [row["rollout/staleness/max"] for row in metrics("run") if "rollout/staleness/max" in row]
+    assert len(ages) == 7  # the first step's completions are sampled in turn
+    assert all(0 <= age <= k for age in ages)
+    assert max(ages) > 0, "nothing was sampled ahead"
+    calls = lines(tmp_path / "run/replay.jsonl")[1:]
+    assert {row["step"] for row in calls} == set(range(1, 8))
+    assert all(row["step"] - row["weights"] <= k for row in calls if "weights" in row)
+    assert all(row["compile/count"] == 0 for row in metrics("run") if row["step"] > 1)
+
+
+def test_of_one_process_and_device_it_needs_no_other(tmp_path: Path):
+    write_policy(tmp_path, **ahead(1))
+    with no_process_left() as runs:
+        runs.append(Run(tmp_path))
+        assert runs[0].wait() == 0, runs[0].log
+        first = runs[0]
+        (tmp_path / "run").rename(tmp_path / "first")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "first/replay.jsonl").rename(tmp_path / "run/replay.jsonl")
+        (tmp_path / "run/recipe.yaml").write_text((tmp_path / "first/recipe.yaml").read_text())
+        runs.append(Run(tmp_path))
+        assert runs[1].wait() == 0, runs[1].log
+    assert numbers(tmp_path / "first") == numbers(tmp_path / "run")
+    assert first.steps == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "how"), [(1, "finish"), (2, "continue")])
+def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int, how: str):
+    """It ends as a run that nobody disturbs would, if that had the same record: the record of the whole run."""
+    changes = {**ahead(k, how), "steps": 14, "checkpoint": {"every": 3, "keep": 2}, "data__eval": "held.jsonl"}
+    changes["eval"] = {"every": 5, "rows": 4}
+    write_policy(tmp_path, **changes)
+    with no_process_left() as runs:
+        for step in (4, 8, 11):
+            runs.append(Run(tmp_path))
+            runs[-1].until(lambda step=step: runs[-1].steps >= step)
+            runs[-1].kill()
+        runs.append(Run(tmp_path))
+        assert runs[-1].wait() == 0, runs[-1].log
+        again = tmp_path / "again"
+        again.mkdir()
+        write_policy(again, **changes)
+        (again / "run").mkdir()
+        for name in ("replay.jsonl", "recipe.yaml"):
+            (again / "run" / name).write_text((tmp_path / "run" / name).read_text())
+        runs.append(Run(again))
+        assert runs[-1].wait() == 0, runs[-1].log
+    for ours, theirs in itertools.zip_longest(numbers(tmp_path / "run"), numbers(again / "run")):
+        assert ours == theirs
+    assert (tmp_path / "run/replay.jsonl").read_text() == (again / "run/replay.jsonl").read_text()
+    assert {x.name: x.read_bytes() for x in (tmp_path / "run/export").iterdir()} == {
+        x.name: x.read_bytes() for x in (again / "run/export").iterdir()
+    }
+    assert assert_same_end
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mesh": {"fsdp": 8}, **ahead(1)}, "would wait for each other on 8 shared devices; give sampling some"),
+        ({**APART, "rollout__in_flight": "finish"}, "in_flight: finish changes nothing without max_staleness"),
+        ({**APART, **ahead(1), "rollout__oversample": 1.5}, "oversample: 1.5 carries completions over to later steps"),
+        (
+            {**APART, **ahead(1), "algorithm": {"name": "grpo", "group_size": 4, "old_logprobs": "recompute"}},
+            "recompute starts the ratio at the present weights",
+        ),
+        ({"rollout__mesh": {"devices": 8}}, "of 8 device(s) of a process 8 would only sample"),
+    ],
+)
+def test_what_cannot_be_sampled_ahead_is_refused(tmp_path: Path, capsys, changes: dict[str, Any], says: str):
+    write_policy(tmp_path, **changes)
+    assert main(["run", "r.yaml"]) == 2
+    assert says in capsys.readouterr().err
