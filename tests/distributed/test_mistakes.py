@@ -115,7 +115,7 @@ def test_other_rows_are_named(tmp_path: Path):
 @pytest.mark.slow
 def test_a_mistake_of_one_process_ends_all(tmp_path: Path):
     """A row that cannot be rendered, which one of them reads: both name it, and what was trained is saved."""
-    write_recipe(tmp_path / "r.yaml", {**SFT, "data.shuffle": False, "steps": 40, "eval": None, "data.eval": None})
+    write_recipe(tmp_path / "r.yaml", {"mesh": {"fsdp": 4}, "data.shuffle": False, "steps": 40})
     rows = [{"prompt": f"{i}>", "completion": "A"} for i in range(64)] + [{"prompt": 7}]
     write_rows(tmp_path / "train.jsonl", rows)
     with several(tmp_path, 2) as run:

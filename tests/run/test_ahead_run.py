@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.marks import slow
-from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.run.test_kill import Run, no_process_left
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import lines, metrics, train
 from tunix.cli import main
@@ -93,7 +93,6 @@ def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int,
     assert {x.name: x.read_bytes() for x in (tmp_path / "run/export").iterdir()} == {
         x.name: x.read_bytes() for x in (again / "run/export").iterdir()
     }
-    assert assert_same_end
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,19 @@ def test_sorting(algorithm: dict[str, Any], start: dict[str, Any], tmp_path: Pat
     assert rewards[-1] >= 0.9, rewards
 
 
+@pytest.mark.parametrize(("staleness", "in_flight"), [(1, "finish"), (4, "continue")])
+def test_sorting_with_completions_of_older_weights(
+    staleness: int, in_flight: str, start: dict[str, Any], tmp_path: Path
+):
+    own = {key: value for key, value in SORT.items() if key != "model"}
+    algorithm = {"name": "grpo", "group_size": 8, "updates": 4}
+    rollout = {"max_staleness": staleness, "in_flight": in_flight}
+    rewards = run(tmp_path / "run", own, BY_REWARD, start, {"algorithm": algorithm, "rollout": rollout})
+    assert rewards[-1] >= 0.9, rewards
+    ages = [row["rollout/staleness/max"] for row in metrics(tmp_path / "run") if "rollout/staleness/max" in row]
+    assert 0 < max(ages) <= staleness
+
+
 GAME = "tunix.rollout.environments.guessing"
 SMALL: dict[str, Any] = {
     **SORT["model"],

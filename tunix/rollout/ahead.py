@@ -244,9 +244,13 @@ class Ahead:
             self._journal.begun(step, call, weights)
             self._changed.notify_all()
 
+        # A call that was killed may be paused yet; `known` changes when it is.
+        recorded = known is not None and (known.ended or known.paused is not None)
+        at = known.paused if known is not None else None
+
         def pause(dispatches: int) -> bool:
-            if known is not None and known.paused is not None:
-                return self._closed or dispatches == known.paused
+            if recorded:
+                return self._closed or dispatches == at
             if not self._goes_on or self._published == weights:
                 return self._closed
             self._journal.paused(step, call, dispatches)
@@ -313,6 +317,7 @@ class _Feeder:
             self._count()
             if self._ahead._closed:
                 raise Doubtful("the run has ended")
+            self._ahead._journal.ended(self._step, self._calls - 1)
             for i, (completion,) in zip(left, found, strict=True):
                 if completion.finish == "paused" and not enough:
                     requests[i] = replace(requests[i], so_far=completion)

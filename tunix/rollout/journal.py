@@ -1,6 +1,6 @@
 """What an asynchronous run's sampler did when: which weights answered which call, and where a call was paused.
 
-A line of `replay.jsonl` is written when a call begins, and one when it is paused. A run that is started again replays
+A line of `replay.jsonl` is written when a call begins, and one when it is paused or has ended. A run that is started again replays
 what is recorded, whatever its clock says, and so ends where the first one would have.
 """
 
@@ -19,6 +19,8 @@ class Call:
     """Steps that had been learned when its weights were published, e.g. 7."""
     paused: int | None = None
     """Dispatches after which it was paused; None where it was not, as far as is known."""
+    ended: bool = False
+    """Whether it is known that it was not paused."""
     replayed: bool = False
     """Whether it has begun again."""
 
@@ -44,7 +46,7 @@ class Journal:
             if "weights" in row:
                 self._calls[key] = Call(row["weights"])
             else:
-                self._calls[key].paused = row["paused"]
+                self._calls[key].paused, self._calls[key].ended = row["paused"], row["paused"] is None
         if not lines[-1].endswith("\n"):  # killed while it was written
             path.write_text("".join(lines[:-1]))
 
@@ -75,6 +77,13 @@ class Journal:
             self._calls[step, call].paused = dispatches
             self._write({"step": step, "call": call, "paused": dispatches})
 
-    def _write(self, row: dict[str, int]) -> None:
+    def ended(self, step: int, call: int) -> None:
+        """Records that a call was not paused, if so: one that was killed may have been, had it gone on."""
+        known = self._calls[step, call]
+        if known.paused is None and not known.ended:
+            known.ended = True
+            self._write({"step": step, "call": call, "paused": None})
+
+    def _write(self, row: dict[str, int | None]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
