@@ -1,8 +1,8 @@
 """The command line: parses the arguments of a command, calls the module that implements it, returns an exit code.
 
-Exit code 0 is success, 2 a user error, reported in a sentence, 130 an interruption. Any other exception is a defect of
-tunix and shows its traceback. Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table
-of all commands.
+Exit code 0 is success, 2 a user error, reported in a sentence, 75 the loss of another process of the run
+(`distributed/watch.py`), 130 an interruption. Any other exception is a defect of tunix and shows its traceback. Nothing
+heavy is imported before a command needs it. `COMMANDS` at the end is the table of all commands.
 """
 
 import argparse
@@ -130,7 +130,7 @@ examples:
   tunix run recipes/sft_gemma.yaml optimizer.learning_rate=1e-5 output=runs/slower
   tunix run recipes/sft_gemma.yaml --tiny      on a laptop, without a download
 
-`tunix COMMAND --help` says more. Exit codes: 0 done, 2 user error, 130 interrupted."""
+`tunix COMMAND --help` says more. Exit codes: 0 done, 2 user error, 75 another process lost, 130 interrupted."""
 
 
 def _run(parsed: Parsed) -> None:
