@@ -81,6 +81,8 @@ def test_a_node_has_one_process_with_all_of_its_gpus():
     part = options_of(script(job("slurm", topology="h100:1")))
     assert (part["nodes"], part["gpus-per-node"], part["cpus-per-task"]) == ("1", "1", "8")
     assert "exclusive" not in part
+    # srun does not take over --cpus-per-task from sbatch.
+    assert "--cpus-per-task=8 bash" in script(job("slurm", topology="h100:1"))
 
 
 def test_sigterm_comes_before_the_end_and_reaches_the_processes():

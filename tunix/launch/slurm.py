@@ -40,7 +40,9 @@ def script(job: Job) -> str:
 
 def _numbers(job: Job) -> dict[str, str | int]:
     """The values of `_BODY` besides the recipe."""
+    cpus = _own_options(job).get("cpus-per-task")  # srun does not take it over from sbatch
     return {
+        "cpus": f" --{cpus}" if cpus else "",
         "name": job.name,
         "restarts": job.options.restarts,
         "wait": 2 * job.options.grace,
@@ -107,7 +109,7 @@ rm -f "$recipe.refused"
 cancelled=
 trap 'cancelled=1' TERM
 
-srun --kill-on-bad-exit=0 --wait={wait} --cpu-bind=none bash -c '
+srun --kill-on-bad-exit=0 --wait={wait} --cpu-bind=none{cpus} bash -c '
   trap : TERM
   tunix run "$0" --no-plan
   code=$?
