@@ -46,10 +46,9 @@ def manifest(job: Job) -> str:
 def written(job: Job, workload: Tree) -> str:
     """A manifest of the recipe's ConfigMap and a workload, as YAML."""
     place = job.placement
-    title = (
-        f"# {job.name}: {place.processes} host(s) with {place.per_host} x {place.chip} each, written by `tunix launch`"
-    )
-    return "\n".join((f"{title} {__version__}.", write_yaml(config_map(job)) + "---", write_yaml(workload)))
+    hosts = f"{place.processes} host(s) with {place.per_host} x {place.chip} each"
+    title = f"# {job.name}: {hosts}, written by `tunix launch` {__version__}."
+    return "\n".join((title, write_yaml(config_map(job)) + "---", write_yaml(workload)))
 
 
 def metadata(job: Job, name: str | None = None) -> Tree:
@@ -71,7 +70,7 @@ def job_set(job: Job) -> Tree:
     if tpu and place.hosts > 1:
         # A slice is a node pool: the pods of one Job have to be on the hosts of one slice.
         about["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    once = {"name": "userError", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    final = {"name": "userError", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -81,7 +80,7 @@ def job_set(job: Job) -> Tree:
                 "maxRestarts": job.options.restarts,
                 # New pods have the names of the old ones, which have to be gone.
                 "restartStrategy": "BlockingRecreate",
-                "rules": [once],
+                "rules": [final],
             },
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [{"name": HOST, "replicas": place.slices, "template": {"spec": _job(job, tpu)}}],
@@ -104,6 +103,7 @@ def _job(job: Job, tpu: bool) -> Tree:
 
 
 def _tpu_pod(job: Job) -> Tree:
+    """The pod of a host of TPUs, on a node of its slice's shape."""
     place = job.placement
     node = {"gke-tpu-accelerator": ACCELERATORS[place.chip], "gke-tpu-topology": place.shape}
     main = container(job, {} if place.processes > 1 else _places(job))
@@ -114,6 +114,7 @@ def _tpu_pod(job: Job) -> Tree:
 
 
 def _gpu_pod(job: Job) -> Tree:
+    """The pod of a host of GPUs, with the variables by which it meets the others."""
     place = job.placement
     main = container(job, _places(job))
     main["resources"] = {"limits": {"nvidia.com/gpu": str(place.per_host)}}
