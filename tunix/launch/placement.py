@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
     size: int
     """Product of its sizes, without the one that is left open."""
     apart: int
-    """Devices of the teacher alone, beside them; 0 without."""
+    """Devices beside them that only teach or only sample; 0 without."""
     is_open: bool
     """Whether one size is -1, what is left."""
 
@@ -87,14 +87,15 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
 
 
 def _meshes(recipe: Recipe) -> list[Wanted]:
-    """The meshes that a recipe gives; `auto` fits any number of devices."""
+    """The meshes of a recipe; `auto` leaves everything open."""
     found = []
     for index, stage in enumerate(recipe.stages or (recipe,)):
-        if isinstance(stage.mesh, MeshConfig):
-            sizes = [size for _, size in stage.mesh]
-            where = f"stages.{index}.mesh" if recipe.stages else "mesh"
-            apart = stage.teacher.mesh.size if stage.teacher and stage.teacher.mesh else 0
-            found.append(Wanted(where, math.prod(size for size in sizes if size != -1), apart, -1 in sizes))
+        sizes = [size for _, size in stage.mesh] if isinstance(stage.mesh, MeshConfig) else [-1]
+        where = f"stages.{index}.mesh" if recipe.stages else "mesh"
+        teaching = stage.teacher.mesh.size if stage.teacher and stage.teacher.mesh else 0
+        sampling = stage.rollout.devices.devices or 0 if stage.rollout.devices else 0
+        size = math.prod(size for size in sizes if size != -1)
+        found.append(Wanted(where, size, teaching + sampling, -1 in sizes))
     return found
 
 
@@ -154,7 +155,7 @@ def _check_mesh(recipe: Recipe, found: Placement) -> None:
         if left < mesh.size or left % mesh.size or (left > mesh.size and not mesh.is_open):
             times = f" x {found.slices} slices" if found.slices > 1 else ""
             wants = f"needs a multiple of {mesh.size}" if mesh.is_open else f"is for {mesh.size}"
-            apart = f" beside the teacher's {mesh.apart}" if mesh.apart else ""
+            apart = f" beside the {mesh.apart} that only teach or sample" if mesh.apart else ""
             raise UserError(
                 f"{mesh.where} {wants} devices{apart}, and --topology {found.topology}{times} has {found.devices}: "
                 f"change one of them, e.g. {mesh.where}=auto"
