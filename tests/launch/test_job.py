@@ -47,7 +47,7 @@ def test_hosts_follow_from_mesh_and_topology(
 def test_the_teacher_s_devices_count_too():
     # 4 of the teacher's beside 4 of the student's.
     assert placement(distilled(mesh={"fsdp": 4}), "gpu", "h100", 1, None).devices == 8
-    with pytest.raises(UserError, match="mesh is for 8 devices beside the 4 that only teach or sample, .* has 8"):
+    with pytest.raises(UserError, match=r"mesh is for 8 devices beside the 4 that only teach or sample, .* has 8"):
         placement(distilled(mesh={"fsdp": 8}), "gpu", "h100:8", 1, None)
 
 
@@ -57,7 +57,7 @@ def test_devices_that_only_sample_count_too():
     given = recipe(mesh={"fsdp": 4}, rollout={"mesh": {"devices": 4}}, data=data, **policy)
     assert placement(given, "gpu", "h100", 1, None).devices == 8
     given = recipe(rollout={"mesh": {"devices": 8}}, data=data, **policy)
-    with pytest.raises(UserError, match="beside the 8 that only teach or sample, and --topology h100:8 has 8"):
+    with pytest.raises(UserError, match=r"beside the 8 that only teach or sample, and --topology h100:8 has 8"):
         placement(given, "gpu", "h100:8", 1, None)
 
 
