@@ -32,7 +32,9 @@ class HandOver:
             sampler: the mesh that samples, of this process's devices.
         """
         self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
-        self._together = Own(trainer, self._trainer, lambda name, x: partition(model.axes[name], x.shape, self._trainer))
+        self._together = Own(
+            trainer, self._trainer, lambda name, x: partition(model.axes[name], x.shape, self._trainer)
+        )
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
