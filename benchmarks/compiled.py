@@ -25,7 +25,7 @@ from tunix.mesh import build_mesh
 from tunix.models.families.table import preset
 from tunix.models.model import Model
 from tunix.models.scan import Remat
-from tunix.plan import programs, topology
+from tunix.plan import chips, programs, topology
 from tunix.plan.account import COLLECTIVES, account, largest
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher
@@ -55,7 +55,7 @@ class Case:
     def lowered(self) -> Any:
         """The step, lowered for the topology."""
         topology.prepare()
-        topology.hasten(topology.chip_of(self.topology).platform)
+        topology.hasten(chips.chip_of(self.topology).platform)
         mesh = build_mesh(self.mesh, topology.devices_of(self.topology)[: self.devices])
         model = Model(preset(self.preset), dtype="bfloat16", remat=self.remat)
         config = OptimizerConfig()

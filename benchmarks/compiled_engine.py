@@ -14,7 +14,7 @@ from tunix.config import CacheType, MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.families.table import preset
 from tunix.models.model import Model
-from tunix.plan import programs, topology
+from tunix.plan import chips, programs, topology
 from tunix.plan.account import account
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
@@ -71,7 +71,7 @@ CASES: dict[str, EngineCase] = {
 def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
     """Compiles a case's decode program and reads it; `model` is another one than its preset's."""
     topology.prepare()
-    topology.hasten(topology.chip_of(case.topology).platform)
+    topology.hasten(chips.chip_of(case.topology).platform)
     mesh = build_mesh(case.mesh, topology.devices_of(case.topology)[: case.devices])
     model = model or Model(preset(case.preset), dtype="bfloat16")
     mesh, _ = sampler_mesh(mesh, RolloutMeshConfig(tensor=case.mesh.tensor), model, None)

@@ -51,6 +51,7 @@ FLOORS = (
     "recipe",
     "run",
     "plan",
+    "launch",
     "commands",
     "__init__",
     "cli",

@@ -1,8 +1,8 @@
 """The command line: parses the arguments of a command, calls the module that implements it, returns an exit code.
 
-Exit code 0 is success, 2 a user error, reported in a sentence, 130 an interruption. Any other exception is a defect of
-tunix and shows its traceback. Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table
-of all commands.
+Exit code 0 is success, 2 a user error, reported in a sentence, 75 the loss of another process of the run
+(`distributed/watch.py`), 130 an interruption. Any other exception is a defect of tunix and shows its traceback. Nothing
+heavy is imported before a command needs it. `COMMANDS` at the end is the table of all commands.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tunix.commands.arguments import (
     export_arguments,
     generate_arguments,
     inspect_arguments,
+    launch_arguments,
     plan_arguments,
     quantize_arguments,
     recipe_arguments,
@@ -129,7 +130,7 @@ examples:
   tunix run recipes/sft_gemma.yaml optimizer.learning_rate=1e-5 output=runs/slower
   tunix run recipes/sft_gemma.yaml --tiny      on a laptop, without a download
 
-`tunix COMMAND --help` says more. Exit codes: 0 done, 2 user error, 130 interrupted."""
+`tunix COMMAND --help` says more. Exit codes: 0 done, 2 user error, 75 another process lost, 130 interrupted."""
 
 
 def _run(parsed: Parsed) -> None:
@@ -141,8 +142,10 @@ def _run(parsed: Parsed) -> None:
     from tunix.distributed.meeting import join  # these load jax, without which the plan above is made
     from tunix.distributed.place import place_of
     from tunix.run.train import train
+    from tunix.util import pathways
 
-    if place := place_of(parsed.coordinator, parsed.processes, parsed.process):
+    # Under Pathways one process drives all devices, and there is no other to meet.
+    if not pathways.begin() and (place := place_of(parsed.coordinator, parsed.processes, parsed.process)):
         join(place)
     train(parsed.recipe, parsed.overrides, tiny=parsed.tiny, fresh=parsed.fresh)
 
@@ -160,6 +163,25 @@ def _plan(parsed: Parsed) -> None:
 
     recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     plan(recipe, parsed.topology or [None], parsed.deadline, as_json=parsed.json)
+
+
+def _launch(parsed: Parsed) -> None:
+    from tunix.commands.launch import Destination, launch
+    from tunix.launch.job import Options
+    from tunix.launch.storage import mount_of
+    from tunix.recipe.recipe import Recipe
+
+    given = vars(parsed)
+    same = ("target", "topology", "slices", "per_host", "name", "image", "namespace", "service_account", "pathways_dir")
+    options = Options(
+        **{key: given[key] for key in (*same, "restarts", "grace")},
+        mounts=tuple(map(mount_of, parsed.mount)),
+        secrets=tuple(secret.partition("=")[::2] for secret in parsed.secret),
+        setup=tuple(parsed.setup),
+        sbatch=tuple(parsed.sbatch),
+    )
+    destination = Destination(parsed.out, parsed.overwrite, parsed.dry_run, parsed.submit)
+    launch(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), options, destination, plan=not parsed.no_plan)
 
 
 def _inspect(parsed: Parsed) -> None:
@@ -297,6 +319,12 @@ COMMANDS = {
         "tunix plan recipes/sft_gemma.yaml --topology h100:1",
         plan_arguments,
         _plan,
+    ),
+    "launch": Command(
+        "write the job of a recipe for SLURM, GKE or Pathways",
+        "tunix launch recipes/sft_llama_70b.yaml --target slurm --topology h100:256 --dry-run",
+        launch_arguments,
+        _launch,
     ),
     "inspect": Command(
         "show rendered examples, their trained tokens, and the accounting of the rows",

@@ -30,7 +30,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.scan import Remat
 from tunix.plan.account import account
-from tunix.plan.topology import CHIPS
+from tunix.plan.chips import CHIPS
 from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights, peak_flops, peak_memory
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.trainers import PLAIN
-from tunix.plan.topology import COMPILERS, chip_of
+from tunix.plan.chips import chip_of
+from tunix.plan.topology import COMPILERS
 
 LENGTH, LAYERS = 8192, 2
 TPUS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1")

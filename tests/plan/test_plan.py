@@ -13,12 +13,13 @@ from tunix.errors import UserError
 from tunix.models.families.table import presets
 from tunix.plan import compiling, verdict, worker
 from tunix.plan.ask import Plan, ask
+from tunix.plan.chips import CHIPS
 from tunix.plan.compiling import Compiled
 from tunix.plan.record import programs_of
 from tunix.plan.remedies import remedies
 from tunix.plan.structure import decoder_of, named_preset
 from tunix.plan.subject import Subject, subject_of
-from tunix.plan.topology import CHIPS, devices_of, limit_of, near_of
+from tunix.plan.topology import devices_of, limit_of, near_of
 from tunix.plan.verdict import Need, Target, Verdict
 from tunix.recipe.recipe import Recipe
 

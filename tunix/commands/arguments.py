@@ -7,6 +7,7 @@ from typing import NoReturn
 from tunix.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
+TARGETS = ("slurm", "gke-tpu", "gke-gpu", "pathways")
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,6 +53,55 @@ def plan_arguments(parser: Parser) -> None:
     stops = "maximum seconds of each plan (600)"
     parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help=stops)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def launch_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix launch`."""
+    recipe_arguments(parser)
+    parser.add_argument("--target", choices=TARGETS, required=True, help="scheduler that the job is for")
+    devices = "devices of the job, as in `tunix plan`: h100:16, v5e:4x4; the number may be left out where mesh has it"
+    parser.add_argument("--topology", metavar="CHIP:SHAPE", help=devices)
+    parser.add_argument("--slices", type=_count, default=1, metavar="N", help="slices of TPUs, each of --topology (1)")
+    usual = "devices of a host, each of which runs one process (8 GPUs, 4 TPUs)"
+    parser.add_argument("--per-host", type=_count, metavar="N", help=usual)
+    parser.add_argument("--name", metavar="NAME", help="name of the job (that of the run folder)")
+    parser.add_argument("--restarts", type=_count, default=20, metavar="N", help="maximum number of restarts (20)")
+    saves = "seconds between SIGTERM and SIGKILL, in which a checkpoint is written (120)"
+    parser.add_argument("--grace", type=_count, default=120, metavar="S", help=saves)
+    hidden = (
+        "variable for the run whose value is not written down: HF_TOKEN=hf/token, a Secret and its key; on SLURM a "
+        "file, HF_TOKEN=~/.hf_token; may be given several times"
+    )
+    parser.add_argument("--secret", action="append", default=[], metavar="VARIABLE=WHERE", help=hidden)
+    _file_arguments(parser)
+    _cluster_arguments(parser)
+
+
+def _file_arguments(parser: Parser) -> None:
+    """Declares what becomes of the file that `tunix launch` makes."""
+    writes = "file to write (NAME.sbatch or NAME.yaml)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where there is another one")
+    parser.add_argument("--dry-run", action="store_true", help="print the file, and write nothing")
+    parser.add_argument("--submit", action="store_true", help="submit what was written, by sbatch or kubectl apply")
+    unasked = "do not compile the programs first to see whether they fit (`tunix plan`)"
+    parser.add_argument("--no-plan", action="store_true", help=unasked)
+
+
+def _cluster_arguments(parser: Parser) -> None:
+    """Declares what single schedulers need."""
+    parser.add_argument("--image", metavar="IMAGE", help="Kubernetes: container image with tunix in it")
+    volume = "Kubernetes: a PersistentVolumeClaim that all pods may write; may be given several times"
+    parser.add_argument("--mount", action="append", default=[], metavar="CLAIM:/PATH", help=volume)
+    parser.add_argument("--namespace", metavar="NAME", help="Kubernetes: namespace (that of kubectl's context)")
+    account = "Kubernetes: service account of the pods, for access to gs://"
+    parser.add_argument("--service-account", metavar="NAME", help=account)
+    own = "Pathways: folder for its own files, gs://BUCKET/FOLDER"
+    parser.add_argument("--pathways-dir", metavar="URL", help=own)
+    lines = "SLURM: line of shell before the run, e.g. 'source ~/tunix/bin/activate'; may be given several times"
+    parser.add_argument("--setup", action="append", default=[], metavar="LINE", help=lines)
+    more = "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00; may be given several times"
+    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
 
 
 def inspect_arguments(parser: Parser) -> None:

@@ -72,9 +72,22 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    with _progress(None) as tell:
+    refuse_misfit(recipe, None, "`tunix run --no-plan` tries it all the same.")
+
+
+def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
+    """Asks whether a recipe fits devices; where that cannot be found out, a line on standard error says why.
+
+    Args:
+        topology: such as `h100:8`; None for the devices at hand.
+        otherwise: how to try it all the same, for the message.
+
+    Raises:
+        UserError: it does not fit; with the smallest change that does.
+    """
+    with _progress(topology) as tell:
         try:
-            found = ask(recipe, None, PATIENCE, tell=tell)
+            found = ask(recipe, topology, PATIENCE, tell=tell)
         except UserError as error:
             tell(f"not planned: {error}")
             return
@@ -85,8 +98,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
             remedy = suggestion(found, number)
             raise UserError(
                 f"{stage_of(recipe, number).output} on {place(verdict)}: {summary(verdict)}. "
-                f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; "
-                "`tunix run --no-plan` tries it all the same."
+                f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; {otherwise}"
             )
 
 

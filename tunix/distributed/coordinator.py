@@ -6,6 +6,7 @@ stays for a while, and the others find out who is gone.
     python -m tunix.distributed.coordinator ADDRESS PROCESSES HEARTBEAT GRACE
 """
 
+import signal
 import sys
 import time
 
@@ -21,6 +22,9 @@ def serve(address: str, processes: int, heartbeat: int, grace: float) -> None:
         heartbeat: seconds without a sign of life after which JAX itself ends all processes.
         grace: seconds that it stays if the parent ended without saying so.
     """
+    # A scheduler signals all processes of a job; this one has to be there while the others save and meet.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     service = _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=heartbeat)
     print("ready", flush=True)
     if not sys.stdin.read():  # the parent writes when all is over; where it dies the pipe ends

@@ -13,6 +13,7 @@ from jax._src import distributed as runtime  # the client of the coordinator's s
 
 from tunix.distributed.meeting import SILENCE, end_service
 from tunix.distributed.processes import first_line, index, meet, number, store
+from tunix.errors import Interrupted
 
 PULSE = 2.0
 """Seconds between two signs of life."""
@@ -85,12 +86,21 @@ _left: list[Any] = []
 """The client of a run that this process has left: to be deleted with the process, since its end would wait too."""
 
 
+def _part(watch: Watch) -> None:
+    """Ends the watch and the coordinator once all processes have come here."""
+    meet("end")
+    watch.close()
+    runtime.global_state.shutdown()
+    end_service()
+
+
 @contextmanager
 def together(say: Callable[[str], None]) -> Iterator[None]:
     """Watches the other processes meanwhile; where this one fails, they are told.
 
     Raises:
         UserError: as in the block, or another process is gone.
+        Interrupted: as in the block; every process stops then.
     """
     if number() == 1:
         yield
@@ -98,10 +108,10 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
     watch = Watch(say)
     try:
         yield
-        meet("end")
-        watch.close()
-        runtime.global_state.shutdown()
-        end_service()
+        _part(watch)
+    except Interrupted:  # all of them stop, at one step
+        _part(watch)
+        raise
     except jax.errors.JaxRuntimeError as error:
         # Most likely a connection that a dead process has left: the watch knows within `SILENCE` which one.
         time.sleep(SILENCE + 3 * PULSE)

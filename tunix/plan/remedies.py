@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tunix.plan.topology import SHAPES, chip_of, number_of
+from tunix.plan.chips import SHAPES, chip_of, number_of
 from tunix.recipe.recipe import Recipe
 from tunix.util.yaml_io import overridden
 

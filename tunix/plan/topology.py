@@ -1,39 +1,24 @@
-"""Devices that need not be here, for their compilers: names such as `v5e:4x4` and `h100:8`, and published peaks.
+"""Devices that need not be here, for their compilers (`chips.py` has their names and figures).
 
 TPU programs are compiled by libtpu, programs of NVIDIA's GPUs by jax's CUDA plugin; both run on a CPU. They are set up
 once in a process, before JAX is used (`prepare`).
 """
 
-import math
 import os
 import re
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from tunix.errors import UserError, nearest
+from tunix.errors import UserError
+from tunix.plan.chips import CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.util import startup
 
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 """Environment in which libtpu looks for no device."""
-GPUS_OF_A_HOST = 8
-
-
-class Chip(NamedTuple):
-    """Published figures of one device."""
-
-    platform: str
-    flops: float
-    """Dense bfloat16 products a second."""
-    memory: float
-    """Bytes of its memory."""
-    bandwidth: float
-    """Bytes of its memory a second."""
-    link: float
-    """Bytes that it sends to its neighbours a second."""
 
 
 SHARE = {"gpu": startup.FRACTION, "tpu": 0.98}
@@ -44,38 +29,6 @@ BETWEEN_HOSTS = 50e9
 (https://www.nvidia.com/en-us/data-center/dgx-h100/)."""
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")}
 """Modules of which one has the compiler of a platform."""
-
-CHIPS = {
-    "v5e": Chip("tpu", 197e12, 16 * 2**30, 819e9, 200e9),
-    "v5p": Chip("tpu", 459e12, 95 * 2**30, 2765e9, 600e9),
-    "v6e": Chip("tpu", 918e12, 32 * 2**30, 1640e9, 448e9),
-    "h100": Chip("gpu", 989e12, 80e9, 3350e9, 450e9),
-    "h200": Chip("gpu", 989e12, 141e9, 4800e9, 450e9),
-}
-"""Google's and NVIDIA's data sheets: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm,
-https://www.nvidia.com/en-us/data-center/h100/, https://www.nvidia.com/en-us/data-center/h200/."""
-
-
-SHAPES = {
-    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
-    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-}
-"""Slices of TPUs that can be had; their compiler takes others as well."""
-CHIPS_OF_A_HOST = 4
-
-
-def chip_of(topology: str) -> Chip:
-    """The chip of a topology.
-
-    Raises:
-        UserError: there is none of this name.
-    """
-    name = topology.split(":")[0]
-    if name not in CHIPS:
-        known = ", ".join(CHIPS)
-        raise UserError(f"topology {topology!r}: {name!r} is not known.{nearest(name, CHIPS)} There are {known}.")
-    return CHIPS[name]
 
 
 def prepare() -> None:
@@ -173,8 +126,3 @@ def _installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # of the package that would hold it
         return False
-
-
-def number_of(topology: str) -> int:
-    """The number of devices of a topology."""
-    return math.prod(int(size) for size in re.findall(r"\d+", topology.partition(":")[2])) if ":" in topology else 1

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tunix.plan.chips import Chip
 from tunix.plan.compiling import Compiled, compiled
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Subject
-from tunix.plan.topology import BETWEEN_HOSTS, Chip
+from tunix.plan.topology import BETWEEN_HOSTS
 
 AT_ONCE = 2
 """Programs that are compiled at a time: each takes a gigabyte or two of the host's memory."""

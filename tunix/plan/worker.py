@@ -14,7 +14,7 @@ import jax
 
 from tunix.errors import UserError
 from tunix.mesh import groups_of
-from tunix.plan import topology
+from tunix.plan import chips, topology
 from tunix.plan.remedies import remedies, with_overrides
 from tunix.plan.subject import subject_of
 from tunix.plan.verdict import Target, Verdict, examined, refuted, with_arrays
@@ -95,9 +95,9 @@ def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> st
 def _target(named: str | None) -> tuple[Target, list[Any]]:
     """The devices of a topology, or those at hand, and what they have."""
     if named is not None:
-        topology.hasten(topology.chip_of(named).platform)
+        topology.hasten(chips.chip_of(named).platform)
         devices = topology.devices_of(named)
-        limit, chip = topology.limit_of(named), topology.chip_of(named)
+        limit, chip = topology.limit_of(named), chips.chip_of(named)
         return Target(named, len(devices), limit, chip, topology.near_of(named)), devices
     devices = jax.devices()
     topology.hasten(devices[0].platform)

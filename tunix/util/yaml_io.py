@@ -67,6 +67,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    """Text of several lines as a block, which is readable where a quoted one is not."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
+
 # PyYAML follows YAML 1.1, where 1e-4 is text, 010 is eight and `on` is true.
 _FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"
 for _tag, _pattern, _first in (

@@ -1,0 +1,201 @@
+"""A job on GKE: a ConfigMap with the recipe and a JobSet of one pod for each host.
+
+TPU pods find each other by the variables that GKE gives them (TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, and between slices
+MEGASCALE_*), which JAX reads. GPU pods have none: their JobSet names the coordinator and numbers the processes.
+
+A pod that ends with an error ends its Job, and the JobSet starts all pods again, up to a number of times; a user error
+(exit code 2) ends the JobSet.
+"""
+
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+from tunix import __version__
+from tunix.launch.job import USER_ERROR, Job
+from tunix.plan.chips import CHIPS
+from tunix.util.yaml_io import write_yaml
+
+ACCELERATORS = {
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "h100": "nvidia-h100-80gb",
+    "h200": "nvidia-h200-141gb",
+}
+"""Chip -> the value of GKE's node label."""
+FILES = "/etc/tunix"
+"""Where the recipe and the files that go along are: the working folder, so that relative paths mean them."""
+RECIPE = ".tunix-recipe.yaml"
+"""The recipe's path from there: not a name that a file which goes along may have."""
+SCRATCH = "/tmp"
+"""The only folder on the pod's own disk that can be written."""
+CONTAINER, HOST = "tunix", "host"
+PORT = 8476
+"""Where the coordinator of GPU pods listens."""
+
+Tree = dict[str, Any]
+"""A part of a manifest."""
+
+
+def manifest(job: Job) -> str:
+    """The manifest of a job on GKE's TPUs or GPUs."""
+    return written(job, job_set(job))
+
+
+def written(job: Job, workload: Tree) -> str:
+    """A manifest of the recipe's ConfigMap and a workload, as YAML."""
+    place = job.placement
+    hosts = f"{place.processes} host(s) with {place.per_host} x {place.chip} each"
+    title = f"# {job.name}: {hosts}, written by `tunix launch` {__version__}."
+    return "\n".join((title, write_yaml(config_map(job)) + "---", write_yaml(workload)))
+
+
+def metadata(job: Job, name: str | None = None) -> Tree:
+    """Name, namespace and label of an object; by default those of the workload."""
+    where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
+    return {"name": name or job.name, **where, "labels": {"app.kubernetes.io/name": "tunix"}}
+
+
+def config_map(job: Job) -> Tree:
+    """The recipe and the files that go along."""
+    data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, f"{job.name}-recipe"), "data": data}
+
+
+def job_set(job: Job) -> Tree:
+    """The JobSet: a Job for each slice, with a pod for each of its hosts."""
+    place, about = job.placement, metadata(job)
+    tpu = CHIPS[place.chip].platform == "tpu"
+    if tpu and place.hosts > 1:
+        # A slice is a node pool: the pods of one Job have to be on the hosts of one slice.
+        about["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    final = {"name": "userError", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": about,
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": job.options.restarts,
+                # New pods have the names of the old ones, which have to be gone.
+                "restartStrategy": "BlockingRecreate",
+                "rules": [final],
+            },
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "replicatedJobs": [{"name": HOST, "replicas": place.slices, "template": {"spec": _job(job, tpu)}}],
+        },
+    }
+
+
+def _job(job: Job, tpu: bool) -> Tree:
+    """The Job of one slice, or of all GPU hosts."""
+    place = job.placement
+    fatal = {"containerName": CONTAINER, "operator": "In", "values": [USER_ERROR]}
+    return {
+        "backoffLimit": 0,  # one pod cannot go on without the others
+        "completionMode": "Indexed",
+        "completions": place.hosts,
+        "parallelism": place.hosts,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fatal}]},
+        "template": {"spec": _tpu_pod(job) if tpu else _gpu_pod(job)},
+    }
+
+
+def _tpu_pod(job: Job) -> Tree:
+    """The pod of a host of TPUs, on a node of its slice's shape."""
+    place = job.placement
+    node = {"gke-tpu-accelerator": ACCELERATORS[place.chip], "gke-tpu-topology": place.shape}
+    main = container(job, {} if place.processes > 1 else _places(job))
+    main["resources"] = {"limits": {"google.com/tpu": str(place.per_host)}}
+    main["ports"] = [{"containerPort": port} for port in (8471, 8482)]  # libtpu's, and the coordinator's
+    selector = {f"cloud.google.com/{label}": value for label, value in node.items()}
+    return {"nodeSelector": selector, **pod(job, main)}
+
+
+def _gpu_pod(job: Job) -> Tree:
+    """The pod of a host of GPUs, with the variables by which it meets the others."""
+    place = job.placement
+    main = container(job, _places(job))
+    main["resources"] = {"limits": {"nvidia.com/gpu": str(place.per_host)}}
+    main["ports"] = [{"containerPort": PORT}]
+    spec = pod(job, main)
+    # NCCL's processes and threads share memory there; a container has 64 MiB by itself.
+    main["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    spec["volumes"].append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    return {"nodeSelector": {"cloud.google.com/gke-accelerator": ACCELERATORS[place.chip]}, **spec}
+
+
+def _places(job: Job) -> Tree:
+    """The variables by which the processes of GPU pods meet; of a pod alone, that there is no other to look for."""
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"{job.name}-{HOST}-0-0.{job.name}:{PORT}",
+        "JAX_NUM_PROCESSES": str(job.placement.processes),
+        "JAX_PROCESS_ID": {"fieldRef": {"fieldPath": index}},
+    }
+
+
+def container(job: Job, variables: Tree) -> Tree:
+    """The container that runs tunix as its first process, so that SIGTERM reaches it.
+
+    Args:
+        variables: name -> text, or where the value comes from.
+    """
+    kept = job.options.mounts[0].path if job.options.mounts else SCRATCH
+    caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}
+    known = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables, **_secrets(job)}
+    volumes = [{"name": "files", "mountPath": FILES, "readOnly": True}, {"name": "scratch", "mountPath": SCRATCH}]
+    volumes += [{"name": f"mount-{i}", "mountPath": mount.path} for i, mount in enumerate(job.options.mounts)]
+    return {
+        "name": CONTAINER,
+        "image": job.options.image,
+        "command": ["tunix", "run", f"{FILES}/{RECIPE}", "--no-plan"],
+        "workingDir": FILES,
+        "env": [_variable(name, value) for name, value in known.items()],
+        "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True},
+        "volumeMounts": volumes,
+    }
+
+
+def pod(job: Job, main: Tree) -> Tree:
+    """A pod with one container, its volumes and its grace period."""
+    account = {} if job.options.service_account is None else {"serviceAccountName": job.options.service_account}
+    volumes = [
+        {"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": mount.claim}}
+        for i, mount in enumerate(job.options.mounts)
+    ]
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.options.grace,
+        **account,
+        "containers": [main],
+        "volumes": [_files(job), {"name": "scratch", "emptyDir": {}}, *volumes],
+    }
+
+
+def _files(job: Job) -> Tree:
+    """The volume with the recipe and the files that go along, each at its path."""
+    items = [{"key": key, "path": path} for key, path in _keys(job).items()]
+    return {"name": "files", "configMap": {"name": f"{job.name}-recipe", "items": items}}
+
+
+def _secrets(job: Job) -> Tree:
+    """Variables whose values are in Secrets; the key of one is the variable's name unless another is given."""
+    found = {}
+    for variable, place in job.options.secrets:
+        name, _, key = place.partition("/")
+        found[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
+    return found
+
+
+def _variable(name: str, value: str | Tree) -> Tree:
+    return {"name": name, "value": value} if isinstance(value, str) else {"name": name, "valueFrom": value}
+
+
+def _keys(job: Job) -> dict[str, str]:
+    """Keys of the ConfigMap -> paths; a key has no slashes."""
+    keys = {
+        f"{i}-{re.sub(r'[^-.A-Za-z0-9_]', '_', PurePosixPath(path).name)}": path for i, path in enumerate(job.files)
+    }
+    return {"recipe.yaml": RECIPE, **keys}
