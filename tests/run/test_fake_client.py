@@ -1,5 +1,6 @@
 """A client of thirty lines, with no model behind it, is all that the algorithms and a run's loop need."""
 
+from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_a_whole_loop(tmp_path: Path):
         loop.run()
         assert (loop.finished, checkpoints.steps()) == (True, [2, 4])
         again = Loop(job, checkpoints, Recorder([], display, LoggingConfig(), Work(PLAIN)), 2)
-        assert (again.step, job.stream.get_state()) == (2, {"next": 3})
+        assert (again.step, job.stream.mark()()) == (2, {"next": 3})
     assert client.calls.count("step of policy") == 4
 
 
@@ -201,8 +202,9 @@ class Listed:
         self.next += 1
         return self.items[self.next - 1]
 
-    def get_state(self) -> dict[str, Any]:
-        return {"next": self.next}
+    def mark(self) -> Callable[[], dict[str, Any]]:
+        state = {"next": self.next}
+        return lambda: state
 
     def set_state(self, state) -> None:
         self.next = state["next"]

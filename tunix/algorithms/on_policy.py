@@ -87,9 +87,9 @@ class OnPolicy(Algorithm):
 
     def rollout(self, client: Client, data: Rollouts) -> Experience:
         """Samples and scores completions of the current policy; or hands over what was sampled ahead."""
-        if data.sampled is not None:
-            return Experience(data.sampled, data)
         data.version = client.publish()
+        if data.sampled is not None:
+            return Experience([[replace(x, version=data.version) for x in group] for group in data.sampled], data)
         return Experience(self.gather(client, data), data)
 
     def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
@@ -139,8 +139,7 @@ class OnPolicy(Algorithm):
         data, prepared = experience.data, self.prepare(client, experience)
         with data.clock.part("update"):
             metrics = [self.step(client, batch) for batch in prepared.batches]
-            # Older weights differ for a reason.
-            if metrics and not data.stale:
+            if metrics:
                 gate(metrics[0], prepared.batches[0], data, self.starts_at_reference)
             numbers = {**prepared.numbers, **merged(metrics)}
         numbers |= {**data.clock.metrics, **data.ahead}

@@ -296,11 +296,6 @@ class RolloutStep:
         return self.stream.accounting if self.read is None else self.read
 
     @property
-    def stale(self) -> bool:
-        """Whether some tokens were sampled from older weights than those that learn from them."""
-        return self.ahead.get("rollout/staleness/max", 0.0) > 0
-
-    @property
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by its name."""
         return self.collector.weights

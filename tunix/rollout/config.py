@@ -81,8 +81,8 @@ class RolloutConfig(Config):
             )
         if self.max_staleness and self.oversample > 1:
             raise ValueError(
-                f"oversample: {self.oversample:g} carries completions over to later steps, and max_staleness does not bound "
-                "their age: leave one of them out"
+                f"oversample: {self.oversample:g} carries completions over to later steps, and max_staleness does not "
+                "bound their age: leave one of them out"
             )
         return self
 

@@ -1,7 +1,7 @@
 """What an asynchronous run's sampler did when: which weights answered which call, and where a call was paused.
 
-A line of `replay.jsonl` is written when a call begins, and one when it is paused or has ended. A run that is started again replays
-what is recorded, whatever its clock says, and so ends where the first one would have.
+A line of `replay.jsonl` is written when a call begins, and one when it is paused or has ended. A run that is started
+again replays what is recorded, whatever its clock says, and so ends where the first one would have.
 """
 
 import json

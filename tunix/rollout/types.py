@@ -114,11 +114,6 @@ class Rollouts(Protocol):
     """Metrics of what was sampled ahead, by name."""
 
     @property
-    def stale(self) -> bool:
-        """Whether some tokens were sampled from older weights than those that learn from them."""
-        ...
-
-    @property
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by its name."""
         ...
