@@ -184,7 +184,7 @@ def test_a_race():
 
 def test_what_comes_back_is_taken_first_in_the_order_of_the_data():
     with closing(stream(rows=9)) as steps:
-        backlog = steps._like.backlog
+        backlog = steps.like.backlog
         assert backlog is not None
         one, two, three, four = backlog.take(4)
         backlog.put_back([three])

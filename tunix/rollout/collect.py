@@ -282,6 +282,8 @@ class RolloutStep:
     """Where prompts wait that were begun beyond a step's; None where no step begins more than it trains on."""
     spare: int = 0
     """Prompts that a step begins beyond its own."""
+    mixed: bool = False
+    """Whether tokens may be of earlier weights than a step's own, so that episodes say which are its own."""
     sampled: list[list[Scored]] | None = None
     """Groups that were sampled while an earlier step was learned from; None where they are still to be."""
     read: Accounting | None = None
@@ -312,12 +314,17 @@ class RolloutStep:
         alone = processes.number() == 1
         measuring = Measuring(measure, min(self.measured_together, self.size * n)) if measure and alone else None
         if self.backlog is None:
-            return self.collector.collect(client, prompts, n, self.next_seed(), self.clock, measuring)
+            groups = self.collector.collect(client, prompts, n, self.next_seed(), self.clock, measuring)
+            return self._with_version(groups) if self.mixed else groups
         given = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(given) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
         asked = [*given, *self.backlog.take(self.spare)]
         groups, left = self.collector.first(client, asked, n, len(given), self.seed, self.clock, measuring)
         self.backlog.put_back(left)
+        return self._with_version(groups)
+
+    def _with_version(self, groups: list[list[Scored]]) -> list[list[Scored]]:
+        """The groups with the version of the weights that are this step's."""
         return [[replace(episode, version=self.version) for episode in group] for group in groups]
 
     def next_seed(self) -> int:

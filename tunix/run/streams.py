@@ -119,6 +119,7 @@ def ahead_of(recipe: Recipe, stream: Stream, client: Trainer, algorithm: Algorit
     assert isinstance(algorithm, OnPolicy)
     if not isinstance(client.sampler, Holding):
         raise UserError(f"rollout.max_staleness: {staleness} needs tunix's own engine")
+    stream.like = replace(stream.like, mixed=True)
     journal = Journal(folder / FILE, recipe.identity)
     how = {"staleness": staleness, "total": total, "goes_on": recipe.rollout.in_flight == "continue"}
     return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how)
