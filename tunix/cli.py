@@ -28,6 +28,7 @@ from tunix.commands.arguments import (
     recipe_arguments,
     run_arguments,
     score_arguments,
+    trace_arguments,
 )
 from tunix.errors import Interrupted, UserError, nearest
 
@@ -191,6 +192,12 @@ def _inspect(parsed: Parsed) -> None:
     show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
 
 
+def _trace(parsed: Parsed) -> None:
+    from tunix.commands.trace import trace
+
+    print(f"{trace(parsed.run, parsed.step, parsed.out)}: open it at https://ui.perfetto.dev")
+
+
 def _score(parsed: Parsed) -> None:
     from tunix.commands.score import score
 
@@ -331,6 +338,12 @@ COMMANDS = {
         "tunix inspect recipes/quickstart.yaml --rows 3",
         inspect_arguments,
         _inspect,
+    ),
+    "trace": Command(
+        "what a step of a run spent its time on, as a chart for Perfetto",
+        "tunix trace runs/grpo_gemma 12",
+        trace_arguments,
+        _trace,
     ),
     "score": Command(
         "per-token log-probs of given rows, and their perplexity",

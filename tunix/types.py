@@ -328,6 +328,23 @@ class Usage:
     held at the time."""
 
 
+SPANS = "spans.jsonl"
+"""File of a run folder with the spans of each step."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An activity of a step."""
+
+    name: str
+    """What it is, e.g. `rollout`."""
+    thread: str
+    """The thread that was busy with it, e.g. `MainThread`."""
+    start: float
+    """Seconds since 1970."""
+    end: float
+
+
 @dataclass(frozen=True)
 class Workload:
     """The largest workload that a sampler will meet."""

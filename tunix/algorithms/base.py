@@ -15,7 +15,7 @@ import numpy as np
 from tunix.config import AlgorithmConfig, CriticKind, RowKind
 from tunix.data.types import Packed
 from tunix.protocols import Client
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence, Span
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Update:
     """Rows for `samples.jsonl`."""
     notes: tuple[str, ...] = ()
     """Messages for the user, e.g. about rewards that failed."""
+    spans: tuple[Span, ...] = ()
+    """When each activity of the step went on, for `tunix trace`."""
 
 
 class Algorithm(ABC):

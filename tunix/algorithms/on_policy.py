@@ -143,7 +143,7 @@ class OnPolicy(Algorithm):
                 gate(metrics[0], prepared.batches[0], data, self.starts_at_reference)
             numbers = {**prepared.numbers, **merged(metrics)}
         numbers |= {**data.clock.metrics, **data.ahead}
-        return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes)
+        return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes, tuple(data.clock.spans))
 
     @abstractmethod
     def prepare(self, client: Client, experience: Experience) -> Prepared:

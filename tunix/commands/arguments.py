@@ -110,6 +110,13 @@ def inspect_arguments(parser: Parser) -> None:
     parser.add_argument("--rows", type=_count, default=4, metavar="N", help="examples to show (4)")
 
 
+def trace_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix trace`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("step", type=_count, metavar="STEP", help="number of the step, from 1")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=".json to write (RUN/trace-STEP.json)")
+
+
 def score_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix score`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")

@@ -3,6 +3,7 @@
 Axes: P prompts, G group.
 """
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 from tunix.data.types import Prompt
 from tunix.protocols import Metered, SamplingClient
 from tunix.rollout.parts import Measure
-from tunix.types import Batch, Completion, Sequence
+from tunix.types import Batch, Completion, Sequence, Span
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
@@ -56,13 +57,17 @@ class Clock(dict[str, float]):
         super().__init__(*seconds)
         self.counted: dict[str, float] = {}
         """Amounts by name."""
+        self.spans: list[Span] = []
+        """When each activity went on, in which thread."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Adds the time spent in the `with` block."""
-        began = time.monotonic()
+        began, now = time.monotonic(), time.time()
         yield
-        self[name] = self.get(name, 0.0) + time.monotonic() - began
+        seconds = time.monotonic() - began
+        self[name] = self.get(name, 0.0) + seconds
+        self.spans.append(Span(name, threading.current_thread().name, now, now + seconds))
 
     def count(self, **amounts: int | float) -> None:
         """Adds to the counts of the step."""

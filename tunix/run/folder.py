@@ -14,6 +14,7 @@ from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoin
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.metrics import forget_after
 from tunix.trainer.progress import Display
+from tunix.types import SPANS
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.yaml_io import read_mapping
 
@@ -54,7 +55,8 @@ def prepare(folder: Path, start: int | None) -> None:
     """Deletes what earlier starts wrote after the checkpoint that the run resumes from."""
     for path in folder.glob("*.tmp-*"):  # half written when a process was killed; the folder is locked
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    forget_after(folder / "samples.jsonl", start)
+    for name in ("samples.jsonl", SPANS):
+        forget_after(folder / name, start)
     if start is None and (folder / TOKENIZER).is_dir():
         shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
 

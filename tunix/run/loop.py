@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,8 +23,9 @@ from tunix.run.recorder import Recorder
 from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
+from tunix.trainer.metrics import append_rows
 from tunix.trainer.perf import Work
-from tunix.types import Workload
+from tunix.types import SPANS, Workload
 
 
 @runtime_checkable
@@ -146,6 +147,8 @@ class Loop:
         self.step += 1
         self.recorder.push(self.step, update, item.accounting)
         job.samples.add(self.step, update.samples)
+        if update.spans:
+            append_rows(job.folder / SPANS, [{"step": self.step, "spans": list(map(astuple, update.spans))}])
         # Fetched now, so that the last step is known to be the last, and is evaluated before it is saved.
         self._next = self._fetch()
         if self.finished or self.step % job.eval_every == 0:
