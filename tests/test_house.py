@@ -36,6 +36,7 @@ FLOORS = (
     "rollout.environments",
     "rollout",
     "rollout.engine",
+    "rollout.servers",
     "algorithms",
     "algorithms.sft",
     "algorithms.dpo",
