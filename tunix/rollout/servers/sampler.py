@@ -220,9 +220,9 @@ class ServerSampler:
     async def _renew(self, server: Server, held: Held) -> Answer | Exception:
         drained = server.reason
         try:
+            if (unwell := await server.well()) is not None:
+                raise Failed(unwell)
             if drained is not None:
-                if (unwell := await server.well()) is not None:
-                    return Failed(unwell)
                 server.readmit()
             if drained is not None or not server.base:
                 await inspect(server, self._expected)

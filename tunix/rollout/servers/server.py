@@ -42,8 +42,10 @@ class Server:
         self.reason: str | None = None
         """Why it is asked no more; None while it is."""
         self._gone = asyncio.Event()
-        self._clients = [_client(url)]
-        """The connections; the last ones are used for new calls."""
+        self._clients = [_client(url, MOST)]
+        """The connections of completions; the last ones are used for new ones."""
+        # Connections of their own: one that is used again might still bring the answer to something else.
+        self._calls = _client(url, 0)
 
     def drain(self, reason: str) -> None:
         """Asks it no more: what it has not answered is asked elsewhere."""
@@ -65,24 +67,22 @@ class Server:
             Unfit: its answer lacks what a trainer has to know.
         """
         body = {**ask.settings, "model": self.model, "prompt": list(ask.prompt), "request_id": ask.identity}
-        sent = self.post("/v1/completions", body, headers={"X-Request-Id": ask.identity})
+        sent = self._call("/v1/completions", body, self.timeout, ask.identity)
         body = await self._while_it_lives(sent)
         try:
             return answered(body, ask)
         except Stray:
             # What else comes on that connection is not known to be an answer to what was asked there.
-            self._clients.append(_client(self.url))
+            self._clients.append(_client(self.url, MOST))
             raise
 
-    async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
-    ) -> Any:
-        """What it answers to a POST, read as JSON where it is that."""
-        return await self._call("POST", path, body, self.timeout, headers)
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What it answers to a POST that is not for a completion, read as JSON where it is that."""
+        return await self._call(path, body or {}, self.timeout)
 
-    async def get(self, path: str, deadline: float = HEALTH_DEADLINE) -> Any:
+    async def get(self, path: str) -> Any:
         """What it answers to a GET."""
-        return await self._call("GET", path, None, deadline)
+        return await self._call(path, None, HEALTH_DEADLINE)
 
     async def well(self) -> str | None:
         """None where it says that it is well, else what is wrong."""
@@ -104,7 +104,7 @@ class Server:
 
     async def close(self) -> None:
         """Closes its connections."""
-        for client in self._clients:
+        for client in (self._calls, *self._clients):
             await client.aclose()
 
     async def _while_it_lives(self, call: Coroutine[Any, Any, T]) -> T:
@@ -120,16 +120,15 @@ class Server:
             gone.cancel()
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        deadline: float,
-        headers: Mapping[str, str] | None = None,
+        self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
     ) -> Any:
+        """What it answers: to a GET where there is no body, else to a POST, which has an identity if for a
+        completion."""
+        client = self._calls if identity is None else self._clients[-1]
+        method, headers = ("GET" if body is None else "POST"), {"X-Request-Id": identity} if identity else None
         try:
             async with asyncio.timeout(deadline):
-                response = await self._clients[-1].request(method, path, json=body, headers=headers)
+                response = await client.request(method, path, json=body, headers=headers)
         except TimeoutError:
             raise Late(f"it did not answer {path} in {deadline:g} s") from None
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -137,8 +136,9 @@ class Server:
         return _read(response, path)
 
 
-def _client(url: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=MOST)
+def _client(url: str, kept: int) -> httpx.AsyncClient:
+    """Connections to an address, so many of which are used again."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
 
 
