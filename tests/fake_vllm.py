@@ -1,4 +1,4 @@
-"""A small stand-in for a vLLM server: its protocol over HTTP, answered by tunix's own engine, so that log-probs are true.
+"""A small stand-in for a vLLM server: its protocol over HTTP, answered by our own engine, so that log-probs are true.
 
 `manners` says what it does wrong: it can hang, die, refuse, answer twice, leave ids out, or lie about its weights.
 """

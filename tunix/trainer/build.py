@@ -277,8 +277,8 @@ def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> S
             "out, or sample with tunix's own engine"
         )
 
-    def write(path: Path, params: Params, adapter: bool) -> None:
-        exporter(path, spec, params, {}, adapter=adapter)
+    def write(path: Path, params: Mapping[str, jax.Array], adapter: bool) -> None:
+        exporter(path, spec, dict(params), {}, adapter=adapter)
 
     longest = settings.longest or spec.length
     given = (servers.text, servers.ids, servers.temperature, servers.tolerance)

@@ -257,9 +257,9 @@ def test_a_callback_that_fails_ends_the_call_with_its_error(policy: Policy, star
 
     with pytest.raises(KeyError, match="mine"):
         sampler.sample(PROMPTS, 2, WARM, 5, on_done=done)
+    stopping = replace(WARM, max_tokens=40, stop_ids=tuple(range(16)))
     with pytest.raises(KeyError, match="mine"):
-        stops = tuple(range(16))
-        sampler.sample(PROMPTS * 4, 2, replace(WARM, max_tokens=40, stop_ids=stops), 5, reply=done)
+        sampler.sample(PROMPTS * 4, 2, stopping, 5, reply=done)
     assert len(flat(sampler.sample(PROMPTS, 2, WARM, 5))) == 6
 
 

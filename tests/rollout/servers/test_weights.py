@@ -75,7 +75,7 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(policy: Policy, star
     fake = FakeVLLM(policy.folder)
     FAULTS[fault][0](fake, policy)
     sampler, _ = start(fakes=[FakeVLLM(policy.folder), fake])
-    with pytest.raises(UserError, match="rollout.servers: ") as caught:
+    with pytest.raises(UserError, match=r"rollout\.servers: ") as caught:
         sampler.publish(policy.params, 0)
     assert FAULTS[fault][1] in str(caught.value)
     assert sampler.servers[1].url in str(caught.value)
@@ -97,10 +97,8 @@ def test_a_server_with_another_structure_is_refused(policy: Policy, start: Any, 
 def test_an_address_where_nothing_listens(policy: Policy, start: Any, tmp_path: Path):
     sampler, _ = start()
     handover = Handover(tmp_path / "w", policy.write, adapter=False)
-    missing = ServerSampler(
-        ["http://127.0.0.1:9"], 5.0, handover, sampler._probe, sampler._expected, partial(policy.text)
-    )
-    with pytest.raises(UserError, match=r"rollout.servers: http://127.0.0.1:9: .*ConnectError"):
+    missing = ServerSampler(["http://127.0.0.1:9"], 5.0, handover, sampler._probe, sampler._expected)
+    with pytest.raises(UserError, match=r"rollout\.servers: http://127.0.0.1:9: .*ConnectError"):
         missing.publish(policy.params, 0)
 
 
