@@ -56,6 +56,8 @@ class Manners:
     """Log-probs are those before the temperature."""
     offset: float = 0.0
     """Added to all log-probs."""
+    partial: bool = False
+    """It loads all weights but the embeddings."""
     stale: bool = False
     """It says that it has loaded weights, and has not."""
     odd_tokens: bool = False
@@ -221,7 +223,8 @@ class FakeVLLM:
             if source.decoder != self.source.decoder:
                 raise KeyError("a parameter has another shape")
             with self._lock:
-                _, self.params = loaded(source, "float32", self._mesh)
+                kept = {"embed/w": self.params["embed/w"]} if self.manners.partial else {}
+                self.params = {**loaded(source, "float32", self._mesh)[1], **kept}
                 self._publish()
         except (UserError, KeyError) as error:
             raise Refusal(500, f"Call to collective_rpc method failed: {error}") from error

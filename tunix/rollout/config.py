@@ -59,7 +59,7 @@ class RolloutConfig(Config):
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
     1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache:
-    rounding alone causes some. With `engine: vllm` 0.05 in float32 and 2 in bfloat16."""
+    rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
     samples: Annotated[int, Field(ge=0)] = 1

@@ -46,6 +46,14 @@ def test_a_server_that_keeps_earlier_weights_is_found_out_however_small_the_upda
     assert sampler.servers[0].reason is None
 
 
+def test_a_server_that_loads_only_a_part_is_found_out_below_the_gate(policy: Policy, start: Any):
+    sampler, (fake,) = start(tolerance=2.0)
+    sampler.publish(policy.params, 0)
+    fake.manners.partial = True
+    with pytest.raises(UserError, match="it has not loaded all of the new ones"):
+        sampler.publish(policy.moved(0.01), 1)
+
+
 def test_equal_weights_under_another_version_are_no_lie(policy: Policy, start: Any):
     sampler, _ = start()
     for version in range(2):
