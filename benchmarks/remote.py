@@ -1,9 +1,9 @@
 """`python -m benchmarks.remote`: completions of a real vLLM beside those of our own engine, in one run.
 
-The small Llama shape with random weights, 16 x (64 + 64) tokens. Both engines hold what the trainer hands over, and take
-turns: an update, the hand-over, the sampling. Told are the seconds of the hand-over, of vLLM's with the folder's size;
-sampled tokens a second; and the difference of the trainer's log-probs to the sampler's, for all weights and for an
-adapter. TUNIX_VLLM names the Python of an environment with vLLM; docs/guide/servers.md has the rest.
+The small Llama shape with random weights, 16 x (64 + 64) tokens. Both engines get what the trainer hands over, and take
+turns: an update, the hand-over, the sampling. Reported are the seconds of the hand-over, the sampled tokens a second,
+and how much the log-probs of trainer and sampler differ; for an adapter and for all weights. TUNIX_VLLM names the
+Python of an environment with vLLM (docs/guide/servers.md).
 """
 
 import argparse
