@@ -68,7 +68,7 @@ def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | Non
     where that is not as for training; or which servers do, and how they get weights."""
     if rollout.engine == "vllm":
         what = "the adapter alone" if moves_alone(spec.adapter) else "all weights"
-        return f"sampling: by {', '.join(rollout.servers)}; {what} are handed over in a folder at each publication"
+        return f"sampling: by {', '.join(rollout.servers)}; handed over in a folder before each step: {what}"
     mesh, division = sampler_mesh(spec.mesh, rollout.devices, spec.model, memory)
     dtype = spec.model.dtype
     cache = decode_spec(spec.model.config, mesh, dtype, rollout.cache_dtype or dtype, PAGE)

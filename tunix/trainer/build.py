@@ -58,7 +58,7 @@ class ServerSettings:
     folder: Path
     """Where weights are written for them, e.g. `runs/grpo/weights`."""
     temperature: float
-    """Of the completions that are trained on, e.g. 1.0."""
+    """The temperature of the completions that are trained on, e.g. 1.0."""
     tolerance: float
     """Largest difference of their log-probs to the trainer's, e.g. 0.05."""
     text: str = ""

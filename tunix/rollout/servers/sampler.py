@@ -31,6 +31,8 @@ from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Held, Re
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 
 T = TypeVar("T")
+ENDING = 5.0
+"""Seconds in which a call that is given up ends."""
 
 
 class Loop:
@@ -52,6 +54,15 @@ class Loop:
         except BaseException:
             future.cancel()
             raise
+
+
+def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:
+    """Waits for the end of a call that was given up."""
+    try:
+        while done.get(timeout=ENDING) is not None:
+            pass
+    except queue.Empty:
+        return  # it was given up before it had begun
 
 
 class ServerSampler:
@@ -164,14 +175,17 @@ class ServerSampler:
         """Completes all, unless `on_done` has enough before."""
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         future = self._loop.start(self._all(turns, reply, done))
-        enough = False
+        number: int | None = -1
         try:
-            while not enough and (number := done.get()) is not None:
-                enough = on_done is not None and on_done(number, turns[number].completion())
-            if not enough:
-                future.result()
+            while (number := done.get()) is not None:
+                if on_done is not None and on_done(number, turns[number].completion()):
+                    return
+            future.result()
         finally:
-            future.cancel()
+            if number is not None:
+                # A call that is given up may still be writing down an answer; `turns` are read when it has ended.
+                future.cancel()
+                _wait_for_end(done)
 
     async def _all(self, turns: Sequence[Turns], reply: Reply | None, done: "queue.SimpleQueue[int | None]") -> None:
         """Completes all; puts the number of each that has ended, and None at the end."""

@@ -78,7 +78,7 @@ class Expected:
     ids: tuple[int, ...] | None
     """The ids of the text, e.g. `(2, 651)`; None where the run has no tokenizer."""
     temperature: float
-    """Of the completions that are trained on, e.g. 1.0."""
+    """The temperature of the completions that are trained on, e.g. 1.0."""
     tolerance: float
     """Largest difference of its log-probs to the trainer's, e.g. 0.05."""
 
