@@ -95,7 +95,7 @@ def answered(body: Any, ask: Ask) -> Answer:
     except (TypeError, KeyError, ValueError):
         raise Failed(f"it answered {body!s:.80}") from None
     # A late or second answer on a connection that is used again is that of an earlier request.
-    if ask.identity not in identity:
+    if identity.removeprefix("cmpl-") != ask.identity:
         raise Stray(f"it answered request {identity} where {ask.identity} was asked")
     tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if tokens is None:

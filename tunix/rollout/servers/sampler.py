@@ -56,15 +56,6 @@ class Loop:
             raise
 
 
-def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:
-    """Waits for the end of a call that was given up."""
-    try:
-        while done.get(timeout=ENDING) is not None:
-            pass
-    except queue.Empty:
-        return  # it was given up before it had begun
-
-
 class ServerSampler:
     """Samples on servers, from the weights that were published last."""
 
@@ -114,7 +105,6 @@ class ServerSampler:
         """
         with self._lock:
             held = self._handover.written(params, version)
-            first, self._held, self._version = self._held is None, held, version
             answers = self._loop.run(self._renewed(held))
             for server, answer in zip(self.servers, answers, strict=True):
                 try:
@@ -122,10 +112,11 @@ class ServerSampler:
                         raise answer
                     self._probe.check(server.url, answer, params)
                 except (Failed, Gone, Refused, Unfit) as error:
-                    if first:
+                    if self._held is None:
                         raise UserError(f"rollout.servers: {server.url}: {error}") from None
                     self._pool.drain(server, str(error))
             self._handover.forget()
+            self._held, self._version = held, version
             if not self._pool.living:
                 raise self._pool.none_left()
 
@@ -276,3 +267,12 @@ class ServerSampler:
             )
         if not 0 <= int(np.min(prompt)) <= int(np.max(prompt)) < vocab:
             raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab - 1}")
+
+
+def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:
+    """Waits for the end of a call that was given up."""
+    try:
+        while done.get(timeout=ENDING) is not None:
+            pass
+    except queue.Empty:
+        return  # it was given up before it had begun

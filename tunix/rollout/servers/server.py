@@ -1,4 +1,4 @@
-"""One server: its HTTP calls, whether it is still asked, and what it is said to have done wrong.
+"""One server: its HTTP calls, and whether it is still asked.
 
 Every call has a deadline. A call that comes to nothing raises `Failed`; one that the server refuses, `Refused`.
 """
@@ -102,11 +102,6 @@ class Server:
                 self.drain(now)
             before = now
 
-    async def close(self) -> None:
-        """Closes its connections."""
-        for client in (self._calls, *self._clients):
-            await client.aclose()
-
     async def _while_it_lives(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of a call, unless the server is drained before."""
         task, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
@@ -122,8 +117,7 @@ class Server:
     async def _call(
         self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
     ) -> Any:
-        """What it answers: to a GET where there is no body, else to a POST, which has an identity if for a
-        completion."""
+        """What it answers: to a GET where there is no body, else to a POST; one for a completion has an identity."""
         client = self._calls if identity is None else self._clients[-1]
         method, headers = ("GET" if body is None else "POST"), {"X-Request-Id": identity} if identity else None
         try:
