@@ -4,6 +4,7 @@ Slow, and skipped where there is none: TUNIX_VLLM names the Python of its enviro
 """
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,11 +115,26 @@ def test_exported_folders_and_adapters_give_transformers_tokens(family: str, tmp
         assert asked(url, "mine") == expected
 
 
+PACKED: dict[str, dict[str, Any]] = {
+    "int4": {"weights": "int4", "tile": 32},
+    "int8": {"weights": "int8", "activations": "int8"},
+}
+MISSING = "cpu_gemm_wna16"
+"""vLLM's product with weights of few bits on a CPU, which the build for it leaves out for some processors."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_folders_give_transformers_tokens(family: str, tmp_path: Path):
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_folders_give_transformers_tokens(kind: str, family: str, tmp_path: Path):
     model = family_folder(tmp_path / "model", family)
-    sft(model, quantization={"rules": [{"module": ".*", "weights": "int4", "tile": 32}]})
+    sft(model, quantization={"rules": [{"module": ".*", **PACKED[kind]}]})
     assert main(["export", "run", "packed", "--packed"]) == 0
     expected = greedy(tmp_path / "packed", PROMPTS, 12)
     with real(tmp_path / "packed", tmp_path / "log") as url:
-        assert asked(url, str(tmp_path / "packed")) == expected
+        try:
+            found = asked(url, str(tmp_path / "packed"))
+        except urllib.error.HTTPError:
+            if MISSING not in (tmp_path / "log").read_text(errors="replace"):
+                raise
+            pytest.skip(f"this vLLM has loaded the folder, and lacks {MISSING} to compute with it")
+    assert found == expected
