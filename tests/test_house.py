@@ -37,6 +37,7 @@ FLOORS = (
     "rollout.environments",
     "rollout",
     "rollout.engine",
+    "rollout.servers",
     "algorithms",
     "algorithms.sft",
     "algorithms.dpo",

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from tests.marks import slow
 from tests.several import several
 from tests.tiny_rl import write_policy
-from tests.tiny_runs import lines, metrics, write_recipe, write_rows
+from tests.tiny_runs import lines, metrics, model_folder, write_recipe, write_rows
 
 IGNORED = ("time/", "perf/", "compile/")
 """Metrics of time, which no two runs share."""
@@ -90,12 +90,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dpo": {"algorithm.name": "dpo"},
     "kto": {"algorithm.name": "kto"},
     "reward": {"algorithm.name": "reward"},
-    "distill": {"algorithm.name": "distill", "teacher": {"family": "llama", "dtype": "float32"}},
+    "distill": {"algorithm.name": "distill", "teacher": {"path": "teacher", "dtype": "float32"}},
     "grpo": {},
     "dapo": {"algorithm": {"name": "grpo", "group_size": 4, "dynamic_sampling": True}},
     "ppo": {"algorithm": {"name": "ppo"}, "batch_size": 16},
     "lora": {"adapter": {"rank": 4}},
-    "qlora": {"adapter": {"rank": 4, "quantization": {"base": "nf4"}}},
+    "qlora": {"adapter": {"kind": "qlora", "rank": 4, "tile": 16}},
 }
 POLICIES = ("grpo", "dapo", "ppo", "lora")
 
@@ -106,6 +106,8 @@ def write_algorithm(folder: Path, name: str) -> None:
         write_judged(folder, **{key.replace(".", "__"): value for key, value in ALGORITHMS[name].items()})
         return
     given = {"dpo": PAIRED, "reward": PAIRED, "kto": LABELLED}.get(name)
+    if name == "distill":
+        model_folder(folder / "teacher", hidden_size=48)
     if given:
         write_rows(folder / "train.jsonl", given)
         write_rows(folder / "held.jsonl", given[:6])

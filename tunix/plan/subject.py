@@ -202,9 +202,9 @@ def _judge(recipe: Recipe, policy: TrainerSpec) -> Frozen | None:
 def _sampled(
     recipe: Recipe, algorithm: Algorithm, settings: ClientSettings, policy: Trained, memory: float | None
 ) -> Sampled | None:
-    """The engine of a run that samples, or shows samples."""
+    """The engine of a run that samples here, or shows samples."""
     spec, work = policy.spec, _workload(recipe, algorithm)
-    if work is None:
+    if work is None or recipe.rollout.engine == "vllm":
         return None
     engine = sampler_of(settings, spec, memory)
     weights = programs.views(spec.model, engine.mesh, policy.all)

@@ -26,7 +26,7 @@ from tunix.util.yaml_io import overridden, problems, read_mapping, without_effec
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
     r"(stages\.\d+\.)?(output|logging|checkpoint\.(every|every_minutes|keep|best)|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
-    r"|data\.eval|data\.eval_split)(\.|$)"
+    r"|data\.eval|data\.eval_split|rollout\.(servers|weights_folder|timeout))(\.|$)"
 )
 
 

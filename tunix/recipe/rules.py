@@ -18,6 +18,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         staged: whether the recipe is a stage, whose keys may be meant for another stage.
     """
     yield from _disagreements(recipe)
+    yield from _beyond_servers(recipe)
     yield from _ineffective_rewards(recipe, staged)
     yield from _teacher_mismatch(recipe, staged)
 
@@ -77,6 +78,16 @@ def _disagreements(recipe: Sections) -> Iterator[str]:
         changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(default, key)]
         names = ", ".join(f"eval.{key}" for key in sorted(changed))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+
+
+def _beyond_servers(recipe: Sections) -> Iterator[str]:
+    """Messages about what `rollout.engine: vllm` cannot sample for."""
+    rules = recipe.quantization
+    if recipe.rollout.engine == "vllm" and rules is not None and rules.inputs:
+        yield (
+            f"quantization: {rules.mode} rounds activations too, which servers do not do to these weights: sample with "
+            "rollout.engine: tunix"
+        )
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:

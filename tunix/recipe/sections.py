@@ -14,7 +14,7 @@ from tunix.config import AlgorithmConfig, Config, EvalConfig, MeshConfig, ModelC
 from tunix.data.config import DataConfig
 from tunix.lora.config import AdapterConfig
 from tunix.models.quantization.rules import QuantizationConfig
-from tunix.recipe.algorithms import algorithm_config
+from tunix.recipe.algorithms import algorithm_config, corrected
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
@@ -61,6 +61,16 @@ class Sections(Config):
     @classmethod
     def _choose(cls, value: Any) -> Any:
         return algorithm_config(value).model_validate(value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrected(cls, value: Any) -> Any:
+        """Where servers sample, importance weights are on unless the recipe says otherwise."""
+        if not isinstance(value, Mapping):
+            return value
+        rollout, algorithm = value.get("rollout"), value.get("algorithm")
+        on_servers = isinstance(rollout, Mapping) and rollout.get("engine") == "vllm"
+        return {**value, "algorithm": corrected(algorithm)} if on_servers and isinstance(algorithm, Mapping) else value
 
     @model_validator(mode="before")
     @classmethod

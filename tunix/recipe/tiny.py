@@ -22,6 +22,7 @@ from tunix.config import (
 from tunix.data.config import DataConfig
 from tunix.errors import UserError
 from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json
+from tunix.rollout.config import RolloutConfig
 
 SIZES = {
     "vocab_size": 320,
@@ -101,7 +102,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) ->
         "algorithm": algorithm,
         "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], family),
         "reward": _without_model(sections["reward"]) if generated else _without_columns(sections["reward"]),
-        "rollout": {**rollout, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else rollout,
+        "rollout": _tiny_rollout(rollout, sampled),
         "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": "auto",  # a laptop does not have the recipe's devices
@@ -132,6 +133,14 @@ def _tiny_adapter(adapter: Mapping[str, Any]) -> dict[str, Any]:
     """The `adapter` section with ranks that the tiny matrices allow, and without an adapter to load."""
     ranks = {pattern: min(rank, RANK) for pattern, rank in adapter.get("ranks", {}).items()}
     return {**adapter, "from": None, "rank": min(adapter.get("rank", RANK), RANK), "ranks": ranks}
+
+
+def _tiny_rollout(rollout: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
+    """The `rollout` section with few slots where completions are sampled, in this process: no server has the tiny
+    model."""
+    here = {**rollout, "engine": "tunix", "servers": [], "weights_folder": None}
+    here["timeout"] = RolloutConfig.model_fields["timeout"].default
+    return {**here, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else here
 
 
 def _tiny_data(data: Mapping[str, Any], reads: RowKind, sampled: bool, generated: bool) -> dict[str, Any]:

@@ -88,7 +88,9 @@ class Clock(dict[str, float]):
             numbers["perf/reward_overlap"] = counted["overlapped"] / counted["rewards"]
         if counted["slot_steps"]:
             numbers["perf/rollout_idle"] = 1 - counted["tokens"] / counted["slot_steps"]
+        if counted["tokens"]:
             numbers["perf/rollout_tokens_per_second"] = counted["tokens"] / sampling
+        if counted["bytes"]:
             numbers["perf/rollout_bytes_per_second"] = counted["bytes"] / sampling
         return numbers
 

@@ -20,6 +20,7 @@ from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, Player
+from tunix.rollout.servers.probe import TEXT
 from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line
 from tunix.run.devices import apart, mesh_of
@@ -37,10 +38,11 @@ from tunix.run.streams import (
     reward_functions,
     samples_of,
     steps_of,
+    tolerance_of,
     workload_of,
 )
 from tunix.run.teacher import build_teacher, divided, teacher_source
-from tunix.trainer.build import ClientSettings, build_client
+from tunix.trainer.build import ClientSettings, ServerSettings, build_client
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.perf import Work
 from tunix.trainer.progress import Display
@@ -191,6 +193,21 @@ def settings_of(
         cache_dtype=recipe.rollout.cache_dtype,
         guesses=recipe.rollout.speculate,
         decode=None if tokenizer is None else tokenizer.decode,
+        servers=_servers_of(recipe, tokenizer) if recipe.rollout.engine == "vllm" else None,
+    )
+
+
+def _servers_of(recipe: Recipe, tokenizer: Tokenizer | None) -> ServerSettings:
+    """The servers that sample for a recipe; without a folder of its own weights are handed over in the run folder."""
+    rollout = recipe.rollout
+    return ServerSettings(
+        urls=rollout.servers,
+        timeout=rollout.timeout,
+        folder=Path(rollout.weights_folder or Path(recipe.output) / "weights"),
+        temperature=rollout.temperature,
+        tolerance=tolerance_of(recipe),
+        text=TEXT,
+        ids=None if tokenizer is None else tuple(tokenizer.encode(TEXT)),
     )
 
 

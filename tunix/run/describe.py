@@ -13,6 +13,7 @@ from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.engine.shapes import PAGE
+from tunix.rollout.servers.handover import moves_alone
 from tunix.run.inputs import Inputs
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
@@ -64,11 +65,14 @@ def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
 
 def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None, sampling: Mesh | None = None) -> str:
     """Who reads the pages of slots that decode and why no faster one does, and how the devices are divided to sample
-    where that is not as for training.
+    where that is not as for training; or which servers do, and how they get weights.
 
     Args:
         sampling: devices that only sample; None where sampling and training share all.
     """
+    if rollout.engine == "vllm":
+        what = "the adapter alone" if moves_alone(spec.adapter) else "all weights"
+        return f"sampling: by {', '.join(rollout.servers)}; handed over in a folder before each step: {what}"
     mesh, division = sampler_mesh(sampling or spec.mesh, rollout.devices, spec.model, memory)
     if sampling is not None:
         division = f"{division or 'sampling'}, on {sampling.size} device(s) of its own"

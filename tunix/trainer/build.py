@@ -6,11 +6,13 @@ learner afterwards: `client.learner.teacher = ...`.
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
+from tunix.distributed import processes
 from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import fingerprint
@@ -26,6 +28,10 @@ from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.budget import NoRoom
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
+from tunix.rollout.servers.handover import Handover, moves_alone
+from tunix.rollout.servers.probe import Probe
+from tunix.rollout.servers.sampler import ServerSampler
+from tunix.rollout.servers.types import Expected
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
 from tunix.trainer.handover import bring_of
@@ -39,6 +45,26 @@ from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
 from tunix.trainer.sampler_room import room_of, shares
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The servers that sample in place of an engine in this process."""
+
+    urls: tuple[str, ...]
+    """Their addresses, e.g. `("http://host:8000",)`."""
+    timeout: float
+    """Seconds in which one has to answer a request, or load weights, e.g. 600.0."""
+    folder: Path
+    """Where weights are written for them, e.g. `runs/grpo/weights`."""
+    temperature: float
+    """The temperature of the completions that are trained on, e.g. 1.0."""
+    tolerance: float
+    """Largest difference of their log-probs to the trainer's, e.g. 0.05."""
+    text: str = ""
+    """A text whose ids are compared with theirs."""
+    ids: tuple[int, ...] | None = None
+    """The ids of the text, e.g. `(2, 651)`; None where there is no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +106,15 @@ class ClientSettings:
     """Devices that only sample; None where sampling and training share all."""
     decode: Decode | None = None
     """Token ids -> text, in which stop strings are searched."""
+    servers: ServerSettings | None = None
+    """The servers that sample; None for an engine on the same devices."""
 
 
 def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: Sampler | None = None) -> Trainer:
     """A client with the model's weights on the mesh, the optimizer, and a sampler.
 
     Args:
-        sampler: None for an engine on the same devices.
+        sampler: None for servers where the settings name them, else an engine on the same devices.
 
     Raises:
         UserError: weights are missing or do not fit, or this device does not support the requested types.
@@ -94,7 +122,9 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
     check_unrounded(source.folder, source.rules, settings.rules)
     memory = memory_of(list(mesh.devices.flat))
     spec = spec_of(settings, source, mesh, memory)
-    sampler = sampler or sampler_of(settings, spec, memory)
+    if sampler is None:
+        here = settings.servers is None
+        sampler = sampler_of(settings, spec, memory) if here else servers_of(settings, spec, source)
     params, frozen = _weights(settings, source, spec.model, mesh)
     return local_client(
         spec,
@@ -228,6 +258,31 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
         assert room is not None, "where the memory is not known there is room for everything"
         assert memory is not None
         raise UserError(f"{error}. {shares(settings.sampler_memory, memory, room, error.need)}") from error
+
+
+def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> ServerSampler:
+    """The sampler of a client whose completions come from servers; nothing is asked of them yet.
+
+    Raises:
+        UserError: there are several processes.
+    """
+    servers, exporter = settings.servers, _exporter(settings, source, spec.model)
+    assert servers is not None
+    if processes.number() > 1:
+        raise UserError(
+            "rollout.engine: vllm is for runs of one process so far, which hands the weights over: leave --processes "
+            "out, or sample with tunix's own engine"
+        )
+
+    def write(path: Path, params: Mapping[str, jax.Array], adapter: bool) -> None:
+        exporter(path, spec, dict(params), {}, adapter=adapter)
+
+    longest = settings.longest or spec.length
+    given = (servers.text, servers.ids, servers.temperature, servers.tolerance)
+    expected = Expected(spec.model.config.vocab_size, longest, *given)
+    probe = Probe(spec.model, spec.mesh, spec.length, expected)
+    handover = Handover(servers.folder, write, moves_alone(spec.adapter))
+    return ServerSampler(servers.urls, servers.timeout, handover, probe, expected, settings.decode)
 
 
 def engine_of(

@@ -1,0 +1,73 @@
+"""A real vLLM on this machine, for the slow tests and `benchmarks.remote`: where TUNIX_VLLM names the Python of its
+environment. docs/guide/servers.md says how to install one that runs on a CPU.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "TUNIX_VLLM"
+PYTHON = os.environ.get(VARIABLE)
+WHY = f"set {VARIABLE} to the Python of an environment with vLLM"
+UP = 300.0
+"""Seconds in which a server has to be up."""
+
+
+@contextmanager
+def real(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "float32") -> Iterator[str]:
+    """The address of a vLLM that serves a folder, while it does.
+
+    Args:
+        folder: of a model.
+        log: receives what it writes.
+        words: further arguments.
+        length: tokens of a prompt and its completion at most.
+        dtype: of its computation.
+    """
+    assert PYTHON is not None, WHY
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", dtype]
+    command += ["--max-model-len", str(length), "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
+    # A prompt is computed in one piece: with seeds, 0.32 on a CPU ends where one is divided.
+    command += ["--max-num-batched-tokens", str(max(4096, length)), "--logprobs-mode", "processed_logprobs", *words]
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    rest = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, env={**rest, **own}, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait(process, address, log)
+            yield address
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(process: subprocess.Popen, address: str, log: Path) -> None:
+    """Waits until a server is up."""
+    until = time.monotonic() + UP
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise AssertionError(f"vLLM is not up:\n{log.read_text(errors='replace')[-3000:]}")

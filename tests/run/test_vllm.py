@@ -1,0 +1,135 @@
+"""A real vLLM: runs whose completions it samples, and what it makes of folders that tunix exports.
+
+Slow, and skipped where there is none: TUNIX_VLLM names the Python of its environment (`benchmarks/real_vllm.py`).
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.real_vllm import PYTHON, WHY, real
+from tests.real_vllm import FAMILIES, family_folder, greedy
+from tests.run.test_rl_run import steps
+from tests.tiny_rl import write_policy
+from tests.tiny_runs import train, write_recipe
+from tunix.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=WHY)]
+
+LORA = ("--enable-lora", "--max-lora-rank", "16")
+PROMPTS = [[65, 66, 67, 68], [5, 200, 100], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+
+
+def on(url: str, model: Path, **changes: Any) -> None:
+    """Writes the recipe of a run on a server."""
+    rollout = {"rollout__engine": "vllm", "rollout__servers": [url], "rollout__temperature": 0.8}
+    write_policy(Path(), model={"path": str(model), "dtype": "float32"}, **rollout, **changes)
+
+
+def alike() -> None:
+    """Sampler and trainer agree at every step of the run, and something is learned from."""
+    rows = steps("run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["mismatch/max"] < 1e-4  # 3e-6 was measured
+        assert row["mismatch/corrected"] == 0
+        assert row["compile/count"] == 0
+    assert any(row["train/loss"] != 0 for row in rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grpo_through_vllm_with_an_adapter_and_with_all_weights(family: str, tmp_path: Path):
+    model = family_folder(tmp_path / "model", family, tie_word_embeddings=False)
+    with real(model, tmp_path / "log", *LORA) as url:
+        on(url, model, adapter={"rank": 4, "alpha": 16})
+        train("r.yaml")
+        alike()
+        on(url, model)
+        train("r.yaml", "--fresh")
+        alike()
+        # The base is no longer that of an adapter's run.
+        on(url, model, adapter={"rank": 4, "alpha": 16})
+        assert main(["run", "r.yaml", "--fresh"]) == 2
+
+
+def test_a_tied_head_that_a_cpu_does_not_renew_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = family_folder(tmp_path / "model", "gemma3_text", tie_word_embeddings=True)
+    with real(model, tmp_path / "log", *LORA) as url:
+        on(url, model, adapter={"rank": 4, "alpha": 16})
+        train("r.yaml")
+        alike()
+        on(url, model, optimizer__learning_rate=1e-2)
+        code = main(["run", "r.yaml", "--fresh"])
+    told = capsys.readouterr().err
+    # A vLLM that renews it needs no such message.
+    assert code == 0 or "tied to the embeddings" in told
+
+
+def test_an_environment_and_stop_strings(tmp_path: Path):
+    model = family_folder(tmp_path / "model", "llama")
+    with real(model, tmp_path / "log") as url:
+        on(url, model, rollout__stop=["a", "e", "\n", "7"])
+        train("r.yaml")
+    alike()
+    assert any(row["rollout/truncated"] < 1 for row in steps("run"))
+
+
+# --- Exported folders -----------------------------------------------------------------------------------------------
+
+
+def asked(url: str, model: str, number: int = 12) -> list[list[int]]:
+    """vLLM's most likely continuation of each prompt."""
+
+    def one(prompt: Sequence[int]) -> list[int]:
+        body = {"model": model, "prompt": list(prompt), "max_tokens": number, "temperature": 0, "ignore_eos": True}
+        content = json.dumps({**body, "return_token_ids": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]["token_ids"]
+
+    return [one(prompt) for prompt in PROMPTS]
+
+
+def sft(model: Path, **changes: Any) -> None:
+    """Trains a few steps on rows."""
+    write_recipe(Path("s.yaml"), {"model": {"path": str(model), "dtype": "float32"}, **changes})
+    train("s.yaml", "--fresh")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_folders_and_adapters_give_transformers_tokens(family: str, tmp_path: Path):
+    model = family_folder(tmp_path / "model", family)
+    sft(model, adapter={"rank": 4, "alpha": 16})
+    assert main(["export", "run", "merged"]) == 0
+    assert main(["export", "run", "adapter", "--adapter"]) == 0
+    expected = greedy(tmp_path / "merged", PROMPTS, 12)
+    assert expected != greedy(model, PROMPTS, 12)
+    with real(tmp_path / "merged", tmp_path / "log") as url:
+        assert asked(url, str(tmp_path / "merged")) == expected
+    with real(model, tmp_path / "log", *LORA, "--lora-modules", f"mine={tmp_path / 'adapter'}") as url:
+        assert asked(url, "mine") == expected
+
+
+MISSING = "cpu_gemm_wna16"
+"""vLLM's product with weights of few bits on a CPU, which the build for it leaves out for some processors."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_folders_give_transformers_tokens(family: str, tmp_path: Path):
+    model = family_folder(tmp_path / "model", family)
+    sft(model, quantization={"rules": [{"module": ".*", "weights": "int4", "tile": 32}]})
+    assert main(["export", "run", "packed", "--packed"]) == 0
+    expected = greedy(tmp_path / "packed", PROMPTS, 12)
+    with real(tmp_path / "packed", tmp_path / "log") as url:
+        try:
+            found = asked(url, str(tmp_path / "packed"))
+        except urllib.error.HTTPError:
+            if MISSING not in (tmp_path / "log").read_text(errors="replace"):
+                raise
+            pytest.skip(f"this vLLM has loaded the folder, and lacks {MISSING} to compute with it")
+    assert found == expected

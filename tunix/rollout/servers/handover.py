@@ -1,0 +1,149 @@
+"""Hands weights to servers: as a folder that they load, since JAX has no part in vLLM's own transfer (NCCL, CUDA IPC).
+
+All weights: a Hugging Face folder is written once, then each server pauses, loads it in place, empties its prefix
+cache, notes the version, and resumes. An adapter alone: a PEFT folder, loaded under a name of its own beside the one
+before, which is unloaded afterwards. Folders are deleted when no server reads them any more.
+"""
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tunix.lora.config import AdapterConfig
+from tunix.rollout.servers.server import Server
+from tunix.rollout.servers.types import Failed, Held, Refused, Unfit
+
+Write = Callable[[Path, Mapping[str, Any], bool], Any]
+"""(new folder, all weights by name, whether the adapter alone is written) -> anything; writes the folder."""
+NAME = "tunix-"
+"""How the names of weights and adapters begin."""
+RESETS = 5
+"""Attempts to empty a prefix cache, which fail while a request still holds a part of it."""
+
+
+def moves_alone(adapter: AdapterConfig | None) -> bool:
+    """Whether servers load the adapter beside their base. Others are merged, and all weights move: DoRA and tables that
+    train are unknown to servers, and a rounded base (QLoRA) is not the one that they hold."""
+    return adapter is not None and adapter.kind == "lora" and not adapter.dora and not adapter.also
+
+
+class Handover:
+    """Writes weights, and has servers load them."""
+
+    def __init__(self, folder: Path, write: Write, adapter: bool):
+        """Writes nothing yet.
+
+        Args:
+            folder: holds the weights; servers see it under the same path.
+            write: writes a folder.
+            adapter: whether an adapter is handed over alone.
+        """
+        self._folder, self._write, self.adapter = folder.expanduser().resolve(), write, adapter
+        self._run = secrets.token_hex(4)
+        self._before: list[Path] = []
+
+    def written(self, params: Mapping[str, Any], version: int) -> Held:
+        """Writes these weights.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        tag = f"{NAME}{self._run}-{version}"
+        held = Held(self._folder / tag, tag)
+        shutil.rmtree(held.folder, ignore_errors=True)
+        self._write(held.folder, params, self.adapter)
+        self._before.append(held.folder)
+        return held
+
+    def forget(self) -> None:
+        """Deletes all folders but the last, which servers that come back may still have to read."""
+        while len(self._before) > 1:
+            shutil.rmtree(self._before.pop(0), ignore_errors=True)
+
+    async def load(self, server: Server, held: Held) -> None:
+        """Has a server load the weights, and answer requests from them.
+
+        Raises:
+            Failed: it did not load them.
+            Unfit: it was not started so that it can load any.
+        """
+        await (self._load_adapter(server, held) if self.adapter else self._load_all(server, held))
+
+    async def holds(self, server: Server, held: Held) -> bool:
+        """Whether a server still has weights that it has loaded; it loses them where it is started anew.
+
+        Raises:
+            Failed: it does not answer.
+        """
+        if self.adapter:
+            return any(card["id"] == held.tag for card in await cards(server))
+        return (await server.get("/weight_info")).get("weight_version") == held.tag
+
+    async def tidy(self, server: Server) -> None:
+        """Unloads adapters of this folder that a run which was killed has left behind."""
+        for card in await cards(server) if self.adapter else []:
+            if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
+                await _unload(server, card["id"])
+
+    async def _load_adapter(self, server: Server, held: Held) -> None:
+        before = server.model
+        try:
+            await server.post("/v1/load_lora_adapter", {"lora_name": held.tag, "lora_path": str(held.folder)})
+        except Refused as error:
+            hint = "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {held.folder}") from None
+        except Failed as error:
+            raise Failed(f"it loads no adapter from {held.folder} ({error}): does it see that folder?") from None
+        server.model = held.tag
+        if before.startswith(NAME) and before != held.tag:
+            await _unload(server, before)
+
+    async def _load_all(self, server: Server, held: Held) -> None:
+        try:
+            await server.post("/pause?mode=wait")
+        except Refused as error:
+            raise Unfit(
+                f"it loads no weights ({error}): start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"
+            ) from None
+        try:
+            await self._reload(server, held)
+        finally:
+            await server.post("/resume")
+        if not await self.holds(server, held):
+            raise Failed(f"it does not report the version {held.tag} that it was told to load")
+
+    async def _reload(self, server: Server, held: Held) -> None:
+        try:
+            told = {"method": "reload_weights", "kwargs": {"weights_path": str(held.folder)}}
+            await server.post("/collective_rpc", told)
+        except (Failed, Refused) as error:
+            raise Failed(
+                f"it could not load the weights in {held.folder} ({error}): it has to see that folder under this path, "
+                "and to have been started with a model of the same structure"
+            ) from None
+        for attempt in range(RESETS):
+            if (await server.post("/reset_prefix_cache")).get("success"):
+                break
+            await asyncio.sleep(0.2 * 2**attempt)
+        else:
+            raise Failed("its prefix cache still holds keys and values of earlier weights")
+        await server.post("/update_weight_version", {"new_version": held.tag})
+
+
+async def cards(server: Server) -> list[dict[str, Any]]:
+    """The models and adapters that a server lists."""
+    try:
+        return list((await server.get("/v1/models"))["data"])
+    except (TypeError, KeyError):
+        raise Failed("its /v1/models lists nothing: it is no server of this protocol") from None
+
+
+async def _unload(server: Server, name: str) -> None:
+    """Unloads an adapter that no request names any more; one that is not there is fine."""
+    try:
+        await server.post("/v1/unload_lora_adapter", {"lora_name": name})
+    except (Failed, Refused):
+        return

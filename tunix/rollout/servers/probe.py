@@ -1,0 +1,171 @@
+"""Whether a server samples from the model that is trained.
+
+At the start its length, its vocabulary and the ids of a text are compared. After each hand-over it completes a prompt,
+and the log-probs that it reports have to be the trainer's of the same tokens.
+
+Axes: B rows, T time.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tunix.mesh import fast_products, row_shards
+from tunix.models.model import Model, Params
+from tunix.rollout.servers.handover import cards
+from tunix.rollout.servers.protocol import settings
+from tunix.rollout.servers.server import Server
+from tunix.rollout.servers.types import Answer, Ask, Expected, Refused, Unfit
+from tunix.types import Sampling
+from tunix.util.exact import jit
+
+TEXT = "Compare 12 + 34, naïve Zürich,\n\tdef f(x): return x ** 2  # 東京 🙂"
+"""A text with whatever tokenizers treat differently."""
+TOKENS = 16
+"""Tokens of the probe's prompt, and of its completion, at most."""
+CLEARLY = 4.0
+"""By how many times one explanation of a server's log-probs has to be better than another."""
+GROWN, LEAST = 20.0, 1e-5
+"""By how many times the mean difference may grow from a server's first weights on, or from this many nats where it was
+less: rounding stays what it is, but a part that was not loaded falls behind with each update."""
+TIED = (
+    "vLLM 0.32 on a CPU keeps a copy of a head that is tied to the embeddings, which loading does not renew: there, "
+    "train an adapter, or a model whose head is not tied"
+)
+
+
+async def inspect(server: Server, expected: Expected) -> None:
+    """Notes the name of a server's model, and compares what can be compared before any weights are loaded.
+
+    Raises:
+        Failed: it does not answer.
+        Unfit: it cannot sample for this run.
+    """
+    listed = await cards(server)
+    models = [card for card in listed if not card.get("parent")] or listed
+    if not models:
+        raise Unfit("it serves no model")
+    server.base = server.model = str(models[0]["id"])
+    longest = models[0].get("max_model_len")
+    if longest is not None and longest < expected.length:
+        raise Unfit(
+            f"its prompts with completions have {longest} tokens at most, and those of this run {expected.length}: "
+            f"start it with --max-model-len {expected.length}, or lower data.max_length"
+        )
+    last = Ask("tunix-vocabulary", (expected.vocab_size - 1,), settings(Sampling(1), 1, 0), expected.vocab_size)
+    try:
+        await server.complete(last)
+        theirs = None if expected.ids is None else await _ids(server, expected.text)
+    except Refused as error:
+        raise Unfit(
+            f"it has another vocabulary: it does not take id {expected.vocab_size - 1}, the last one here ({error})"
+        ) from None
+    if theirs is not None and theirs != expected.ids:
+        assert expected.ids is not None
+        at = next((i for i, pair in enumerate(zip(theirs, expected.ids, strict=False)) if pair[0] != pair[1]), 0)
+        raise Unfit(
+            f"it has another tokenizer: {expected.text!r} has the ids {list(theirs)} there and {list(expected.ids)} "
+            f"here, which differ from place {at} on. It has to be started with the model and tokenizer of this run"
+        )
+
+
+async def _ids(server: Server, text: str) -> tuple[int, ...] | None:
+    """The ids of a text; None where the server has no tokenizer to ask."""
+    try:
+        said = await server.post("/tokenize", {"model": server.base, "prompt": text, "add_special_tokens": False})
+    except Refused:
+        return None
+    return tuple(said["tokens"])
+
+
+class Probe:
+    """A prompt whose completion is compared with the trainer's model."""
+
+    def __init__(self, model: Model, mesh: Mesh, length: int, expected: Expected):
+        """Compares nothing yet.
+
+        Args:
+            model: the trainer's.
+            mesh: its devices.
+            length: T of the row that is computed, for which the model's attention was chosen.
+            expected: the run's temperature, tolerance and text.
+        """
+        self._model, self._mesh, self._length, self._expected = model, mesh, length, expected
+        ids = expected.ids or tuple(np.random.default_rng(0).integers(0, expected.vocab_size, TOKENS).tolist())
+        prompt = ids[: max(1, min(TOKENS, expected.length // 2))]
+        answer = min(TOKENS, expected.length - len(prompt))
+        sampling = Sampling(answer, temperature=expected.temperature)
+        self.ask = Ask("tunix-probe", prompt, settings(sampling, answer, 0), expected.vocab_size)
+        self._seen: dict[str, tuple[Answer, np.ndarray]] = {}
+        self._first: dict[str, float] = {}
+        """The mean difference that each server began with, by its address."""
+
+    def check(self, url: str, answer: Answer, params: Mapping[str, Any]) -> None:
+        """Compares a server's answer with the weights that it was told to load.
+
+        Args:
+            url: of the server.
+            answer: to `ask`.
+            params: the weights.
+
+        Raises:
+            Unfit: it samples from other weights, or reports something else than the log-probs it samples by.
+        """
+        expected, before = self._expected, self._seen.get(url)
+        own = self._logprobs(params, answer, expected.temperature)
+        self._seen[url] = answer, own
+        off = np.abs(answer.logprobs - own)
+        if before is not None and _same(before[0], answer) and not np.array_equal(before[1], own):
+            raise Unfit("it answers as it did before it was told to load new weights: it still has the earlier ones")
+        if expected.temperature != 1:
+            plain = np.abs(answer.logprobs - self._logprobs(params, answer, 1.0))
+            if CLEARLY * float(plain.mean()) < float(off.mean()):
+                raise Unfit(
+                    "it reports log-probs before the temperature is applied, by which it does not sample: start it "
+                    "with --logprobs-mode processed_logprobs"
+                )
+        mean = float(off.mean())
+        first = max(self._first.setdefault(url, mean), LEAST)
+        if mean > GROWN * first:
+            raise Unfit(
+                f"its log-probs of a probe differ from the trainer's by {mean:.4g} in the mean, {mean / first:.0f} "
+                "times as much as with its first weights: it has not loaded all of the new ones"
+                + (f". {TIED}" if self._model.config.tied else "")
+            )
+        if not float(off.max()) <= expected.tolerance:
+            raise Unfit(
+                f"its log-probs of a probe differ from the trainer's by {float(off.max()):.4g} (in the mean "
+                f"{mean:.4g}), more than rollout.mismatch_tolerance, {expected.tolerance:g}: it serves "
+                "another model, or weights that another run has handed to it: start it anew"
+            )
+
+    def _logprobs(self, params: Mapping[str, Any], answer: Answer, temperature: float) -> np.ndarray:
+        """`[T]` the trainer's log-probs of the tokens of an answer."""
+        start, end = len(self.ask.prompt), len(self.ask.prompt) + len(answer.tokens)
+        row = np.zeros(max(self._length, end), np.int32)
+        row[:end] = [*self.ask.prompt, *answer.tokens.tolist()]
+        rows = np.broadcast_to(row, (row_shards(self._mesh), len(row)))
+        with jax.set_mesh(self._mesh):
+            return np.asarray(self._compiled(dict(params), rows, temperature=temperature))[0, start:end]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        options = fast_products(self._mesh, self._model.dtype)
+        return jit(partial(_scored, self._model), static_argnames="temperature", options=options)
+
+
+def _scored(model: Model, params: Params, tokens: Int[Array, "B T"], *, temperature: float) -> Float[Array, "B T"]:
+    """The log-probs of rows that are one sequence each: the pure function that is compiled."""
+    positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
+    ones = jax.numpy.ones_like(tokens)
+    return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature)[0]
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    """Whether two answers are equal to the last bit."""
+    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.logprobs, other.logprobs)

@@ -1,0 +1,278 @@
+"""The sampler whose completions come from servers; a `protocols.Sampler`.
+
+`publish` writes the weights, has every server load them, and compares a probe; `sample` sends all requests at once and
+hands completions on as they end. The HTTP calls run in a thread of their own (`Loop`), environments in further ones,
+callbacks in the caller's.
+
+Axes: T time.
+"""
+
+import asyncio
+import itertools
+import queue
+import secrets
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tunix.errors import UserError
+from tunix.rollout.engine.replies import THREADS
+from tunix.rollout.engine.request import Decode
+from tunix.rollout.servers.handover import Handover
+from tunix.rollout.servers.pool import Pool
+from tunix.rollout.servers.probe import Probe, inspect
+from tunix.rollout.servers.protocol import refuse
+from tunix.rollout.servers.server import Server
+from tunix.rollout.servers.turns import Turns
+from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Held, Refused, Unfit
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+
+T = TypeVar("T")
+ENDING = 5.0
+"""Seconds in which a call that is given up ends."""
+
+
+class Loop:
+    """An event loop in a thread of its own, so that it does not matter what runs in the caller's."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins some work."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of some work, which is given up where the caller is interrupted."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class ServerSampler:
+    """Samples on servers, from the weights that were published last."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout: float,
+        handover: Handover,
+        probe: Probe,
+        expected: Expected,
+        decode: Decode | None = None,
+    ):
+        """Connects to nothing yet.
+
+        Args:
+            urls: addresses of the servers.
+            timeout: seconds in which a server has to answer, or to load weights.
+            handover: brings weights to the servers.
+            probe: compares their answers with the trainer.
+            expected: what the servers have to have.
+            decode: token ids -> text, in which stop strings are found.
+        """
+        self._loop, self._lock = Loop(), threading.RLock()
+        self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
+        self._pool = Pool([Server(url, timeout) for url in urls])
+        self._held: Held | None = None
+        self._version = 0
+        self._name, self._calls = secrets.token_hex(4), itertools.count()
+        self.usage: Usage | None = None
+        """What the last call of `sample` took; None where there was none."""
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """All servers, drained ones included."""
+        return self._pool.servers
+
+    @property
+    def again(self) -> int:
+        """Requests that had to be asked again so far."""
+        return self._pool.again
+
+    def publish(self, params: Mapping[str, Any], version: int) -> None:
+        """Has all servers load these weights; one that was drained is asked again if it does.
+
+        Raises:
+            UserError: at first, any server that cannot sample for this run; later, that there is none.
+        """
+        with self._lock:
+            held = self._handover.written(params, version)
+            answers = self._loop.run(self._renewed(held))
+            for server, answer in zip(self.servers, answers, strict=True):
+                try:
+                    if isinstance(answer, Exception):
+                        raise answer
+                    self._probe.check(server.url, answer, params)
+                except (Failed, Gone, Refused, Unfit) as error:
+                    if self._held is None:
+                        raise UserError(f"rollout.servers: {server.url}: {error}") from None
+                    self._pool.drain(server, str(error))
+            self._handover.forget()
+            self._held, self._version = held, version
+            if not self._pool.living:
+                raise self._pool.none_left()
+
+    def warm(self, work: Workload) -> None:
+        """Nothing is compiled here; servers prepare by themselves."""
+
+    def sample(
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: Sequence[Begun] | None = None,
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
+
+        A server's draws depend on the seed of each request, but also on its kernels and on what else it computes.
+
+        Raises:
+            UserError: a setting or a prompt is invalid, or no server is left.
+            ValueError: no weights were published.
+        """
+        if n < 1:
+            raise UserError(f"n is {n}: ask for at least one completion of each prompt")
+        refuse(sampling, self._expected.vocab_size, self._decode is not None)
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
+        for number, prompt in enumerate(prompts):
+            self._check(number, prompt)
+        turns = [
+            Turns(prompt, sampling, one, self._expected.length, self._decode)
+            for prompt, one in zip(asked, own, strict=True)
+        ]
+        with self._lock:
+            if self._held is None:
+                raise ValueError("the servers have no weights: publish() them before sampling")
+            self._run(turns, reply, on_done)
+        found = [one.completion() for one in turns]
+        drawn = [sum(end - start for start, end in one.turns) for one in found]
+        before = [0 if one.so_far is None else int(one.so_far.drawn.sum()) for one in own]
+        self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
+        return [found[i : i + n] for i in range(0, len(found), n)]
+
+    def _run(self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None) -> None:
+        """Completes all, unless `on_done` has enough before."""
+        done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        future = self._loop.start(self._all(turns, reply, done))
+        number: int | None = -1
+        try:
+            while (number := done.get()) is not None:
+                if on_done is not None and on_done(number, turns[number].completion()):
+                    return
+            future.result()
+        finally:
+            if number is not None:
+                # A call that is given up may still be writing down an answer; `turns` are read when it has ended.
+                future.cancel()
+                _wait_for_end(done)
+
+    async def _all(self, turns: Sequence[Turns], reply: Reply | None, done: "queue.SimpleQueue[int | None]") -> None:
+        """Completes all; puts the number of each that has ended, and None at the end."""
+        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
+        name = f"tunix-{self._name}-{next(self._calls)}"
+        try:
+            async with self._pool.watched():
+                await self._confirm()
+                async with asyncio.TaskGroup() as group:
+                    for number, one in enumerate(turns):
+                        group.create_task(self._one(f"{name}-{number}", number, one, reply, threads, done))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            done.put(None)
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _one(
+        self,
+        name: str,
+        number: int,
+        turns: Turns,
+        reply: Reply | None,
+        threads: ThreadPoolExecutor | None,
+        done: "queue.SimpleQueue[int | None]",
+    ) -> None:
+        """Completes one request, in as many turns as its environment answers."""
+        vocab_size, loop = self._expected.vocab_size, asyncio.get_running_loop()
+        while True:
+            if turns.left <= 0:
+                turns.finish = "length"
+                break
+            turns.take(await self._pool.ask(turns.ask(name, vocab_size)), self._version)
+            if reply is None or turns.finish != "stop":
+                break
+            observation = await loop.run_in_executor(threads, reply, number, turns.completion())
+            if observation is None or not turns.observe(observation, self._version):
+                break
+        done.put(number)
+
+    async def _renewed(self, held: Held) -> list[Answer | Exception]:
+        """Each server's answer to the probe, when it has loaded the weights; or why there is none."""
+        return list(await asyncio.gather(*(self._renew(server, held) for server in self.servers)))
+
+    async def _renew(self, server: Server, held: Held) -> Answer | Exception:
+        drained = server.reason
+        try:
+            if (unwell := await server.well()) is not None:
+                raise Failed(unwell)
+            if drained is not None:
+                server.readmit()
+            if drained is not None or not server.base:
+                await inspect(server, self._expected)
+                await self._handover.tidy(server)
+            await self._handover.load(server, held)
+            answer = await server.complete(self._probe.ask)
+            if drained is not None:
+                self._pool.readmit(server)
+            return answer
+        except (Failed, Gone, Refused, Unfit) as error:
+            server.drain(str(error))
+            return error
+
+    async def _confirm(self) -> None:
+        """Drains servers that have lost the weights since they loaded them, such as by being started anew."""
+        held = self._held
+        assert held is not None
+
+        async def confirm(server: Server) -> None:
+            try:
+                if not await self._handover.holds(server, held):
+                    self._pool.drain(server, "it has lost the weights that it had loaded: it was started anew")
+            except (Failed, Refused) as error:
+                self._pool.drain(server, str(error))
+
+        await asyncio.gather(*map(confirm, self._pool.living))
+
+    def _check(self, number: int, prompt: np.ndarray) -> None:
+        """Refuses a prompt that cannot be completed."""
+        length, vocab = self._expected.length, self._expected.vocab_size
+        if not len(prompt):
+            raise UserError(f"prompt {number} has no token; begin it with at least one, such as the BOS token")
+        if len(prompt) >= length:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens, which leaves no room for a completion in a length of "
+                f"{length}; shorten it or allow a greater length"
+            )
+        if not 0 <= int(np.min(prompt)) <= int(np.max(prompt)) < vocab:
+            raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab - 1}")
+
+
+def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:
+    """Waits for the end of a call that was given up."""
+    try:
+        while done.get(timeout=ENDING) is not None:
+            pass
+    except queue.Empty:
+        return  # it was given up before it had begun

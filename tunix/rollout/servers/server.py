@@ -1,0 +1,162 @@
+"""One server: its HTTP calls, and whether it is still asked.
+
+Every call has a deadline. A call that comes to nothing raises `Failed`; one that the server refuses, `Refused`.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+import httpx
+
+from tunix.rollout.servers.protocol import answered
+from tunix.rollout.servers.types import Answer, Ask, Failed, Gone, Late, Refused, Stray
+
+HEALTH_EVERY = 5.0
+"""Seconds between two looks at a server that has requests."""
+HEALTH_DEADLINE = 10.0
+"""Seconds in which a server has to say that it is well."""
+MOST = 512
+"""Requests that a server has at a time, at most: more would only wait there."""
+T = TypeVar("T")
+
+
+class Server:
+    """A server of the completions protocol at one address."""
+
+    def __init__(self, url: str, timeout: float):
+        """Connects to nothing yet.
+
+        Args:
+            url: scheme, host and port.
+            timeout: seconds in which a request has to be answered, and weights loaded.
+        """
+        self.url, self.timeout = url, timeout
+        self.base = ""
+        """The name under which it serves the model."""
+        self.model = ""
+        """The name of what answers requests: the model, or an adapter of it."""
+        self.load = 0
+        """Requests that it has."""
+        self.room = asyncio.Semaphore(MOST)
+        self.reason: str | None = None
+        """Why it is asked no more; None while it is."""
+        self._gone = asyncio.Event()
+        self._clients = [_client(url, MOST)]
+        """The connections of completions; the last ones are used for new ones."""
+        # Connections of their own: one that is used again might still bring the answer to something else.
+        self._calls = _client(url, 0)
+
+    def drain(self, reason: str) -> None:
+        """Asks it no more: what it has not answered is asked elsewhere."""
+        self.reason = self.reason or reason
+        self._gone.set()
+
+    def readmit(self) -> None:
+        """Asks it again."""
+        self.reason = None
+        self._gone.clear()
+
+    async def complete(self, ask: Ask) -> Answer:
+        """Answers a request.
+
+        Raises:
+            Failed: it did not, for a reason that may pass.
+            Gone: it is asked no more.
+            Refused: it refuses what is asked.
+            Unfit: its answer lacks what a trainer has to know.
+        """
+        body = {**ask.settings, "model": self.model, "prompt": list(ask.prompt), "request_id": ask.identity}
+        sent = self._call("/v1/completions", body, self.timeout, ask.identity)
+        body = await self._while_it_lives(sent)
+        try:
+            return answered(body, ask)
+        except Stray:
+            # What else comes on that connection is not known to be an answer to what was asked there.
+            self._clients.append(_client(self.url, MOST))
+            raise
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What it answers to a POST that is not for a completion, read as JSON where it is that."""
+        return await self._call(path, body or {}, self.timeout)
+
+    async def get(self, path: str) -> Any:
+        """What it answers to a GET."""
+        return await self._call(path, None, HEALTH_DEADLINE)
+
+    async def well(self) -> str | None:
+        """None where it says that it is well, else what is wrong."""
+        try:
+            await self.get("/health")
+        except (Failed, Refused) as error:
+            return str(error)
+        return None
+
+    async def watch(self) -> None:
+        """Drains it once it is not well twice in a row."""
+        before: str | None = None
+        while self.reason is None:
+            await asyncio.sleep(HEALTH_EVERY)
+            now = await self.well()
+            if before is not None and now is not None:
+                self.drain(now)
+            before = now
+
+    async def _while_it_lives(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call, unless the server is drained before."""
+        task, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Gone(self.reason)
+            return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    async def _call(
+        self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
+    ) -> Any:
+        """What it answers: to a GET where there is no body, else to a POST; one for a completion has an identity."""
+        client = self._calls if identity is None else self._clients[-1]
+        method, headers = ("GET" if body is None else "POST"), {"X-Request-Id": identity} if identity else None
+        try:
+            async with asyncio.timeout(deadline):
+                response = await client.request(method, path, json=body, headers=headers)
+        except TimeoutError:
+            raise Late(f"it did not answer {path} in {deadline:g} s") from None
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise Failed(f"{path}: {type(error).__name__} {error}".strip()) from error
+        return _read(response, path)
+
+
+def _client(url: str, kept: int) -> httpx.AsyncClient:
+    """Connections to an address, so many of which are used again."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
+    return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
+
+
+def _read(response: httpx.Response, path: str) -> Any:
+    """The content of a response that is good."""
+    status, text = response.status_code, response.text
+    if status >= 500 or status in (408, 425, 429):
+        raise Failed(f"it answered {path} with {status}: {_said(response)}")
+    if status >= 300:
+        raise Refused(f"it refuses {path} with {status}: {_said(response)}")
+    if not text or "json" not in response.headers.get("content-type", ""):
+        return text
+    try:
+        return response.json()
+    except ValueError:
+        raise Failed(f"it answered {path} with no JSON: {text[:80]!r}") from None
+
+
+def _said(response: httpx.Response) -> str:
+    """The message of an error, in one line."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:300]
