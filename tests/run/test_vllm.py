@@ -70,7 +70,7 @@ def test_a_tied_head_that_a_cpu_does_not_renew_is_found_out(tmp_path: Path, caps
     assert code == 0 or "tied to the embeddings" in told
 
 
-def test_an_environment_and_stop_strings(tmp_path: Path):
+def test_stop_strings(tmp_path: Path):
     model = family_folder(tmp_path / "model", "llama")
     with real(model, tmp_path / "log") as url:
         on(url, model, rollout__stop=["a", "e", "\n", "7"])
