@@ -12,8 +12,8 @@ import jax
 from jax._src import distributed as runtime  # the client of the coordinator's store has no public name
 
 from tunix.distributed.meeting import SILENCE, end_service
-from tunix.distributed.processes import first_line, index, meet, number, store
-from tunix.errors import Interrupted
+from tunix.distributed.processes import exchanged, first_line, index, meet, number, store
+from tunix.errors import Interrupted, UserError
 
 PULSE = 2.0
 """Seconds between two signs of life."""
@@ -94,6 +94,15 @@ def _part(watch: Watch) -> None:
     end_service()
 
 
+def _all_fail() -> bool:
+    """Whether all processes come here, soon."""
+    try:
+        exchanged("failed", b"", SILENCE)
+    except UserError:
+        return False
+    return True
+
+
 @contextmanager
 def together(say: Callable[[str], None]) -> Iterator[None]:
     """Watches the other processes meanwhile; where this one fails, they are told.
@@ -111,6 +120,13 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
         _part(watch)
     except Interrupted:  # all of them stop, at one step
         _part(watch)
+        raise
+    except UserError as error:
+        # Most mistakes are found by all: then nobody is stopped while it saves what was trained.
+        if _all_fail():
+            _part(watch)
+        else:
+            watch.give_up(first_line(error))
         raise
     except jax.errors.JaxRuntimeError as error:
         # Most likely a connection that a dead process has left: the watch knows within `SILENCE` which one.

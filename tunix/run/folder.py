@@ -55,8 +55,9 @@ def prepare(folder: Path, start: int | None) -> None:
     """Deletes what earlier starts wrote after the checkpoint that the run resumes from."""
     for path in folder.glob("*.tmp-*"):  # half written when a process was killed; the folder is locked
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for name in ("samples.jsonl", SPANS):
-        forget_after(folder / name, start)
+    forget_after(folder / "samples.jsonl", start)
+    if (folder / SPANS).exists():  # of runs on completions alone
+        forget_after(folder / SPANS, start)
     if start is None and (folder / TOKENIZER).is_dir():
         shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
 
