@@ -45,7 +45,7 @@ BAD_TEXT = [
     (GOOD + "stages: [{stages: []}]\n", ["stages.0.stages", "above the stages"]),
     (GOOD + "stages: [{}, {model: {path: b}}]\n", ["stages.1.model.path", "only the first", "runs/r/0_sft"]),
     (GOOD + "stages: [{}, {stepz: 3}]\n", ["stages.1.stepz: unknown key", "'steps'"]),
-    (GOOD + "rollout: {n: 4}\n", ["rollout.n: unknown key; rollout has temperature"]),
+    (GOOD + "rollout: {n: 4}\n", ["rollout.n: unknown key; rollout has engine, servers"]),
     (GOOD + "reward: x.py:f\n", ["reward: 'x.py:f' is not a section with keys"]),
     (GOOD + "1: 2\n", ["r.yaml: 1"]),
 ]

@@ -341,8 +341,9 @@ class Span:
     thread: str
     """The thread that was busy with it, e.g. `MainThread`."""
     start: float
-    """Seconds since 1970."""
+    """Seconds since 1970, e.g. 1795551924.3."""
     end: float
+    """When it was over, e.g. 1795551926.1."""
 
 
 @dataclass(frozen=True)
