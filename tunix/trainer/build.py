@@ -34,13 +34,13 @@ from tunix.rollout.servers.sampler import ServerSampler
 from tunix.rollout.servers.types import Expected
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
-from tunix.trainer.handover import bring_of
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.reference import initial_reference
 from tunix.trainer.remat import chosen, held_by
+from tunix.trainer.resharding import bring_of
 from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
 from tunix.trainer.sampler_room import room_of, shares
 from tunix.trainer.spec import TrainerSpec

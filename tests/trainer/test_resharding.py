@@ -11,15 +11,18 @@ from tests.trainers import PLAIN, sequences, trainer
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
+from tunix.lora.config import AdapterConfig
+from tunix.models.quantization.rules import Rule, Rules
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.run.devices import apart
-from tunix.trainer import handover
-from tunix.trainer.handover import HandOver, bring_of
+from tunix.trainer import resharding
+from tunix.trainer.resharding import Resharding, bring_of
 from tunix.trainer.sampler_mesh import sampler_mesh
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling
 
+INT4 = Rules(rules=(Rule(module=".*", weights="int4", tile=16),))
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (2, 5, 9)]
 
 
@@ -51,12 +54,54 @@ def test_a_sampler_on_other_devices_samples_alike_after_each_update(tensor: int)
     assert not set(there.weights.top["embed/w"].devices()) & set(here.learner.spec.mesh.devices.flat)
 
 
+def same_bits(one: Engine, other: Engine) -> None:
+    """All that two engines sample from is equal to the last bit."""
+    assert one.weights is not None
+    assert other.weights is not None
+    for ours, theirs in zip(
+        (one.weights.top, *one.weights.layers), (other.weights.top, *other.weights.layers), strict=True
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, array in ours.items():
+            assert array.dtype == theirs[name].dtype, name
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(theirs[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("rules", [None, INT4], ids=["plain", "rounded"])
+def test_it_computes_with_the_same_bits_where_the_computation_is_in_bfloat16(rules: Rules | None):
+    """The trainer rounds to a grid before it casts, and so has the sampler to."""
+    learning = trainer(mesh=MeshConfig(fsdp=4), devices=4, dtype="bfloat16", rules=rules)
+    learning.publish()
+    there = elsewhere(learning, 1)
+    there.publish(learning.learner.params, 0)
+    assert isinstance(learning.sampler, Engine)
+    same_bits(learning.sampler, there)
+
+
+def test_under_an_adapter_the_base_moves_once(monkeypatch: pytest.MonkeyPatch):
+    learning = trainer(mesh=MeshConfig(fsdp=4), devices=4, dtype="bfloat16", adapter=AdapterConfig(rank=4))
+    there = elsewhere(learning, 1)
+    moved: list[str] = []
+    bring = there._bring
+    assert bring is not None
+    monkeypatch.setattr(there, "_bring", lambda name, x: moved.append(name) or bring(name, x))
+    for version in range(2):
+        moved.clear()
+        learning.step(pack(sequences(8), 8, 24, packing=True), SFT_LOSS)
+        learning.publish()
+        there.publish(learning.learner.params, version)
+        assert isinstance(learning.sampler, Engine)
+        same_bits(learning.sampler, there)
+        assert len(moved) == len(set(moved))
+        assert set(moved) == set(learning.learner.state.params if version else learning.learner.params)
+
+
 def test_what_arrives_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch):
     learning = trainer(mesh=MeshConfig(fsdp=4), devices=4)
     there = elsewhere(learning, 1)
-    bring = HandOver(learning.learner.spec.model, learning.learner.spec.mesh, there.mesh)
+    bring = Resharding(learning.learner.spec.model, learning.learner.spec.mesh, there.mesh)
     put = jax.device_put
-    monkeypatch.setattr(handover.jax, "device_put", lambda x, where: put(x, where).at[(0,) * x.ndim].add(1e-3))
+    monkeypatch.setattr(resharding.jax, "device_put", lambda x, where: put(x, where).at[(0,) * x.ndim].add(1e-3))
     with pytest.raises(RuntimeError, match="embed/w has other bits on the sampler's devices"):
         bring("embed/w", learning.learner.params["embed/w"])
 

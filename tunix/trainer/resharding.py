@@ -1,7 +1,8 @@
 """Hands the policy's weights to a sampler on other devices: one parameter at a time, each byte once to each copy.
 
-A parameter is what the layers hold of one kind, such as all queries. It is cast to the dtype of the computation where
-it is, moved to how the sampler splits it, and compared: a checksum of every bit is computed on both sides.
+A parameter is what the layers hold of one kind, such as all queries. Where it is, it is cast to the dtype of the
+computation, unless it has to be rounded to a grid before; it is moved to how the sampler splits it, and compared: a
+checksum of every bit is computed on both sides.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from tunix.distributed import processes
 from tunix.distributed.global_arrays import Own, own_part
 from tunix.mesh import partition
 from tunix.models.model import Model
+from tunix.models.quantization.formats import in_compute
 from tunix.trainer.digest import checksum
 from tunix.util.exact import jit
 
@@ -20,7 +22,7 @@ Bring = Callable[[str, jax.Array], jax.Array]
 """(name, array on the trainer's devices) -> the array on the sampler's."""
 
 
-class HandOver:
+class Resharding:
     """Brings parameters from the devices that train to those that sample."""
 
     def __init__(self, model: Model, trainer: Mesh, sampler: Mesh):
@@ -32,9 +34,8 @@ class HandOver:
             sampler: the mesh that samples, of this process's devices.
         """
         self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
-        self._together = Own(
-            trainer, self._trainer, lambda name, x: partition(model.axes[name], x.shape, self._trainer)
-        )
+        self._together = Own(trainer, self._trainer, _axes(model, self._trainer))
+        self._on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
@@ -45,7 +46,7 @@ class HandOver:
         if processes.number() > 1:
             x = self._together(name, x)
         with jax.set_mesh(self._trainer):
-            sent = _cast(x, self._model.kinds.get(name, self._model.dtype))
+            sent = x if name in self._on_grid else _cast(name, x, self._model.dtype)
             before = checksum(sent)
         with jax.set_mesh(self._sampler):
             where = NamedSharding(self._sampler, partition(self._model.axes[name], x.shape, self._sampler))
@@ -63,7 +64,7 @@ def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
         return None
     if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
         return Own(trainer, sampler, _axes(model, sampler))
-    return HandOver(model, trainer, sampler)
+    return Resharding(model, trainer, sampler)
 
 
 def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:
@@ -71,4 +72,4 @@ def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]
     return lambda name, x: partition(model.axes[name], x.shape, mesh)
 
 
-_cast = jit(lambda x, dtype: x.astype(dtype), static_argnums=1)
+_cast = jit(in_compute, static_argnums=(0, 2))
