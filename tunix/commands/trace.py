@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.trainer.metrics import read_rows
 from tunix.types import SPANS, Span
 from tunix.util.atomic_io import refuse_out, write_text_atomic
+from tunix.util.json_lines import read_rows
 
 
 def trace(run: Path, step: int, out: Path | None = None) -> Path:

@@ -8,7 +8,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunix.util.atomic_io import write_lines_atomic
+from tunix.util.json_lines import append_rows, read_rows
+
 FILE = "replay.jsonl"
+"""In the run folder."""
 
 
 @dataclass
@@ -35,20 +39,17 @@ class Journal:
             path: the file.
             about: a digest of the recipe; what another one has recorded is dropped.
         """
-        self._path, self._calls = path, dict[tuple[int, int], Call]()
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        if not rows or rows[0] != {"recipe": about}:
-            path.write_text(json.dumps({"recipe": about}) + "\n")
-            return
-        for row in rows[1:]:
+        self._path, self._calls, head = path, dict[tuple[int, int], Call](), {"recipe": about}
+        first, *rows = read_rows(path) or [head]
+        rows = rows if first == head else []
+        # Written anew, without a last line that a kill cut short.
+        write_lines_atomic(path, (json.dumps(row) + "\n" for row in (head, *rows)))
+        for row in rows:
             key = row["step"], row["call"]
             if "weights" in row:
                 self._calls[key] = Call(row["weights"])
             else:
                 self._calls[key].paused, self._calls[key].ended = row["paused"], row["paused"] is None
-        if not lines[-1].endswith("\n"):  # killed while it was written
-            path.write_text("".join(lines[:-1]))
 
     def recorded(self, step: int, call: int) -> Call | None:
         """A call that is to be replayed; None where it is not recorded."""
@@ -69,21 +70,17 @@ class Journal:
             known.replayed = True
             return
         self._calls[step, call] = Call(weights, replayed=True)
-        self._write({"step": step, "call": call, "weights": weights})
+        append_rows(self._path, [{"step": step, "call": call, "weights": weights}])
 
     def paused(self, step: int, call: int, dispatches: int) -> None:
         """Records that a call is paused after so many dispatches."""
         if self._calls[step, call].paused is None:
             self._calls[step, call].paused = dispatches
-            self._write({"step": step, "call": call, "paused": dispatches})
+            append_rows(self._path, [{"step": step, "call": call, "paused": dispatches}])
 
     def ended(self, step: int, call: int) -> None:
         """Records that a call was not paused, if so: one that was killed may have been, had it gone on."""
         known = self._calls[step, call]
         if known.paused is None and not known.ended:
             known.ended = True
-            self._write({"step": step, "call": call, "paused": None})
-
-    def _write(self, row: dict[str, int | None]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            append_rows(self._path, [{"step": step, "call": call, "paused": None}])

@@ -23,9 +23,9 @@ from tunix.run.recorder import Recorder
 from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
-from tunix.trainer.metrics import append_rows
 from tunix.trainer.perf import Work
 from tunix.types import SPANS, Workload
+from tunix.util.json_lines import append_rows
 
 
 @runtime_checkable

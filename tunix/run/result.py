@@ -6,7 +6,8 @@ from typing import Any
 
 from tunix.config import RowKind
 from tunix.recipe.recipe import Recipe
-from tunix.trainer.metrics import perplexity, read_rows
+from tunix.trainer.metrics import perplexity
+from tunix.util.json_lines import read_rows
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import numpy as np
 
 from tunix.data.tokenizer import Tokenizer
 from tunix.protocols import Client
-from tunix.trainer.metrics import append_rows
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Sampling, Sequence
+from tunix.util.json_lines import append_rows
 
 
 @dataclass(frozen=True)

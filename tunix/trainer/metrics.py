@@ -4,17 +4,16 @@ A row is one JSON object per logged step, `{"step": 7, "time/seconds": 3.1, "tra
 first drops the rows after its checkpoint, so that every step is logged once.
 """
 
-import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
-from tunix.util.atomic_io import write_text_atomic
+from tunix.util.json_lines import append_rows, forget_after
 
 
 @runtime_checkable
@@ -102,39 +101,9 @@ class TensorBoard:
         self._writer.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file, without a last line that a kill cut short; empty without a file."""
-    if not path.exists():
-        return []
-    complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in complete]
-
-
 def perplexity(loss: float) -> float:
     """The exponential of a mean loss in nats; infinite where a float overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows and closes the file, so that a killed process loses none.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        with path.open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-    except OSError as error:
-        raise UserError(
-            f"{path} could not be written: {error.strerror}. Make room and run the same command: it goes on from the "
-            "last checkpoint."
-        ) from error
-
-
-def forget_after(path: Path, step: int | None) -> None:
-    """Atomically drops the rows of steps after `step`, which will be repeated; all rows where it is None."""
-    rows = [row for row in read_rows(path) if step is not None and row["step"] <= step]
-    write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def open_sinks(folder: Path, config: LoggingConfig, settings: Mapping[str, Any], resume_at: int | None) -> list[Sink]:
