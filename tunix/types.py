@@ -49,6 +49,7 @@ a single place needs has a small-letter name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -313,6 +314,22 @@ class Begun:
     """Its number among the requests of that seed, e.g. 3."""
     so_far: Completion | None = None
     """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
+
+
+def requests_of(
+    prompts: List[np.ndarray], n: int, seed: int, begun: List[Begun] | None
+) -> list[tuple[np.ndarray, Begun]]:
+    """The requests for `n` completions of each prompt, with their random numbers.
+
+    Args:
+        prompts: `[T]` token ids each.
+        n: completions of a prompt; request i is sample i % n of prompt i // n.
+        seed: of those that none has begun.
+        begun: of each request what another call has begun; None where it is the first.
+    """
+    asked = [prompt for prompt in prompts for _ in range(n)]
+    own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
+    return list(zip(asked, own, strict=True))
 
 
 @dataclass(frozen=True)

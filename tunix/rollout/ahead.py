@@ -24,7 +24,7 @@ from tunix.rollout.collect import RolloutStep, RolloutStream
 from tunix.rollout.encoded import episode_of, saved_episode
 from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, requests_of
 
 Gather = Callable[[SamplingClient, RolloutStep], list[list[Scored]]]
 """Samples and scores the groups of a step."""
@@ -100,9 +100,6 @@ class Ahead:
         self._error: BaseException | None = None
         self._handed_at = time.monotonic()
 
-    def __iter__(self) -> "Ahead":
-        return self
-
     def __next__(self) -> RolloutStep:
         number = self._asked
         if number == 0:
@@ -124,12 +121,8 @@ class Ahead:
             del self._steps[old]
         return lambda: self._state(number, before)
 
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last step that was handed out."""
-        return self.mark()()
-
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position that `get_state` returned."""
+        """Continues from a position."""
         self._inner.set_state(state["stream"])
         ahead = state["ahead"]
         self._asked = self._published = ahead["step"]
@@ -299,11 +292,10 @@ class _Feeder:
         begun: List[Begun] | None = None,
     ) -> list[list[Completion]]:
         """See `protocols.SamplingClient.sample`."""
-        asked = [prompt for prompt in prompts for _ in range(n)]
-        requests = list(begun) if begun is not None else [Begun(seed, index) for index in range(len(asked))]
+        requests = requests_of(prompts, n, seed, begun)
         done: dict[int, Completion] = {}
         self.usage, enough = None, False
-        while (left := [i for i in range(len(asked)) if i not in done]) and not enough:
+        while (left := [i for i in range(len(requests)) if i not in done]) and not enough:
 
             def hear(number: int, completion: Completion, left: list[int] = left) -> bool:
                 nonlocal enough
@@ -312,15 +304,16 @@ class _Feeder:
 
             held, pause = self._ahead._call(self._step, self._calls)
             self._calls += 1
-            chosen = [asked[i] for i in left], 1, sampling, seed, reply, hear, [requests[i] for i in left]
-            found = self._ahead._sampler.sample(*chosen, pause, held)
+            asked, own = zip(*(requests[i] for i in left), strict=True)
+            found = self._ahead._sampler.sample(asked, 1, sampling, seed, reply, hear, own, pause, held)
             self._count()
             if self._ahead._closed:
                 raise Doubtful("the run has ended")
             self._ahead._journal.ended(self._step, self._calls - 1)
             for i, (completion,) in zip(left, found, strict=True):
                 if completion.finish == "paused" and not enough:
-                    requests[i] = replace(requests[i], so_far=completion)
+                    prompt, one = requests[i]
+                    requests[i] = prompt, replace(one, so_far=completion)
                 else:
                     done[i] = completion
         return [[done[i * n + j] for j in range(n)] for i in range(len(prompts))]

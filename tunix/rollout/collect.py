@@ -9,7 +9,6 @@ Axes: P prompts, G group, T time.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.parts import Judge, Measure, Measuring
-from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.base import parted
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import ENVIRONMENT, Clock, Scored
 from tunix.types import Batch, Begun, Completion, Sampling, Sequence
@@ -395,6 +394,4 @@ def _episode(
     turns: tuple[float, ...],
     measured: Mapping[str, np.ndarray],
 ) -> Scored:
-    failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
-    rewards = {name: math.nan if name in failures else float(score) for name, score in scores.items()}
-    return Scored(prompt, completion, text, rewards, failures, turns, measured=measured)
+    return Scored(prompt, completion, text, *parted(scores), turns, measured=measured)

@@ -1,7 +1,6 @@
 """The prompts of a step among the processes of a run: each samples and scores its own, and all receive all."""
 
 import json
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
@@ -11,7 +10,7 @@ from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.rollout.arrivals import columns, columns_of
 from tunix.rollout.encoded import episode_of, saved_episode
-from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.base import parted
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock, Scored
 from tunix.types import Sampling
@@ -55,22 +54,17 @@ def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None) -> list
         return groups
     found = processes.told("rewards", lambda: _scores(scorer, [one for group in groups for one in group]))
     scores = iter(found)
-    return [[_with(one, next(scores)) for one in group] for group in groups]
+    return [[_with(one, *next(scores)) for one in group] for group in groups]
 
 
-def _scores(scorer: Scorer, episodes: List[Scored]) -> list[dict[str, float | str]]:
-    """The rewards of each episode by name, or why there is none."""
+def _scores(scorer: Scorer, episodes: List[Scored]) -> list[tuple[dict[str, float], dict[str, str]]]:
+    """The rewards of each episode, and why some failed."""
     scoring = scorer.open(columns_of([one.prompt for one in episodes]))
     for number, one in enumerate(episodes):
         scoring.add(number, one.prompt.text, one.text, columns(one.prompt, one.completion))
     found = scoring.result()
-    return [
-        {name: x.reason if isinstance(x, Failure) else float(x) for name, x in zip(found, row, strict=True)}
-        for row in zip(*found.values(), strict=True)
-    ]
+    return [parted(dict(zip(found, row, strict=True))) for row in zip(*found.values(), strict=True)]
 
 
-def _with(episode: Scored, scores: Mapping[str, float | str]) -> Scored:
-    failures = {name: score for name, score in scores.items() if isinstance(score, str)}
-    rewards = {name: math.nan if isinstance(score, str) else score for name, score in scores.items()}
+def _with(episode: Scored, rewards: Mapping[str, float], failures: Mapping[str, str]) -> Scored:
     return replace(episode, rewards={**episode.rewards, **rewards}, failures={**episode.failures, **failures})

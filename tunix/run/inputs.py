@@ -1,8 +1,6 @@
 """The inputs that a recipe names: the model's structure, its tokenizer, and the rows."""
 
-import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.hf.source import TOKENIZER, Source, of_recipe
 from tunix.recipe.recipe import Recipe
+from tunix.trainer.digest import digest
 from tunix.types import Sampling
 
 LOOKED_AT = 16
@@ -65,7 +64,7 @@ def _view(rows: Rows) -> str:
     """The number of rows, and a digest of some of them."""
     chosen = {len(rows) * i // LOOKED_AT for i in range(LOOKED_AT)} | {len(rows) - 1}
     texts = (json.dumps(rows[i], sort_keys=True, default=lambda x: type(x).__name__) for i in sorted(chosen))
-    return f"{len(rows)} rows (digest {_digest(texts)})"
+    return f"{len(rows)} rows (digest {digest(texts)[:12]})"
 
 
 def _view_of_model(source: Source) -> str:
@@ -75,11 +74,7 @@ def _view_of_model(source: Source) -> str:
         f"{file.name} {file.stat().st_size}" for folder in folders for file in sorted(folder.glob("*.safetensors"))
     )
     tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
-    return f"{source.decoder.family} (digest {_digest([str(source.decoder), *files, *map(str, tokens)])})"
-
-
-def _digest(texts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+    return f"{source.decoder.family} (digest {digest([str(source.decoder), *files, *map(str, tokens)])[:12]})"
 
 
 def row_kind_of(recipe: Recipe, algorithm: Algorithm) -> RowKind:

@@ -45,7 +45,7 @@ REFILL = 8
 
 @dataclass(frozen=True)
 class Published:
-    """What answers requests: weights that do not change meanwhile, and the shapes of the programs."""
+    """Weights that answer requests, whatever is published meanwhile."""
 
     model: Model
     """With the adapters that are loaded with the weights."""
@@ -53,9 +53,6 @@ class Published:
     version: int
     adapters: Mapping[str, int]
     """Number of each adapter, from 1, by name."""
-    sizes: Sizes
-    decode: Decode | None
-    """Token ids -> text, for stop strings."""
 
 
 class Flight(NamedTuple):
@@ -76,6 +73,8 @@ class Batch:
     def __init__(
         self,
         published: Published,
+        sizes: Sizes,
+        decode: Decode | None,
         requests: Sequence[Request],
         reply: Reply | None = None,
         on_tokens: OnTokens | None = None,
@@ -87,6 +86,8 @@ class Batch:
 
         Args:
             published: what answers them.
+            sizes: the shapes of the programs.
+            decode: token ids -> text, for stop strings.
             requests: as for `Engine.run`, like the callbacks.
             reply: see there.
             on_tokens: see there.
@@ -95,15 +96,13 @@ class Batch:
             lock: held while programs are sent, so that those of other threads reach all devices in one order.
         """
         self._pause, self._lock, self._sent = pause, lock or nullcontext(), 0
-        self.version = published.version
-        self.sizes = published.sizes
+        self.version, self.sizes = published.version, sizes
         self.model, self.weights = published.model, published.weights
         self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
         given = enumerate(zip(requests, numbers, strict=True))
         episodes = [
-            Episode.of(x, number, _stop_text(x, published.decode), adapter, self.sizes.length)
-            for number, (x, adapter) in given
+            Episode.of(x, number, _stop_text(x, decode), adapter, self.sizes.length) for number, (x, adapter) in given
         ]
         self.waiting = deque(episodes)
         self.expected = Counter(_prompt_key(x.request) for x in episodes if x.parked is None)

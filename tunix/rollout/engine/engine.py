@@ -7,7 +7,6 @@ Numbers of slots, pages and tokens of a piece come from a small closed set (`sha
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,20 +23,12 @@ from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, u
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
-from tunix.rollout.engine.request import Decode, Request
+from tunix.rollout.engine.request import Decode, Request, check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload, requests_of
 from tunix.util.exact import jit
-
-
-@dataclass(frozen=True)
-class Held:
-    """Weights to sample from, whatever is published meanwhile."""
-
-    weights: Weights
-    version: int
 
 
 class Engine:
@@ -112,7 +103,10 @@ class Engine:
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
-        self._lock, self._one_at_a_time = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
+        """Held while programs are sent: those of several threads have to reach all devices in one order."""
+        self._one_at_a_time = threading.Lock()
+        """Held while requests are answered: there is room for one cache."""
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
         self.adapters: dict[str, int] = {}
@@ -193,7 +187,7 @@ class Engine:
         on_done: OnDone | None = None,
         begun: Sequence[Begun] | None = None,
         pause: Pause | None = None,
-        held: Held | None = None,
+        held: Published | None = None,
     ) -> list[list[Completion]]:
         """`n` completions for each prompt; see `protocols.SamplingClient.sample`, and `run`.
 
@@ -202,10 +196,9 @@ class Engine:
         """
         if n < 1:
             raise UserError(f"n is {n}: ask for at least one completion of each prompt")
-        asked = [prompt for prompt in prompts for _ in range(n)]
-        own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
         requests = [
-            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far) for prompt, x in zip(asked, own, strict=True)
+            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far)
+            for prompt, x in requests_of(prompts, n, seed, begun)
         ]
         completions = self.run(requests, reply, on_done=on_done, pause=pause, held=held)
         return [completions[i : i + n] for i in range(0, len(completions), n)]
@@ -217,7 +210,7 @@ class Engine:
         on_tokens: OnTokens | None = None,
         on_done: OnDone | None = None,
         pause: Pause | None = None,
-        held: Held | None = None,
+        held: Published | None = None,
     ) -> list[Completion]:
         """Completes each request; the completions are in the order of the requests. One call at a time does so.
 
@@ -234,25 +227,24 @@ class Engine:
         """
         for number, request in enumerate(requests):
             self._check(number, request)
-        held = held or self.hold()
+        published = held or self.hold()
         if not requests:
             return []
-        sizes = self._sizes_of(requests, reply)
-        published = Published(self.sampled_model, held.weights, held.version, self.adapters, sizes, self.decode)
+        how = self._sizes_of(requests, reply), self.decode
         with self._one_at_a_time, jax.set_mesh(self.mesh):
-            batch = Batch(published, requests, reply, on_tokens, on_done, pause, self._lock)
+            batch = Batch(published, *how, requests, reply, on_tokens, on_done, pause, self._lock)
             completions = batch.finish()
         self.usage = batch.meter.usage
         return completions
 
-    def hold(self) -> Held:
+    def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.
 
         Raises:
             ValueError: no weights were loaded.
         """
         with self._lock:
-            return Held(self._loaded, self.version)
+            return Published(self.sampled_model, self._loaded, self.version, self.adapters)
 
     @property
     def sampled_model(self) -> Model:
@@ -300,7 +292,7 @@ class Engine:
 
     def _check(self, number: int, request: Request) -> None:
         """Refuses a request that cannot be answered."""
-        tokens, vocab = len(request.prompt), self.model.config.vocab_size
+        vocab = self.model.config.vocab_size
         check(request.sampling, vocab)
         if request.adapter is not None and request.adapter not in self.adapters:
             there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
@@ -310,15 +302,7 @@ class Engine:
                 f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
                 "tokenizer's decode; use stop_ids, or give it one"
             )
-        if not tokens:
-            raise UserError(f"prompt {number} has no token; begin it with at least one, such as the BOS token")
-        if tokens >= self.length:
-            raise UserError(
-                f"prompt {number} has {tokens} tokens, which leaves no room for a completion in a length of "
-                f"{self.length}; shorten it or allow a greater length"
-            )
-        if not 0 <= int(np.min(request.prompt)) <= int(np.max(request.prompt)) < vocab:
-            raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab - 1}")
+        check_prompt(number, request.prompt, self.length, vocab)
 
 
 def _joined(model: Model, parts: Sequence[Weights]) -> Weights:

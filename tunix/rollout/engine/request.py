@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tunix.errors import UserError
 from tunix.types import Completion, Sampling
 
 Decode = Callable[[Sequence[int]], str]
@@ -36,6 +37,30 @@ class Request:
     """Name of the loaded adapter that answers; None for the weights alone."""
     so_far: Completion | None = None
     """The paused completion that is continued; None for a new one."""
+
+
+def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) -> None:
+    """Checks that a prompt `[T]` can be completed.
+
+    Args:
+        number: of its request, for the message.
+        prompt: its token ids.
+        length: tokens of prompt and completion at most.
+        vocab_size: V.
+
+    Raises:
+        UserError: it is empty, too long, or of another vocabulary.
+    """
+    tokens = len(prompt)
+    if not tokens:
+        raise UserError(f"prompt {number} has no token; begin it with at least one, such as the BOS token")
+    if tokens >= length:
+        raise UserError(
+            f"prompt {number} has {tokens} tokens, which leaves no room for a completion in a length of {length}; "
+            "shorten it or allow a greater length"
+        )
+    if not 0 <= int(np.min(prompt)) <= int(np.max(prompt)) < vocab_size:
+        raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab_size - 1}")
 
 
 class StopText:

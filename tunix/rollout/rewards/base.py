@@ -11,6 +11,7 @@ All files of this folder load without jax or numpy, so that worker processes sta
 
 import importlib.machinery
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,14 @@ class Failure:
 
 
 Score = float | Failure
+
+
+def parted(scores: Mapping[str, Score]) -> tuple[dict[str, float], dict[str, str]]:
+    """`(rewards, failures)`: the scores of a completion by the names of their rewards, NaN where one failed; and of
+    those that failed the reasons."""
+    failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
+    rewards = {name: math.nan if isinstance(score, Failure) else float(score) for name, score in scores.items()}
+    return rewards, failures
 
 
 @dataclass(frozen=True)

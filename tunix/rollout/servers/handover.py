@@ -14,7 +14,7 @@ from typing import Any
 
 from tunix.lora.config import AdapterConfig
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.types import Failed, Held, Refused, Unfit
+from tunix.rollout.servers.types import Failed, Refused, Unfit, WeightsFolder
 
 Write = Callable[[Path, Mapping[str, Any], bool], Any]
 """(new folder, all weights by name, whether the adapter alone is written) -> anything; writes the folder."""
@@ -45,14 +45,14 @@ class Handover:
         self._run = secrets.token_hex(4)
         self._before: list[Path] = []
 
-    def written(self, params: Mapping[str, Any], version: int) -> Held:
+    def written(self, params: Mapping[str, Any], version: int) -> WeightsFolder:
         """Writes these weights.
 
         Raises:
             UserError: the disk refuses.
         """
         tag = f"{NAME}{self._run}-{version}"
-        held = Held(self._folder / tag, tag)
+        held = WeightsFolder(self._folder / tag, tag)
         shutil.rmtree(held.folder, ignore_errors=True)
         self._write(held.folder, params, self.adapter)
         self._before.append(held.folder)
@@ -63,7 +63,7 @@ class Handover:
         while len(self._before) > 1:
             shutil.rmtree(self._before.pop(0), ignore_errors=True)
 
-    async def load(self, server: Server, held: Held) -> None:
+    async def load(self, server: Server, held: WeightsFolder) -> None:
         """Has a server load the weights, and answer requests from them.
 
         Raises:
@@ -72,7 +72,7 @@ class Handover:
         """
         await (self._load_adapter(server, held) if self.adapter else self._load_all(server, held))
 
-    async def holds(self, server: Server, held: Held) -> bool:
+    async def holds(self, server: Server, held: WeightsFolder) -> bool:
         """Whether a server still has weights that it has loaded; it loses them where it is started anew.
 
         Raises:
@@ -88,7 +88,7 @@ class Handover:
             if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
                 await _unload(server, card["id"])
 
-    async def _load_adapter(self, server: Server, held: Held) -> None:
+    async def _load_adapter(self, server: Server, held: WeightsFolder) -> None:
         before = server.model
         try:
             await server.post("/v1/load_lora_adapter", {"lora_name": held.tag, "lora_path": str(held.folder)})
@@ -101,7 +101,7 @@ class Handover:
         if before.startswith(NAME) and before != held.tag:
             await _unload(server, before)
 
-    async def _load_all(self, server: Server, held: Held) -> None:
+    async def _load_all(self, server: Server, held: WeightsFolder) -> None:
         try:
             await server.post("/pause?mode=wait")
         except Refused as error:
@@ -115,7 +115,7 @@ class Handover:
         if not await self.holds(server, held):
             raise Failed(f"it does not report the version {held.tag} that it was told to load")
 
-    async def _reload(self, server: Server, held: Held) -> None:
+    async def _reload(self, server: Server, held: WeightsFolder) -> None:
         try:
             told = {"method": "reload_weights", "kwargs": {"weights_path": str(held.folder)}}
             await server.post("/collective_rpc", told)

@@ -1,8 +1,8 @@
 """The sampler whose completions come from servers; a `protocols.Sampler`.
 
 `publish` writes the weights, has every server load them, and compares a probe; `sample` sends all requests at once and
-hands completions on as they end. The HTTP calls run in a thread of their own (`Loop`), environments in further ones,
-callbacks in the caller's.
+hands completions on as they end. The HTTP calls run in a thread of their own (`EventLoop`), environments in further
+ones, callbacks in the caller's.
 
 Axes: T time.
 """
@@ -20,22 +20,22 @@ import numpy as np
 
 from tunix.errors import UserError
 from tunix.rollout.engine.replies import THREADS
-from tunix.rollout.engine.request import Decode
+from tunix.rollout.engine.request import Decode, check_prompt
 from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.pool import Pool
 from tunix.rollout.servers.probe import Probe, inspect
 from tunix.rollout.servers.protocol import refuse
 from tunix.rollout.servers.server import Server
 from tunix.rollout.servers.turns import Turns
-from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Held, Refused, Unfit
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Refused, Unfit, WeightsFolder
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload, requests_of
 
 T = TypeVar("T")
 ENDING = 5.0
 """Seconds in which a call that is given up ends."""
 
 
-class Loop:
+class EventLoop:
     """An event loop in a thread of its own, so that it does not matter what runs in the caller's."""
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ class ServerSampler:
             expected: what the servers have to have.
             decode: token ids -> text, in which stop strings are found.
         """
-        self._loop, self._lock = Loop(), threading.RLock()
+        self._loop, self._lock = EventLoop(), threading.RLock()
         self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
         self._pool = Pool([Server(url, timeout) for url in urls])
-        self._held: Held | None = None
+        self._held: WeightsFolder | None = None
         self._version = 0
         self._name, self._calls = secrets.token_hex(4), itertools.count()
         self.usage: Usage | None = None
@@ -144,21 +144,17 @@ class ServerSampler:
         if n < 1:
             raise UserError(f"n is {n}: ask for at least one completion of each prompt")
         refuse(sampling, self._expected.vocab_size, self._decode is not None)
-        asked = [prompt for prompt in prompts for _ in range(n)]
-        own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
+        expected, asked = self._expected, requests_of(prompts, n, seed, begun)
         for number, prompt in enumerate(prompts):
-            self._check(number, prompt)
-        turns = [
-            Turns(prompt, sampling, one, self._expected.length, self._decode)
-            for prompt, one in zip(asked, own, strict=True)
-        ]
+            check_prompt(number, prompt, expected.length, expected.vocab_size)
+        turns = [Turns(prompt, sampling, one, expected.length, self._decode) for prompt, one in asked]
         with self._lock:
             if self._held is None:
                 raise ValueError("the servers have no weights: publish() them before sampling")
             self._run(turns, reply, on_done)
         found = [one.completion() for one in turns]
         drawn = [sum(end - start for start, end in one.turns) for one in found]
-        before = [0 if one.so_far is None else int(one.so_far.drawn.sum()) for one in own]
+        before = [0 if one.so_far is None else int(one.so_far.drawn.sum()) for _, one in asked]
         self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
         return [found[i : i + n] for i in range(0, len(found), n)]
 
@@ -218,11 +214,11 @@ class ServerSampler:
                 break
         done.put(number)
 
-    async def _renewed(self, held: Held) -> list[Answer | Exception]:
+    async def _renewed(self, held: WeightsFolder) -> list[Answer | Exception]:
         """Each server's answer to the probe, when it has loaded the weights; or why there is none."""
         return list(await asyncio.gather(*(self._renew(server, held) for server in self.servers)))
 
-    async def _renew(self, server: Server, held: Held) -> Answer | Exception:
+    async def _renew(self, server: Server, held: WeightsFolder) -> Answer | Exception:
         drained = server.reason
         try:
             if (unwell := await server.well()) is not None:
@@ -254,19 +250,6 @@ class ServerSampler:
                 self._pool.drain(server, str(error))
 
         await asyncio.gather(*map(confirm, self._pool.living))
-
-    def _check(self, number: int, prompt: np.ndarray) -> None:
-        """Refuses a prompt that cannot be completed."""
-        length, vocab = self._expected.length, self._expected.vocab_size
-        if not len(prompt):
-            raise UserError(f"prompt {number} has no token; begin it with at least one, such as the BOS token")
-        if len(prompt) >= length:
-            raise UserError(
-                f"prompt {number} has {len(prompt)} tokens, which leaves no room for a completion in a length of "
-                f"{length}; shorten it or allow a greater length"
-            )
-        if not 0 <= int(np.min(prompt)) <= int(np.max(prompt)) < vocab:
-            raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab - 1}")
 
 
 def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:

@@ -84,7 +84,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightsFolder:
     """Weights that servers are to load."""
 
     folder: Path
