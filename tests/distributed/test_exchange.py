@@ -1,7 +1,9 @@
 """What processes hand to each other: in their order, whole, and no more of it is kept than is needed."""
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +11,15 @@ import pytest
 from tests.distributed.pretended import pretended
 from tunix.data.accounting import Dropped, Kept
 from tunix.data.divided import SHARE, Divided
+from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.types import Sequence
+from tunix.rollout.divided import dealt, shared
+from tunix.rollout.types import Clock, Scored
+from tunix.run.loop import Loop
+from tunix.trainer.config import CheckpointConfig
+from tunix.types import Completion, Sampling, Sequence
 
 
 def test_what_is_exchanged_comes_in_order_and_is_forgotten(monkeypatch: pytest.MonkeyPatch):
@@ -54,6 +61,46 @@ def test_one_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
         return "named"
 
     assert pretended(monkeypatch, 2, act)[0] == ["named", ""]
+
+
+def test_groups_come_back_in_the_order_of_the_prompts_and_counts_are_sums(monkeypatch: pytest.MonkeyPatch):
+    """Three prompts for two processes: the first has the first and the third."""
+    sampling = Sampling(max_tokens=4)
+    prompts = [Prompt(np.array([place], np.int32), f"{place}>", {"place": place}) for place in range(3)]
+
+    def episode(prompt: Prompt) -> Scored:
+        tokens, logprobs = prompt.tokens + 10, np.array([-0.1], np.float32)
+        made = Completion(tokens, logprobs, "stop", np.array([7], np.int32), sampling, turns=((0, 1),))
+        return Scored(prompt, made, str(prompt.row["place"]), {"a": prompt.row["place"] / 3}, {"b": "why"}, (0.5,))
+
+    def act(index: int) -> tuple[list[list[Scored]], dict[str, float]]:
+        clock, own = Clock(), dealt(prompts)
+        clock.count(tokens=len(own), **({"rewards": 0.5} if index else {}))
+        return shared([[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
+
+    for groups, counted in pretended(monkeypatch, 2, act)[0]:
+        assert counted == {"tokens": 3, "rewards": 0.5}
+        for (found,), prompt in zip(groups, prompts, strict=True):
+            expected = episode(prompt)
+            assert (found.text, found.rewards, found.failures) == (expected.text, expected.rewards, expected.failures)
+            assert (found.prompt.text, found.prompt.row) == (prompt.text, prompt.row)
+            assert (found.completion.finish, found.completion.turns) == ("stop", ((0, 1),))
+            for name in ("tokens", "logprobs", "versions"):
+                ours, theirs = getattr(found.completion, name), getattr(expected.completion, name)
+                assert ours.dtype == theirs.dtype
+                np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_lead_decides_when_it_is_time_to_save(monkeypatch: pytest.MonkeyPatch):
+    """Two processes whose clocks differ by a minute, and a checkpoint every minute."""
+
+    def act(index: int) -> bool:
+        loop = Loop.__new__(Loop)
+        loop.job = SimpleNamespace(saving=CheckpointConfig(every=None, every_minutes=1.0))
+        loop.step, loop._saved_at = 3, time.monotonic() - 90 * index
+        return loop._save_is_due
+
+    assert pretended(monkeypatch, 2, act)[0] == [False, False]
 
 
 def row_of(place: int) -> Kept | Dropped:

@@ -3,11 +3,13 @@
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.distributed.test_runs import SFT, assert_same_export, assert_same_numbers
+from tests.distributed.test_runs import SFT, assert_same_export, assert_same_numbers, write_judged
 from tests.several import Several, free_port, several
+from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, write_recipe, write_rows
 from tunix.distributed import processes
 from tunix.distributed.meeting import join
@@ -119,7 +121,7 @@ def test_a_mistake_of_one_process_ends_all(tmp_path: Path):
     rows = [{"prompt": f"{i}>", "completion": "A"} for i in range(64)] + [{"prompt": 7}]
     write_rows(tmp_path / "train.jsonl", rows)
     with several(tmp_path, 2) as run:
-        assert 0 not in run.wait()
+        assert run.wait() == [2, 2]
         for process in range(2):
             assert "row 65 of train.jsonl" in run.log(process)
     # A batch looks at the row after its last one.
@@ -161,6 +163,58 @@ def test_told_to_stop_all_save_one_step_and_another_number_goes_on(tmp_path: Pat
     with several(tmp_path, number) as again:
         again.end_well()
     assert_same_numbers(tmp_path / "whole", tmp_path / "run", tolerance=1e-4)
+
+
+@pytest.mark.slow
+def test_a_policy_whose_lead_is_killed_goes_on_exactly(tmp_path: Path):
+    write_judged(tmp_path, steps=8, checkpoint={"every": 2, "keep": 2})
+    with several(tmp_path, 2, "r.yaml", "output=whole") as whole:
+        whole.end_well()
+    with several(tmp_path, 2) as run:
+        until_step(run, tmp_path / "run", 3)
+        run.processes[0].kill()
+        assert run.processes[1].wait(90) == LOST
+    with several(tmp_path, 2) as again:
+        again.end_well()
+    assert_same_numbers(tmp_path / "whole", tmp_path / "run", tolerance=0.0)
+    assert_same_export(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_killed_on_eight_devices_it_goes_on_with_four(tmp_path: Path):
+    write_recipe(tmp_path / "r.yaml", {"steps": 12, "checkpoint": {"every": 4}})
+    for output, devices in (("whole", 8), ("run", 8), ("run", 4)):
+        run = Several(tmp_path, 1, ["r.yaml", f"output={output}"], devices=devices)
+        if (output, devices) == ("run", 8):
+            until_step(run, tmp_path / "run", 6)
+            run.processes[0].kill()
+            run.wait()
+        else:
+            run.end_well()
+    assert "going on from step 4" in run.log(0)
+    assert_same_numbers(tmp_path / "whole", tmp_path / "run", tolerance=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout__oversample": 1.5}, "rollout.oversample: 1.5 needs one process, and there are 2"),
+        ({"rollout__max_staleness": 1}, "rollout.max_staleness: 1 needs one process so far, and there are 2"),
+        ({"rollout__mesh": {"devices": 1}}, "rollout.mesh: devices 1 are not as many for each of 2 processes; 2 would"),
+        ({"mesh": {"fsdp": 3}}, "does not fit 4 device(s) (cpu) of 2 processes: the sizes must multiply to 4"),
+        (
+            {"rollout__engine": "vllm", "rollout__servers": ["http://127.0.0.1:1"]},
+            "rollout.engine: vllm is for runs of one process so far",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_several_processes_cannot_do_yet_is_refused(tmp_path: Path, changes: dict[str, Any], says: str):
+    write_policy(tmp_path, **changes)
+    with several(tmp_path, 2) as run:
+        assert run.wait() == [2, 2]
+        assert says in run.log(0)
 
 
 def until_step(run: Several, folder: Path, step: int) -> None:

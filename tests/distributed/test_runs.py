@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from tests.marks import slow
 from tests.several import several
 from tests.tiny_rl import write_policy
-from tests.tiny_runs import lines, metrics, model_folder, write_recipe, write_rows
+from tests.tiny_runs import lines, metrics, model_folder, train, write_recipe, write_rows
 
 IGNORED = ("time/", "perf/", "compile/")
 """Metrics of time, which no two runs share."""
@@ -95,17 +95,32 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"name": "grpo", "group_size": 4, "dynamic_sampling": True}},
     "ppo": {"algorithm": {"name": "ppo"}, "batch_size": 16},
     "lora": {"adapter": {"rank": 4}},
+    "judge": {"reward": {"model": "judge"}},
+    "game": {
+        "reward": None,
+        "rollout.environment": {"name": "guessing"},
+        "data.train": "tunix.rollout.environments.guessing:secrets",
+        "data.eval": "tunix.rollout.environments.guessing:secrets",
+        "batch_size": 8,
+    },
+    "precomputed": {"algorithm": {"name": "dpo", "reference": "precompute"}},
+    "stages": {"stages": [{"steps": 2}, {"steps": 2, "optimizer": {"learning_rate": 1e-3}}], "steps": None},
     "qlora": {"adapter": {"kind": "qlora", "rank": 4, "tile": 16}},
 }
-POLICIES = ("grpo", "dapo", "ppo", "lora")
+POLICIES = ("grpo", "dapo", "ppo", "lora", "judge", "game")
 
 
 def write_algorithm(folder: Path, name: str) -> None:
     """The recipe of an algorithm, and rows of its kind."""
+    if name == "judge":
+        write_rows(folder / "train.jsonl", PAIRED)
+        train(str(write_recipe(folder / "judge.yaml", {"algorithm.name": "reward", "output": "judged", "steps": 2})))
+        (folder / "train.jsonl").unlink()
+        (folder / "judged/export").rename(folder / "judge")
     if name in POLICIES:
         write_judged(folder, **{key.replace(".", "__"): value for key, value in ALGORITHMS[name].items()})
         return
-    given = {"dpo": PAIRED, "reward": PAIRED, "kto": LABELLED}.get(name)
+    given = {"dpo": PAIRED, "precomputed": PAIRED, "reward": PAIRED, "kto": LABELLED}.get(name)
     if name == "distill":
         model_folder(folder / "teacher", hidden_size=48)
     if given:
@@ -119,5 +134,8 @@ def write_algorithm(folder: Path, name: str) -> None:
 def test_every_algorithm_gives_one_processs_numbers(tmp_path: Path, name: str, number: int):
     write_algorithm(tmp_path, name)
     one, other = alone_and_together(tmp_path, number)
-    assert_same_numbers(one, other)
-    assert_same_export(one, other)
+    stages = [path.parent.name for path in sorted(one.glob("*/metrics.jsonl"))]
+    assert len(stages) == (2 if name == "stages" else 0)
+    for stage in stages or [""]:
+        assert_same_numbers(one / stage, other / stage)
+        assert_same_export(one / stage, other / stage)

@@ -9,7 +9,7 @@ import pytest
 from tests.marks import slow
 from tests.run.test_kill import Run, no_process_left
 from tests.tiny_rl import write_policy
-from tests.tiny_runs import lines, metrics, train
+from tests.tiny_runs import lines, metrics, model_folder, train
 from tunix.cli import main
 
 APART = {"rollout__mesh": {"devices": 4}, "mesh": {"fsdp": 4}}
@@ -43,6 +43,9 @@ def test_the_next_steps_are_sampled_meanwhile_within_the_bound(tmp_path: Path, k
     assert len(ages) == 7  # the first step's completions are sampled in turn
     assert all(0 <= age <= k for age in ages)
     assert max(ages) > 0, "nothing was sampled ahead"
+    waits = [row[f"rollout/{who}_waits"] for row in metrics("run") if row["step"] > 1 for who in ("trainer", "sampler")]
+    assert len(waits) == 14
+    assert all(0 <= share <= 1 for share in waits)
     calls = lines(tmp_path / "run/replay.jsonl")[1:]
     assert {row["step"] for row in calls} == set(range(1, 8))
     assert all(row["step"] - row["weights"] <= k for row in calls if "weights" in row)
@@ -105,10 +108,22 @@ def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int,
             {**APART, **ahead(1), "algorithm": {"name": "grpo", "group_size": 4, "old_logprobs": "recompute"}},
             "recompute starts the ratio at the present weights",
         ),
+        (
+            {
+                **APART,
+                **ahead(1),
+                "reward": None,
+                "algorithm": {"name": "distill", "on_policy": True},
+                "teacher": {"path": "teacher", "dtype": "float32"},
+            },
+            "distill compares the student at its own, present completions",
+        ),
         ({"rollout__mesh": {"devices": 8}}, "of 8 device(s) of a process 8 would only sample"),
     ],
 )
 def test_what_cannot_be_sampled_ahead_is_refused(tmp_path: Path, capsys, changes: dict[str, Any], says: str):
     write_policy(tmp_path, **changes)
+    if "teacher" in changes:
+        model_folder(tmp_path / "teacher")
     assert main(["run", "r.yaml"]) == 2
     assert says in capsys.readouterr().err
