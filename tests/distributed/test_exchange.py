@@ -154,7 +154,9 @@ def test_rows_are_rendered_once_and_all_have_all(monkeypatch: pytest.MonkeyPatch
     assert len(store.values) <= 2 * 2
 
 
-def test_one_that_waits_for_rows_can_be_stopped_and_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("to", [0, 1, 2])
+def test_one_that_waits_for_rows_can_be_stopped_and_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch, to: int):
+    """Or at the window that it was waiting for, its own share of which it has given; or at one that both have read."""
     window = 2 * SHARE
     waiting = threading.Barrier(2)
 
@@ -168,10 +170,11 @@ def test_one_that_waits_for_rows_can_be_stopped_and_go_on_elsewhere(monkeypatch:
                 rows(window)
         waiting.wait(30)
         rows.begin_anew()
-        return rows(2 * window)
+        time.sleep(0.3 * index)
+        return rows(to * window)
 
     for found in pretended(monkeypatch, 2, act)[0]:
-        assert_same_row(found, row_of(2 * window))
+        assert_same_row(found, row_of(to * window))
 
 
 @pytest.mark.parametrize("sees", [True, False])

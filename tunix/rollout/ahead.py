@@ -175,17 +175,14 @@ class Ahead:
             Doubtful: older than the bound.
         """
         assert step.sampled is not None
-        ages = np.concatenate(
-            [
-                [number - self._ages[int(version)] for version in np.unique(x.completion.versions[x.completion.drawn])]
-                for group in step.sampled
-                for x in group
-            ]
-        )
+        drawn = [x.completion.versions[x.completion.drawn] for group in step.sampled for x in group]
+        versions = [int(version) for each in drawn for version in np.unique(each)]
+        # Weights that are not known any more are older than all that are.
+        ages = np.array([number - self._ages.get(version, -1) for version in versions])
         if ages.size and ages.max() > self._staleness:
             raise Doubtful(
-                f"rollout.max_staleness: step {number} would learn from tokens that are {ages.max()} steps old, more "
-                f"than {self._staleness}"
+                f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
+                f"{self._staleness} step(s) old: version {versions[int(ages.argmax())]}"
             )
         now = time.monotonic()
         waits = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}

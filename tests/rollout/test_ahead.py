@@ -1,0 +1,189 @@
+"""Sampling beside learning, with a learner and a sampler that wait as a test tells them to: the bound holds however
+slow learning is, a call keeps its weights, and a record is replayed whatever the clocks say.
+
+The sampler is a fake of twenty lines: a dispatch gives a request one token, of the version of its weights then.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tunix.data.config import DataConfig
+from tunix.data.pipeline import Prompts
+from tunix.data.sources import open_rows
+from tunix.errors import Doubtful
+from tunix.protocols import Client
+from tunix.rollout.ahead import Ahead, Holding
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.journal import Journal
+from tunix.rollout.types import Scored
+from tunix.types import Completion, Sampling
+from tunix.util.json_lines import read_rows
+
+SAMPLING, LENGTH, STEPS = Sampling(max_tokens=6), 6, 7
+
+
+def nothing(*_: int) -> None:
+    """Waits for nobody."""
+
+
+class Sampler(Holding):
+    """Completes one prompt at a time, and calls `before` with (prompt, token) before each dispatch."""
+
+    def __init__(self, before: Callable[[int, int], None] = nothing):
+        self.version, self.before = 0, before
+
+    def hold(self) -> int:
+        return self.version
+
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
+        (prompt,), (own,) = prompts, begun
+        versions = [] if own.so_far is None else list(own.so_far.versions)
+        for dispatches in range(LENGTH - len(versions)):
+            self.before(int(prompt[0]), len(versions))
+            if pause(dispatches):
+                return [[made(versions, "paused")]]
+            versions.append(self.version if held is None else held)
+        return [[made(versions, "stop")]]
+
+
+class Learner(Client):
+    """Learns nothing; its weights after n steps are version 10 n."""
+
+    def __init__(self, sampler: Sampler):
+        self.sampler, self.learned = sampler, 0
+
+    def publish(self) -> int:
+        self.sampler.version, self.learned = 10 * self.learned, self.learned + 1
+        return self.sampler.version
+
+
+def made(versions: list[int], finish: str) -> Completion:
+    own = np.array(versions, np.int32)
+    turns = ((0, len(own)),) if len(own) else ()
+    return Completion(own + 1, -own.astype(np.float32), finish, own, SAMPLING, turns)
+
+
+def gather(client, step: RolloutStep) -> list[list[Scored]]:
+    (prompt,) = step.prompts
+    groups = client.sample([prompt.tokens], 1, SAMPLING, 0)
+    return [[Scored(prompt, completion, "", {}) for completion in group] for group in groups]
+
+
+@contextmanager
+def run(path: Path, sampler: Sampler, staleness: int, goes_on: bool = False, collect=gather) -> Iterator[Ahead]:
+    """Steps of one prompt each, which is its step's number. The first is sampled by the caller: not here."""
+    rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS)])
+    prompts = Prompts(rows, None, DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False), 0, 1)
+    common = {"size": 1, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
+    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
+    how = {"staleness": staleness, "total": STEPS, "goes_on": goes_on}
+    ahead = Ahead(stream, Learner(sampler), sampler, collect, Journal(path, "mine"), **how)
+    try:
+        yield ahead
+    finally:
+        ahead.close()
+
+
+def versions(step: RolloutStep) -> list[int]:
+    """Of each token, the steps that were learned when its weights were published."""
+    assert step.sampled is not None
+    return (step.sampled[0][0].completion.versions // 10).tolist()
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_step_begins_with_weights_that_will_be_too_old(tmp_path: Path, staleness: int):
+    """However fast sampling is: there is time for all steps while the learner still has the first one."""
+    begun: list[int] = []
+    sampler = Sampler(lambda prompt, token: begun.append(prompt) if not token else None)
+    with run(tmp_path / "replay.jsonl", sampler, staleness) as ahead:
+        next(ahead)
+        for number in range(1, STEPS):
+            step = next(ahead)
+            expected = min(number + staleness, STEPS - 1)
+            deadline = time.monotonic() + 30
+            while (not begun or begun[-1] < expected) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            assert begun == list(range(1, expected + 1))
+            assert set(versions(step)) == {max(1, number - staleness)}
+            assert step.ahead["rollout/staleness/max"] == number - max(1, number - staleness)
+
+
+def test_tokens_that_are_too_old_do_not_leave_the_buffer(tmp_path: Path):
+    def late(client, step: RolloutStep) -> list[list[Scored]]:
+        """A sampler that has kept its first weights, as is seen at the fifth step."""
+        groups = gather(client, step)
+        if int(step.prompts[0].tokens[0]) == 5:
+            return [[replace(groups[0][0], completion=made([10] * LENGTH, "stop"))]]
+        return groups
+
+    with run(tmp_path / "replay.jsonl", Sampler(), 1, collect=late) as ahead:
+        for _ in range(5):
+            next(ahead)
+        with pytest.raises(Doubtful, match=r"step 5 would learn .* more than 1 step\(s\) old: version 10"):
+            next(ahead)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_call_keeps_its_weights_or_is_continued_under_new_ones(tmp_path: Path, goes_on: bool):
+    """Newer weights are published after the third token of step 2."""
+    three, published = threading.Event(), threading.Event()
+
+    def wait(prompt: int, token: int) -> None:
+        if (prompt, token) == (2, 3):
+            three.set()
+            assert published.wait(30)
+
+    sampler = Sampler(wait)
+    with run(tmp_path / "replay.jsonl", sampler, 1, goes_on) as ahead:
+        next(ahead)
+        assert versions(next(ahead)) == [1] * LENGTH
+        assert three.wait(30)
+        publish = ahead._client.publish
+        ahead._client.publish = lambda: (publish(), threading.Timer(0.05, published.set).start())[0]
+        assert versions(next(ahead)) == [1, 1, 1, *[2 if goes_on else 1] * 3]
+
+
+def test_weights_are_not_published_before_a_replayed_call_has_taken_those_before(tmp_path: Path):
+    """Step 2 had been begun with the weights of step 1; now it is slow, and the learner is waiting for nothing else."""
+    path = tmp_path / "replay.jsonl"
+    journal = Journal(path, "mine")
+    for step in (1, 2):
+        journal.begun(step, 0, weights=1)
+        journal.ended(step, 0)
+
+    def slowly(client, step: RolloutStep) -> list[list[Scored]]:
+        time.sleep(0.2 if int(step.prompts[0].tokens[0]) == 2 else 0)
+        return gather(client, step)
+
+    with run(path, Sampler(), 1, collect=slowly) as ahead:
+        steps = [next(ahead) for _ in range(3)]
+    assert [versions(step) for step in steps[1:]] == [[1] * LENGTH] * 2
+
+
+@pytest.mark.parametrize(("staleness", "goes_on"), [(1, False), (1, True), (3, True)])
+def test_a_record_is_replayed_whatever_the_clocks_say(tmp_path: Path, staleness: int, goes_on: bool):
+    def tokens(path: Path, seed: int) -> list[list[int]]:
+        rng = random.Random(seed)
+        sampler = Sampler(lambda prompt, token: time.sleep(rng.choice([0, 0, 0.004])))
+        with run(path, sampler, staleness, goes_on) as ahead:
+            found = [next(ahead)]
+            for _ in range(STEPS - 1):
+                time.sleep(rng.choice([0, 0.02]))
+                found.append(next(ahead))
+        return [versions(step) for step in found[1:]]
+
+    path = tmp_path / "replay.jsonl"
+    first = tokens(path, 0)
+    record = read_rows(path)
+    for seed in (1, 2, 3):
+        assert tokens(path, seed) == first
+        assert read_rows(path) == record
