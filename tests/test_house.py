@@ -49,6 +49,7 @@ FLOORS = (
     "losses",
     "trainer",
     "inference",
+    "serving",
     "recipe",
     "run",
     "plan",

@@ -28,6 +28,7 @@ from tunix.commands.arguments import (
     recipe_arguments,
     run_arguments,
     score_arguments,
+    serve_arguments,
     trace_arguments,
 )
 from tunix.errors import Interrupted, UserError, nearest
@@ -283,6 +284,15 @@ def _chat(parsed: Parsed) -> None:
     chat(_inference_options(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
 
 
+def _serve(parsed: Parsed) -> None:
+    from tunix.commands.serve import serve
+    from tunix.inference.model import InferenceOptions
+
+    rest = {"slots": parsed.slots, "length": parsed.max_length}
+    options = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, **rest)
+    serve(options, host=parsed.host, port=parsed.port, adapters=parsed.enable_lora)
+
+
 def _inference_options(parsed: Parsed, slots: int | None) -> "InferenceOptions":
     from tunix.inference.model import InferenceOptions
 
@@ -374,6 +384,12 @@ COMMANDS = {
         "tunix chat runs/sft_gemma --system 'Answer in one sentence.'",
         chat_arguments,
         _chat,
+    ),
+    "serve": Command(
+        "answer completions over HTTP, for runs that sample elsewhere than they train",
+        "tunix serve google/gemma-3-1b-it --port 8000",
+        serve_arguments,
+        _serve,
     ),
     "export": Command(
         "write a run's weights as a Hugging Face folder or a PEFT adapter",

@@ -171,6 +171,22 @@ def _reward_arguments(parser: Parser) -> None:
     )
 
 
+def serve_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix serve`."""
+    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
+    _adapter_argument(parser)
+    listens = "address to listen on (127.0.0.1); whoever reaches it can have it load any folder that it can read"
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=listens)
+    parser.add_argument("--port", type=_count, default=8000, metavar="PORT", help="port to listen on (8000)")
+    longest = "maximum tokens of prompt and answer (the model's own)"
+    parser.add_argument("--max-length", type=_count, metavar="N", help=longest)
+    slots = "requests answered at a time: more memory, more speed, the same result"
+    parser.add_argument("--slots", type=_count, metavar="N", help=slots)
+    keeps = "let a run load adapters beside the weights, which then are kept twice"
+    parser.add_argument("--enable-lora", action="store_true", help=keeps)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
+
+
 def eval_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix eval`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")

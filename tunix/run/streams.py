@@ -110,11 +110,20 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
     begin = f"rollout.max_staleness: {recipe.rollout.max_staleness}"
     if isinstance(algorithm, OnPolicy) and algorithm.needs_fresh is not None:
         raise UserError(f"{begin}: {algorithm.needs_fresh}")
-    if recipe.rollout.engine != "tunix":
-        raise UserError(f"{begin} needs tunix's own engine so far: leave it out, or rollout.engine")
+    servers = recipe.rollout.engine != "tunix"
+    if servers and recipe.rollout.in_flight == "continue":
+        raise UserError(
+            "rollout.in_flight: continue needs tunix's own engine in this process, which can be paused at any token; "
+            "with servers completions finish under the weights that they began with: leave it out"
+        )
     if processes.number() > 1:
         raise UserError(f"{begin} needs one process so far, and there are {processes.number()}: leave it out")
-    if sampling is None and mesh.size > 1:
+    if servers and mesh.size > 1 and recipe.reward is not None and recipe.reward.model is not None:
+        raise UserError(
+            f"{begin}: a reward model would share {mesh.size} devices with training, and each would wait for the "
+            "other: sample with tunix's own engine on rollout.mesh.devices, which the reward model then uses too"
+        )
+    if not servers and sampling is None and mesh.size > 1:
         raise UserError(
             f"{begin}: programs of training and of sampling would wait for each other on {mesh.size} shared devices; "
             "give sampling some of its own, e.g. rollout.mesh.devices=1"

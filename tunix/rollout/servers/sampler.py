@@ -12,13 +12,15 @@ import itertools
 import queue
 import secrets
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tunix.errors import UserError
+from tunix.rollout.engine.batch import Pause
 from tunix.rollout.engine.replies import THREADS
 from tunix.rollout.engine.request import Decode, check_prompt
 from tunix.rollout.servers.handover import Handover
@@ -33,6 +35,8 @@ from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workl
 T = TypeVar("T")
 ENDING = 5.0
 """Seconds in which a call that is given up ends."""
+LOOK = 1.0
+"""Seconds after which a call looks whether it is to be given up, where nothing has ended meanwhile."""
 
 
 class EventLoop:
@@ -78,7 +82,10 @@ class ServerSampler:
             expected: what the servers have to have.
             decode: token ids -> text, in which stop strings are found.
         """
-        self._loop, self._lock = EventLoop(), threading.RLock()
+        self._loop, self._lock = EventLoop(), threading.Lock()
+        self._free = threading.Condition()
+        self._holds = 0
+        """Calls that were promised the present weights, and have not ended."""
         self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
         self._pool = Pool([Server(url, timeout) for url in urls])
         self._held: WeightsFolder | None = None
@@ -100,10 +107,13 @@ class ServerSampler:
     def publish(self, params: Mapping[str, Any], version: int) -> None:
         """Has all servers load these weights; one that was drained is asked again if it does.
 
+        A server has one set of weights: calls that hold the present ones are waited for.
+
         Raises:
             UserError: at first, any server that cannot sample for this run; later, that there is none.
         """
-        with self._lock:
+        with self._free:
+            self._free.wait_for(lambda: not self._holds)
             held = self._handover.written(params, version)
             answers = self._loop.run(self._renewed(held))
             for server, answer in zip(self.servers, answers, strict=True):
@@ -123,6 +133,18 @@ class ServerSampler:
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
 
+    def hold(self) -> WeightsFolder:
+        """The present weights, which the servers keep until the call of `sample` that is given them has ended.
+
+        Raises:
+            ValueError: no weights were published.
+        """
+        with self._free:
+            if self._held is None:
+                raise ValueError("the servers have no weights: publish() them before sampling")
+            self._holds += 1
+            return self._held
+
     def sample(
         self,
         prompts: Sequence[np.ndarray],
@@ -132,10 +154,16 @@ class ServerSampler:
         reply: Reply | None = None,
         on_done: OnDone | None = None,
         begun: Sequence[Begun] | None = None,
+        pause: Pause | None = None,
+        held: WeightsFolder | None = None,
     ) -> list[list[Completion]]:
         """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
 
         A server's draws depend on the seed of each request, but also on its kernels and on what else it computes.
+
+        Args:
+            pause: whether the call is given up, with what has ended; it is asked as completions end.
+            held: the weights, from `hold`; None for those that were published last.
 
         Raises:
             UserError: a setting or a prompt is invalid, or no server is left.
@@ -148,24 +176,38 @@ class ServerSampler:
         for number, prompt in enumerate(prompts):
             check_prompt(number, prompt, expected.length, expected.vocab_size)
         turns = [Turns(prompt, sampling, one, expected.length, self._decode) for prompt, one in asked]
-        with self._lock:
-            if self._held is None:
-                raise ValueError("the servers have no weights: publish() them before sampling")
-            self._run(turns, reply, on_done)
+        with self._holding(held), self._lock:
+            self._run(turns, reply, on_done, pause)
         found = [one.completion() for one in turns]
         drawn = [sum(end - start for start, end in one.turns) for one in found]
         before = [0 if one.so_far is None else int(one.so_far.drawn.sum()) for _, one in asked]
         self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
         return [found[i : i + n] for i in range(0, len(found), n)]
 
-    def _run(self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None) -> None:
-        """Completes all, unless `on_done` has enough before."""
+    @contextmanager
+    def _holding(self, held: WeightsFolder | None) -> Iterator[None]:
+        """Lets go of the weights of a call when it ends."""
+        mine = held or self.hold()
+        assert mine is self._held, "weights are published only when nobody holds earlier ones"
+        try:
+            yield
+        finally:
+            with self._free:
+                self._holds -= 1
+                self._free.notify_all()
+
+    def _run(
+        self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None = None
+    ) -> None:
+        """Completes all, unless `on_done` has enough before, or it is paused."""
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         future = self._loop.start(self._all(turns, reply, done))
         number: int | None = -1
         try:
-            while (number := done.get()) is not None:
-                if on_done is not None and on_done(number, turns[number].completion()):
+            while (number := _got(done)) is not None:
+                if number >= 0 and on_done is not None and on_done(number, turns[number].completion()):
+                    return
+                if pause is not None and pause(0):
                     return
             future.result()
         finally:
@@ -250,6 +292,14 @@ class ServerSampler:
                 self._pool.drain(server, str(error))
 
         await asyncio.gather(*map(confirm, self._pool.living))
+
+
+def _got(done: "queue.SimpleQueue[int | None]") -> int | None:
+    """The next number; -1 where none comes for a while."""
+    try:
+        return done.get(timeout=LOOK)
+    except queue.Empty:
+        return -1
 
 
 def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:

@@ -1,0 +1,52 @@
+"""A small Llama that is served by tunix's own server, in threads of this process."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from tests.tiny_runs import model_folder
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.serving.app import app
+from tunix.serving.service import Service
+
+LENGTH = 64
+
+
+@contextmanager
+def listening(service: Service) -> Iterator[str]:
+    """The address of a service, while it is served."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app(service), log_level="warning", access_log=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "llama")
+
+
+@pytest.fixture
+def serve(model: Path) -> Iterator[Callable[..., tuple[Service, str]]]:
+    """Starts services of the model."""
+    with ExitStack() as stack:
+
+        def started(adapters: bool = False, slots: int = 8) -> tuple[Service, str]:
+            inference = InferenceModel(InferenceOptions(str(model), slots=slots, length=LENGTH))
+            service = Service(inference, adapters=adapters)
+            return service, stack.enter_context(listening(service))
+
+        yield started

@@ -1,0 +1,230 @@
+"""tunix's own server: what it samples is what the engine samples, whoever else asks; what it cannot do, it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.run.test_rl_run import steps
+from tests.tiny_rl import write_policy
+from tests.tiny_runs import metrics, model_folder, train
+from tunix.cli import main
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.rollout.engine.request import Request
+from tunix.serving.body import HALF
+from tunix.serving.service import Service
+from tunix.types import Sampling
+
+Serve = Callable[..., tuple[Service, str]]
+
+
+def body(number: int, **changes: Any) -> dict[str, Any]:
+    """A request of a length of its own."""
+    settings = {"max_tokens": 3 + 5 * number % 30, "seed": (7 << HALF) + number, "temperature": 0.8, "logprobs": 0}
+    return {"prompt": list(range(5, 8 + number % 9)), "ignore_eos": True, "return_token_ids": True} | settings | changes
+
+
+def asked(url: str, given: dict[str, Any], model: Path) -> dict[str, Any]:
+    """The choice that is answered."""
+    answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **given}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def numbers(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def test_answers_are_the_engines_whoever_else_asks(model: Path, serve: Serve):
+    """Twenty requests for four slots, in three waves that meet."""
+    _, url = serve(slots=4)
+    alone = [numbers(asked(url, body(i), model)) for i in range(20)]
+    with ThreadPoolExecutor(20) as pool:
+
+        def later(number: int) -> tuple[list[int], list[float]]:
+            time.sleep(0.02 * (number % 3))
+            return numbers(asked(url, body(number), model))
+
+        together = list(pool.map(later, range(20)))
+    assert [ids for ids, _ in together] == [ids for ids, _ in alone]
+    np.testing.assert_allclose(
+        np.concatenate([x for _, x in together]), np.concatenate([x for _, x in alone]), atol=1e-5
+    )
+    engine = InferenceModel(InferenceOptions(str(model), slots=4, length=64)).engine
+    for i, (ids, logprobs) in enumerate(alone):
+        given = body(i)
+        sampling = Sampling(max_tokens=given["max_tokens"], temperature=0.8)
+        (own,) = engine.run([Request(np.array(given["prompt"], np.int32), sampling, i, 7)])
+        assert ids == own.tokens.tolist()
+        np.testing.assert_allclose(logprobs, own.logprobs, atol=1e-5)
+
+
+def test_text_is_answered_as_text(model: Path, serve: Serve):
+    _, url = serve()
+    choice = asked(url, {"prompt": "12+3", "max_tokens": 6, "temperature": 0, "logprobs": 2}, model)
+    assert choice["finish_reason"] == "length"
+    assert isinstance(choice["text"], str)
+    assert "token_ids" not in choice
+    for value, listed in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert len(listed) == 2
+        assert max(listed.values()) == value, "greedy"
+
+
+def test_other_weights_are_loaded_and_bad_ones_are_not(model: Path, serve: Serve, tmp_path: Path):
+    _, url = serve()
+    other = model_folder(tmp_path / "other", seed=1)
+    narrow = model_folder(tmp_path / "narrow", hidden_size=16)
+
+    def load(folder: Path) -> httpx.Response:
+        told = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        return httpx.post(f"{url}/collective_rpc", json=told, timeout=120)
+
+    first = numbers(asked(url, body(3), model))
+    for folder, says in ((narrow, "another structure"), (tmp_path / "nowhere", "nowhere")):
+        refused = load(folder)
+        assert refused.status_code == 400
+        assert says in refused.json()["error"]["message"]
+    assert numbers(asked(url, body(3), model)) == first
+    assert load(other).status_code == 200
+    second = numbers(asked(url, body(3), model))
+    assert second[0] != first[0]
+    assert load(model).status_code == 200
+    assert numbers(asked(url, body(3), model)) == first
+
+
+def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serve: Serve):
+    _, url = serve()
+    with ThreadPoolExecutor(2) as pool:
+        assert httpx.post(f"{url}/pause?mode=wait", timeout=60).json() == {"status": "paused"}
+        waiting = pool.submit(asked, url, body(1), model)
+        time.sleep(0.3)
+        assert not waiting.done()
+        assert httpx.post(f"{url}/resume", timeout=60).json() == {"status": "resumed"}
+        assert waiting.result(60)["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "says"),
+    [
+        ({"model": "another"}, 404, "The model `another` does not exist"),
+        ({"prompt": [5, 100000]}, 400, "outside of the vocabulary"),
+        ({"prompt": list(range(64))}, 400, "leaves no room"),
+        ({"prompt": []}, 400, "has no token"),
+        ({"n": 2}, 400, "n: Input should be 1"),
+        ({"stream": True}, 400, "stream: "),
+        ({"repetition_penalty": 1.2}, 400, "repetition_penalty: "),
+        ({"best_of": 2}, 400, "best_of: Extra inputs are not permitted"),
+        ({"temperature": -1.0}, 400, "temperature"),
+        ({"max_tokens": 0}, 400, "max_tokens: "),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(model: Path, serve: Serve, changes: dict[str, Any], status: int, says: str):
+    _, url = serve()
+    answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0), **changes}, timeout=60)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
+
+
+def test_adapters_need_weights_that_are_kept(model: Path, serve: Serve, tmp_path: Path):
+    _, url = serve()
+    told = {"lora_name": "mine", "lora_path": str(tmp_path)}
+    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=told, timeout=60)
+    assert answer.status_code == 400
+    assert "--enable-lora" in answer.json()["error"]["message"]
+    assert httpx.post(f"{url}/v1/unload_lora_adapter", json=told, timeout=60).status_code == 404
+    assert httpx.post(f"{url}/v1/completions", content=b"{", timeout=60).status_code == 400
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(run: str) -> list[dict[str, Any]]:
+    """The metrics apart from those of time."""
+    apart = ("time/", "perf/", "compile/", "rollout/trainer_waits", "rollout/sampler_waits")
+    return [{key: x for key, x in row.items() if not key.startswith(apart)} for row in metrics(run)]
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_run_samples_there_and_two_servers_are_one(model: Path, serve: Serve, adapter: bool):
+    urls = [serve(adapter)[1] for _ in range(2)]
+    changes: dict[str, Any] = {"adapter": {"rank": 4, "alpha": 16}} if adapter else {}
+    changes |= {"rollout__engine": "vllm", "rollout__temperature": 0.8, "data__eval": "held.jsonl"}
+    for name, servers in (("two", urls), ("one", urls[:1])):
+        write_policy(
+            Path(), model={"path": str(model), "dtype": "float32"}, **changes, rollout__servers=servers, output=name
+        )
+        train("r.yaml")
+    rows = steps("two")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["mismatch/max"] < 1e-5 and row["mismatch/corrected"] == 0 for row in rows)
+    assert any(row["train/loss"] != 0 for row in rows)
+    for ours, theirs in zip(numbers_of("two"), numbers_of("one"), strict=True):
+        for name in ours:
+            assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), name
+
+
+def test_steps_are_sampled_ahead_on_servers_and_replayed(model: Path, serve: Serve):
+    """Each call keeps the weights that it was promised; a run of the same record ends alike."""
+    _, url = serve()
+    changes = {"rollout__engine": "vllm", "rollout__servers": [url], "rollout__max_staleness": 1, "steps": 6}
+    where = {"path": str(model), "dtype": "float32"}
+    write_policy(Path(), model=where, **changes)
+    train("r.yaml")
+    rows = [row for row in metrics("run") if "rollout/staleness/max" in row]
+    assert {row["rollout/staleness/max"] for row in rows} == {0, 1}
+    assert all(row["mismatch/max"] < 1e-5 for row in rows if row["rollout/staleness/max"] == 0)
+    record = Path("run/replay.jsonl").read_text()
+    Path("run").rename("first")
+    Path("run").mkdir()
+    for name in ("replay.jsonl", "recipe.yaml"):
+        Path("run", name).write_text(Path("first", name).read_text())
+    train("r.yaml")
+    assert Path("run/replay.jsonl").read_text() == record
+    assert numbers_of("run") == numbers_of("first")
+
+
+def test_what_goes_on_under_new_weights_needs_our_own_engine(model: Path, capsys: pytest.CaptureFixture[str]):
+    changes = {"rollout__engine": "vllm", "rollout__servers": ["http://127.0.0.1:9"], "rollout__max_staleness": 1}
+    where = {"path": str(model), "dtype": "float32"}
+    write_policy(Path(), model=where, **changes, rollout__in_flight="continue")
+    assert main(["run", "r.yaml"]) == 2
+    assert "in_flight: continue needs tunix's own engine" in capsys.readouterr().err
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_answers_until_it_is_told_to_end(model: Path, tmp_path: Path):
+    port = 18473
+    words = [sys.executable, "-m", "tunix.cli", "serve", str(model), "--port", str(port), "--slots", "2"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(words, stderr=log, env=env) as process:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        while time.monotonic() < deadline:
+            try:
+                assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+                break
+            except httpx.TransportError:
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.2)
+        assert len(asked(url, body(2), model)["token_ids"]) == 13
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, 130, -signal.SIGINT)
+    told = (tmp_path / "log").read_text()
+    assert f"{url} answers, up to 128 tokens" in told
+    assert "Traceback" not in told
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "nowhere/at/all"]) == 2
+    assert "nowhere/at/all" in capsys.readouterr().err

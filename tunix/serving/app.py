@@ -1,0 +1,151 @@
+"""The addresses of the server: completions, models, and what a run tells it about weights; those of vLLM 0.32.
+
+Whoever reaches the port can have it load folders that this process can read, so that it listens on loopback by default.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from tunix.serving.body import CompletionBody
+from tunix.serving.service import Refusal, Service
+
+_log = logging.getLogger(__name__)
+Answer = Callable[[Service, Request, dict[str, Any]], Awaitable[Any]]
+"""(service, request, its body) -> what is answered: a text, or JSON values."""
+
+
+def app(service: Service) -> Starlette:
+    """The application that serves a model."""
+
+    def answering(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            return await _answered(service, request, answer)
+
+        return endpoint
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(service.close)
+
+    routes = [Route(path, answering(answer), methods=[method]) for (method, path), answer in ADDRESSES.items()]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def serve(service: Service, host: str, port: int) -> None:
+    """Answers until the process is told to end."""
+    uvicorn.run(app(service), host=host, port=port, log_level="warning", access_log=False)
+
+
+async def _answered(service: Service, request: Request, answer: Answer) -> Response:
+    try:
+        content = await request.body()
+        found = await answer(service, request, json.loads(content) if content else {})
+    except Refusal as refusal:
+        return _error(refusal.status, str(refusal))
+    except ValidationError as error:
+        first = error.errors()[0]
+        return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {str(first['input'])[:80]!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        return _error(400, f"the body cannot be read: {type(error).__name__} {error}")
+    except Exception as error:  # a defect, or a full device: whoever asked is told, and the next requests are answered
+        _log.exception("a request failed")
+        return _error(500, f"{type(error).__name__} {error}")
+    return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+
+async def _complete(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    asked = CompletionBody.model_validate(body)
+    prompt, future = service.complete(asked)
+    found = await asyncio.wrap_future(future)
+    text = service.text(found, skip_special=asked.skip_special_tokens)
+    return asked.answer(prompt, found, text)
+
+
+async def _health(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    return ""
+
+
+async def _models(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    return {"object": "list", "data": service.cards()}
+
+
+async def _tokenize(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    ids = service.tokens(body["prompt"])
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.length}
+
+
+async def _pause(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    if (mode := request.query_params.get("mode", "wait")) != "wait":
+        raise Refusal(400, f"mode: {mode} is not known here; wait is")
+    await run_in_threadpool(service.pause)
+    return {"status": "paused"}
+
+
+async def _resume(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    service.resume()
+    return {"status": "resumed"}
+
+
+async def _remote_call(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    if body["method"] != "reload_weights":
+        raise Refusal(400, f"method: {body['method']} is not known here; reload_weights is")
+    await run_in_threadpool(service.load, Path(body["kwargs"]["weights_path"]))
+    return {"results": [None]}
+
+
+async def _reset(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    return {"success": True}  # no prefix is kept from one call of the engine to the next
+
+
+async def _update_version(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    service.version = str(body["new_version"])
+    return {"success": True}
+
+
+async def _version(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    return {"weight_version": service.version}
+
+
+async def _load_adapter(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    await run_in_threadpool(service.load_adapter, body["lora_name"], Path(body["lora_path"]))
+    return "loaded"
+
+
+async def _unload_adapter(service: Service, request: Request, body: dict[str, Any]) -> Any:
+    await run_in_threadpool(service.unload_adapter, body["lora_name"])
+    return "unloaded"
+
+
+ADDRESSES: dict[tuple[str, str], Answer] = {
+    ("POST", "/v1/completions"): _complete,
+    ("GET", "/v1/models"): _models,
+    ("GET", "/health"): _health,
+    ("POST", "/tokenize"): _tokenize,
+    ("POST", "/pause"): _pause,
+    ("POST", "/resume"): _resume,
+    ("POST", "/collective_rpc"): _remote_call,
+    ("POST", "/reset_prefix_cache"): _reset,
+    ("POST", "/update_weight_version"): _update_version,
+    ("GET", "/weight_info"): _version,
+    ("POST", "/v1/load_lora_adapter"): _load_adapter,
+    ("POST", "/v1/unload_lora_adapter"): _unload_adapter,
+}
+"""(method, path) -> what answers."""

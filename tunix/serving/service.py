@@ -1,0 +1,191 @@
+"""What is served: a model whose weights and adapters change when it is told to, as a run does that it samples for.
+
+Axes: T time.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix.errors import UserError
+from tunix.hf.source import beside, loaded, pretrained
+from tunix.inference.model import InferenceModel
+from tunix.inference.text_stream import until_stop
+from tunix.lora.multi_lora import LoadedAdapter
+from tunix.models.model import Params
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.request import check_prompt
+from tunix.rollout.engine.sampling import check
+from tunix.serving.batching import Batcher
+from tunix.serving.body import CompletionBody
+from tunix.types import Completion, Workload
+
+FIRST = "first"
+"""The version of the weights that a server is started with."""
+
+
+class Refusal(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: int, message: str):
+        """An HTTP status, and why."""
+        super().__init__(message)
+        self.status = status
+
+
+class Service:
+    """A model that answers requests."""
+
+    def __init__(self, inference: InferenceModel, *, adapters: bool = False):
+        """Reads the weights.
+
+        Args:
+            inference: the model; its engine is not used, since weights are replaced here.
+            adapters: whether adapters may be loaded beside the weights, which are kept for that.
+
+        Raises:
+            UserError: the model is not accessible, or cannot sample.
+        """
+        self._inference, self._keeps = inference, adapters
+        self.name, self.length, self.version = inference.options.model, inference.limit, FIRST
+        model, params, self._mesh = inference.weights()
+        decode = inference.tokenizer.decode if inference.tokenizer else None
+        self.engine = Engine(model, self._mesh, slots=inference.slots, length=self.length, decode=decode)
+        self._adapters: dict[str, LoadedAdapter] = {}
+        self._folders: dict[str, Path] = {}
+        self._params: Params | None = params
+        self._publications, self._stale = 0, True
+        self._publish()
+        self._batches = Batcher(self.engine, self._publish)
+
+    def warm(self) -> None:
+        """Compiles what the longest requests need, so that nothing compiles while they are answered."""
+        self.engine.warm(Workload(self.engine.slots, self.engine.slots, self.length, self.length))
+
+    def close(self) -> None:
+        """Ends the answering."""
+        self._batches.close()
+
+    def complete(self, body: CompletionBody) -> tuple[np.ndarray, Future[Completion]]:
+        """The tokens `[T]` of a request's prompt, and its completion, to come.
+
+        Raises:
+            Refusal: there is no such model, or the request is invalid.
+        """
+        adapter = None if body.model == self.name else body.model
+        if adapter is not None and adapter not in self._adapters:
+            raise Refusal(404, f"The model `{adapter}` does not exist: this is {self.name}")
+        prompt = np.array(self.tokens(body.prompt) if isinstance(body.prompt, str) else body.prompt, np.int32)
+        sampling = body.sampling(self._inference.source.stop_ids)
+        if sampling.stop_strings and self._inference.tokenizer is None:
+            raise Refusal(400, f"{self.name} has no tokenizer to find stop strings with: send stop_token_ids")
+        room = max(self.length - len(prompt), 1)
+        request = body.request(prompt, replace(sampling, max_tokens=min(sampling.max_tokens, room)), adapter)
+        try:
+            check(request.sampling, self.engine.model.config.vocab_size)
+            check_prompt(0, prompt, self.length, self.engine.model.config.vocab_size)
+        except UserError as error:
+            raise Refusal(400, str(error)) from None
+        return prompt, self._batches.submit(request)
+
+    def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
+        """The text of a completion, without the stop string; None without a tokenizer."""
+        tokenizer = self._inference.tokenizer
+        if tokenizer is None:
+            return None
+        return until_stop(
+            tokenizer.decode(completion.tokens, skip_special=skip_special), completion.sampling.stop_strings
+        )
+
+    def tokens(self, text: str) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            Refusal: there is no tokenizer.
+        """
+        if self._inference.tokenizer is None:
+            raise Refusal(400, f"{self.name} has no tokenizer: send token ids")
+        return list(self._inference.tokenizer.encode(text))
+
+    def cards(self) -> list[dict[str, Any]]:
+        """What is served: the model, and each adapter of it."""
+        base = {"id": self.name, "object": "model", "root": self.name, "parent": None, "max_model_len": self.length}
+        more = [
+            {"id": name, "object": "model", "root": str(folder), "parent": self.name}
+            for name, folder in self._folders.items()
+        ]
+        return [base, *more]
+
+    def pause(self) -> None:
+        """Begins no request any more, and waits for those that have begun."""
+        self._batches.pause()
+
+    def resume(self) -> None:
+        """Begins requests again."""
+        self._batches.resume()
+
+    def load(self, folder: Path) -> None:
+        """Answers from the weights of a folder, of the same structure.
+
+        Raises:
+            Refusal: they are not there, or of another model; the weights stay as they are.
+        """
+        try:
+            source = pretrained(str(folder))
+            if source.decoder != self._inference.source.decoder:
+                raise UserError(f"{folder} holds a model of another structure than {self.name}")
+            with self._batches.idle():
+                self._params = loaded(source, self._inference.options.dtype, self._mesh)[1]
+                self._stale = True
+                self._publish()
+        except UserError as error:
+            raise Refusal(400, str(error)) from None
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Serves a PEFT folder's adapter under a name, beside the weights.
+
+        Raises:
+            Refusal: adapters are not loaded here, or it does not fit.
+        """
+        if not self._keeps:
+            raise Refusal(400, "it was started without --enable-lora")
+        if name in self._adapters or name == self.name:
+            raise Refusal(400, f"{name} is served already")
+        try:
+            assert self._params is not None
+            adapter = LoadedAdapter(*beside(self.engine.model, self._params, self._mesh, folder))
+        except UserError as error:
+            raise Refusal(400, str(error)) from None
+        self._replace({**self._adapters, name: adapter}, {**self._folders, name: folder})
+
+    def unload_adapter(self, name: str) -> None:
+        """Serves an adapter no more.
+
+        Raises:
+            Refusal: there is none of that name.
+        """
+        if name not in self._adapters:
+            raise Refusal(404, f"there is no adapter {name}")
+        self._replace(
+            {key: one for key, one in self._adapters.items() if key != name},
+            {key: one for key, one in self._folders.items() if key != name},
+        )
+
+    def _replace(self, adapters: Mapping[str, LoadedAdapter], folders: Mapping[str, Path]) -> None:
+        """Notes which adapters there are: they are published before the next requests, several changes at once."""
+        with self._batches.idle():
+            self._adapters, self._folders, self._stale = dict(adapters), dict(folders), True
+
+    def _publish(self) -> None:
+        """Gives the engine what was loaded since it was given something last."""
+        if not self._stale:
+            return
+        assert self._params is not None
+        self._publications, self._stale = self._publications + 1, False
+        self.engine.publish(self._params, self._publications, self._adapters)
+        if not self._keeps:
+            self._params = None
