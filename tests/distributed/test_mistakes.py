@@ -187,6 +187,8 @@ def test_killed_on_eight_devices_it_goes_on_with_four(tmp_path: Path):
         run = Several(tmp_path, 1, ["r.yaml", f"output={output}"], devices=devices)
         if (output, devices) == ("run", 8):
             until_step(run, tmp_path / "run", 6)
+            while not any(path.name.isdigit() for path in (tmp_path / "run/checkpoints").glob("*")):
+                time.sleep(0.01)  # it is written while steps go on
             run.processes[0].kill()
             run.wait()
         else:

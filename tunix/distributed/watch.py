@@ -103,6 +103,12 @@ def _all_fail() -> bool:
     return True
 
 
+def _let_it_look(since: float) -> None:
+    """Waits until the watch would have seen that a process is dead, which then ends this one: an error that others do
+    not have is most likely what a dead process has left, such as an answer that does not come."""
+    time.sleep(max(SILENCE + 3 * PULSE - (time.monotonic() - since), 0.0))
+
+
 @contextmanager
 def together(say: Callable[[str], None]) -> Iterator[None]:
     """Watches the other processes meanwhile; where this one fails, they are told.
@@ -123,14 +129,15 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
         raise
     except UserError as error:
         # Most mistakes are found by all: then nobody is stopped while it saves what was trained.
+        began = time.monotonic()
         if _all_fail():
             _part(watch)
         else:
+            _let_it_look(began)
             watch.give_up(first_line(error))
         raise
     except jax.errors.JaxRuntimeError as error:
-        # Most likely a connection that a dead process has left: the watch knows within `SILENCE` which one.
-        time.sleep(SILENCE + 3 * PULSE)
+        _let_it_look(time.monotonic())
         watch.give_up(first_line(error))
         raise
     except BaseException as error:
