@@ -1,0 +1,41 @@
+"""What a process makes of an error while another one is dead."""
+
+import pytest
+
+from tunix.distributed import watch
+from tunix.errors import UserError
+
+
+class Store:
+    """A coordinator's store in which process 0 gives no sign of life."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+
+def test_an_error_that_a_dead_process_has_left_does_not_hide_its_death(monkeypatch: pytest.MonkeyPatch):
+    """An answer that does not come is an error of this process alone, at once; that 0 is dead is known later."""
+    store, found = Store(), list[tuple[int, str]]()
+
+    def unanswered(*_: object) -> list[bytes]:
+        raise UserError("process 0 did not answer")
+
+    def ended(self: watch.Watch, other: int, reason: str) -> None:
+        found.append((other, reason))
+
+    for name, value in (("PULSE", 0.05), ("SILENCE", 0.5), ("number", lambda: 2), ("index", lambda: 1)):
+        monkeypatch.setattr(watch, name, value)
+    monkeypatch.setattr(watch, "store", lambda: store)
+    monkeypatch.setattr(watch, "exchanged", unanswered)
+    monkeypatch.setattr(watch.Watch, "_end", ended)
+    with pytest.raises(UserError, match="did not answer"), watch.together(print):
+        raise UserError("process 0 did not answer (rows/3)")
+    assert found
+    assert found[0][0] == 0
+    assert "no sign of life" in found[0][1]
