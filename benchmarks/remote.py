@@ -1,9 +1,9 @@
-"""`python -m benchmarks.remote`: completions of a real vLLM beside those of our own engine, in one run.
+"""`python -m benchmarks.remote`: completions of servers beside those of the engine in the trainer, in one run.
 
-The small Llama shape with random weights, 16 x (64 + 64) tokens. Both engines get what the trainer hands over, and take
+The small Llama shape with random weights, 16 x (64 + 64) tokens. Each gets what the trainer hands over, and they take
 turns: an update, the hand-over, the sampling. Reported are the seconds of the hand-over, the sampled tokens a second,
-and how much the log-probs of trainer and sampler differ; for an adapter and for all weights. TUNIX_VLLM names the
-Python of an environment with vLLM (docs/guide/servers.md).
+and how much the log-probs of trainer and sampler differ; for an adapter and for all weights. The servers are a `tunix
+serve` and, where TUNIX_VLLM names the Python of an environment with it (docs/guide/servers.md), a vLLM.
 """
 
 import argparse
@@ -11,7 +11,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real_vllm import PYTHON, WHY, real
+from benchmarks.servers import PYTHON, WHY, ours, real
 from benchmarks.shapes import LORA, OPTIMIZER, SHAPES
 from tunix.config import DType, MeshConfig, ModelConfig
 from tunix.data.packing import pack
@@ -96,11 +97,13 @@ def _differences(client: Trainer, prompts: list[np.ndarray], found: list[Complet
 
 
 def measured(
-    folder: Path, work: Path, url: str, dtype: DType, adapter: AdapterConfig | None, turns: int
+    folder: Path, work: Path, urls: Mapping[str, str], dtype: DType, adapter: AdapterConfig | None, turns: int
 ) -> dict[str, list[Turn]]:
-    """The turns of both engines, one after the other; the first of each, which compiles, is left out."""
-    servers = ServerSettings((url,), 600.0, work, SAMPLING.temperature, tolerance=5.0)
-    clients = {"tunix": client_on(folder, dtype, adapter, None), "vLLM": client_on(folder, dtype, adapter, servers)}
+    """The turns of all engines, one after the other; the first of each, which compiles, is left out."""
+    clients = {"tunix": client_on(folder, dtype, adapter, None)}
+    for name, url in urls.items():
+        servers = ServerSettings((url,), 600.0, work / name, SAMPLING.temperature, tolerance=5.0)
+        clients[name] = client_on(folder, dtype, adapter, servers)
     rng = np.random.default_rng(0)
     vocab = clients["tunix"].learner.spec.model.config.vocab_size
     found: dict[str, list[Turn]] = {name: [] for name in clients}
@@ -134,8 +137,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     words: Any = parser.parse_args()
     if PYTHON is None:
-        print(WHY, file=sys.stderr)
-        return 2
+        print(f"no vLLM: {WHY}", file=sys.stderr)
     table = Table("handed over", "engine", "hand-over s", "tokens/s", "mismatch, mean", "max")
     with tempfile.TemporaryDirectory() as place:
         work, config = Path(place), SHAPES["small"].config
@@ -143,10 +145,15 @@ def main() -> int:
         params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
         save_folder(work / "model", config, params, source=None, dtype=words.dtype)
         bytes_tokenizer("llama3").save(work / "model")
+        size: dict[str, Any] = {"length": LENGTH, "dtype": words.dtype}
         lora = ("--enable-lora", "--max-lora-rank", str(LORA.rank))
-        with real(work / "model", work / "log", *lora, length=LENGTH, dtype=words.dtype) as url:
+        with ExitStack() as stack:
+            slots = ("--enable-lora", "--slots", str(PROMPTS))
+            urls = {"tunix serve": stack.enter_context(ours(work / "model", work / "log.tunix", *slots, **size))}
+            if PYTHON is not None:
+                urls["vLLM"] = stack.enter_context(real(work / "model", work / "log.vllm", *lora, **size))
             for what, adapter in (("adapter", LORA), ("all weights", None)):
-                found = measured(work / "model", work / "weights", url, words.dtype, adapter, words.turns)
+                found = measured(work / "model", work / "weights", urls, words.dtype, adapter, words.turns)
                 for name, turns in found.items():
                     table.add_row(what, name, *row(turns))
     Console(width=120).print(f"{words.dtype}, small, {PROMPTS} x ({PROMPT} + {NEW}) tokens", table)

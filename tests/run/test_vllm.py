@@ -1,6 +1,6 @@
 """A real vLLM: runs whose completions it samples, and what it makes of folders that tunix exports.
 
-Slow, and skipped where there is none: TUNIX_VLLM names the Python of its environment (`benchmarks/real_vllm.py`).
+Slow, and skipped where there is none: TUNIX_VLLM names the Python of its environment (`benchmarks/servers.py`).
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real_vllm import PYTHON, WHY, real
+from benchmarks.servers import PYTHON, WHY, real
 from tests.real_vllm import FAMILIES, family_folder, greedy
 from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy

@@ -1,9 +1,5 @@
 """tunix's own server: what it samples is what the engine samples, whoever else asks; what it cannot do, it refuses."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+from benchmarks.servers import ours
 from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, model_folder, train
@@ -167,9 +164,9 @@ def test_a_run_samples_there_and_two_servers_are_one(model: Path, serve: Serve, 
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["mismatch/max"] < 1e-5 and row["mismatch/corrected"] == 0 for row in rows)
     assert any(row["train/loss"] != 0 for row in rows)
-    for ours, theirs in zip(numbers_of("two"), numbers_of("one"), strict=True):
-        for name in ours:
-            assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), name
+    for two, one in zip(numbers_of("two"), numbers_of("one"), strict=True):
+        for name in two:
+            assert one[name] == pytest.approx(two[name], abs=1e-5, rel=1e-5), name
 
 
 def test_steps_are_sampled_ahead_on_servers_and_replayed(model: Path, serve: Serve):
@@ -205,21 +202,8 @@ def test_what_goes_on_under_new_weights_needs_our_own_engine(model: Path, capsys
 
 @pytest.mark.slow
 def test_the_command_answers_until_it_is_told_to_end(model: Path, tmp_path: Path):
-    port = 18473
-    words = [sys.executable, "-m", "tunix.cli", "serve", str(model), "--port", str(port), "--slots", "2"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(words, stderr=log, env=env) as process:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
-        while time.monotonic() < deadline:
-            try:
-                assert httpx.get(f"{url}/health", timeout=5).status_code == 200
-                break
-            except httpx.TransportError:
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.2)
+    with ours(model, tmp_path / "log", "--slots", "2") as url:
         assert len(asked(url, body(2), model)["token_ids"]) == 13
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130, -signal.SIGINT)
     told = (tmp_path / "log").read_text()
     assert f"{url} answers, up to 128 tokens" in told
     assert "Traceback" not in told

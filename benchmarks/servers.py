@@ -1,15 +1,16 @@
-"""A real vLLM on this machine, for the slow tests and `benchmarks.remote`: where TUNIX_VLLM names the Python of its
-environment. docs/guide/servers.md says how to install one that runs on a CPU.
+"""Servers on this machine, for the slow tests and `benchmarks.remote`: `tunix serve`, and a real vLLM where TUNIX_VLLM
+names the Python of its environment. docs/guide/servers.md says how to install one that runs on a CPU.
 """
 
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,19 +33,36 @@ def real(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "
         dtype: of its computation.
     """
     assert PYTHON is not None, WHY
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", dtype]
-    command += ["--max-model-len", str(length), "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-model-len", str(length), "--enforce-eager", "--host", "127.0.0.1"]
     # A prompt is computed in one piece: with seeds, 0.32 on a CPU ends where one is divided.
     command += ["--max-num-batched-tokens", str(max(4096, length)), "--logprobs-mode", "processed_logprobs", *words]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     own |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     rest = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    with _process(command, {**rest, **own}, log) as address:
+        yield address
+
+
+@contextmanager
+def ours(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "float32") -> Iterator[str]:
+    """The address of a `tunix serve` of a folder, while it answers; arguments as in `real`."""
+    command = [sys.executable, "-m", "tunix.cli", "serve", str(folder), "--dtype", dtype]
+    command += ["--max-length", str(length), *words]
+    with _process(command, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}, log) as address:
+        yield address
+
+
+@contextmanager
+def _process(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[str]:
+    """The address of a server that a command starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*command, "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, env={**rest, **own}, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True
+            command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True
         )
         try:
             address = f"http://127.0.0.1:{port}"
@@ -70,4 +88,4 @@ def _wait(process: subprocess.Popen, address: str, log: Path) -> None:
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(1)
-    raise AssertionError(f"vLLM is not up:\n{log.read_text(errors='replace')[-3000:]}")
+    raise AssertionError(f"the server is not up:\n{log.read_text(errors='replace')[-3000:]}")
