@@ -27,8 +27,9 @@ class RolloutConfig(Config):
 
     engine: Literal["tunix", "vllm"] = "tunix"
     """Who samples: `tunix`, an engine in this process on the devices of the policy; `vllm`, the servers that `servers`
-    names (https://docs.vllm.ai). They compute with other kernels, so that the difference to the trainer is larger; it
-    is measured at every step, and corrected for: `algorithm.correction` is `truncate` by default there."""
+    names, of vLLM (https://docs.vllm.ai) or `tunix serve`. vLLM computes with other kernels, so that the difference to
+    the trainer is larger; it is measured at every step, and corrected for: `algorithm.correction` is `truncate` by
+    default there."""
     servers: tuple[str, ...] = ()
     """Addresses of the servers, such as [http://host:8000]; all of them have to serve the model of this run. Requests
     are spread over them, and those of one that dies are sent to the others."""
@@ -61,7 +62,8 @@ class RolloutConfig(Config):
     and the others are continued in the next step. Which are first depends on `slots`, `memory` and `mesh`."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Steps that the weights which sampled a completion's first token may be older than those that learn from it. 0:
-    sampling and learning take turns. From 1 on the next steps are sampled meanwhile, on `mesh.devices` of their own."""
+    sampling and learning take turns. From 1 on the next steps are sampled meanwhile, on `mesh.devices` of their own
+    or on `servers`."""
     in_flight: Literal["finish", "continue"] | None = None
     """What completions do whose weights are replaced while they are sampled: `finish` under the old ones, or `continue`
     under the new ones, so that each token has a version. Null: finish. Only with `max_staleness`."""
