@@ -1,4 +1,4 @@
-"""A small stand-in for a vLLM server: its protocol over HTTP, answered by our own engine, so that log-probs are true.
+"""A small stand-in for a vLLM server: its protocol over HTTP, answered by tunix's own, so that log-probs are true.
 
 `manners` says what it does wrong: it can hang, die, refuse, answer twice, leave ids out, or lie about its weights.
 """
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,13 @@ from urllib.parse import parse_qs, urlsplit
 import jax
 import numpy as np
 
-from tunix.config import MeshConfig
-from tunix.errors import UserError
-from tunix.hf.source import beside, loaded, pretrained
-from tunix.lora.multi_lora import LoadedAdapter
-from tunix.mesh import build_mesh
-from tunix.rollout.engine.engine import Engine
+from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.engine.request import Request
-from tunix.types import Completion, Sampling
+from tunix.serving.body import CompletionBody
+from tunix.serving.service import Refusal, Service
+from tunix.types import Sampling
 
 LENGTH = 64
-
-
-class Refusal(Exception):
-    """An answer that is an error: (status, message)."""
 
 
 @dataclass
@@ -77,26 +70,29 @@ class FakeVLLM:
         """The weights and adapters that were loaded, in order."""
         self.settings: list[dict[str, Any]] = []
         """The bodies of the completions that were asked for."""
-        self.adapters: dict[str, LoadedAdapter] = {}
-        self.places: dict[str, str] = {}
-        self.version, self.paused, self.gone = "default", False, False
-        self._lock, self._mesh = threading.Lock(), build_mesh(MeshConfig(), jax.devices()[:1])
+        self.gone, self._lock = False, threading.Lock()
+        self._here, self.most = 0, 0
+        """Completions that it has been asked for and has not answered: now, and at most."""
         self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self.source = pretrained(str(folder))
-        self.model, self.params = loaded(self.source, "float32", self._mesh)
-        tokenizer = self.source.tokenizer
-        decode = None if tokenizer is None else tokenizer.decode
-        self.engine = Engine(self.model, self._mesh, slots=1, length=self.length, decode=decode)
-        self._publish()
+        options = InferenceOptions(str(folder), slots=1, length=self.length)
+        self.service = Service(InferenceModel(options), adapters=True, devices=jax.devices()[:1])
+        self.service.name, self.paused = self.name, False
 
-    def _publish(self) -> None:
-        self.engine.publish(self.params, 0, self.adapters)
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that it serves."""
+        return [card["id"] for card in self.service.cards()[1:]]
+
+    @property
+    def version(self) -> str:
+        """What it says that its weights are."""
+        return self.service.version
 
     def restart(self, folder: Path) -> None:
         """As a supervisor would: the first weights again, and no adapter."""
-        self.version, self.adapters, self.places = "default", {}, {}
+        self.service.close()
         self._read(folder)
 
     def complete(self, body: dict[str, Any], identity: str) -> dict[str, Any]:
@@ -104,6 +100,9 @@ class FakeVLLM:
         manners = self.manners
         while manners.hangs.is_set():
             time.sleep(0.02)
+        with self._lock:
+            self._here += 1
+            self.most = max(self.most, self._here)
         time.sleep(manners.delay)
         if not identity.startswith(("tunix-probe", "tunix-vocabulary")):
             if manners.dies_after is not None:
@@ -118,54 +117,24 @@ class FakeVLLM:
         if manners.swaps:
             manners.swaps -= 1
             identity = "tunix-another"
-        with self._lock:
-            return self._answer(body, identity)
+        with self._lock:  # one after the other, so that a caller sees them end one by one
+            self._here -= 1
+            return self._answer({**body, "request_id": identity})
 
-    def _answer(self, body: dict[str, Any], identity: str) -> dict[str, Any]:
-        adapter = body["model"] if body["model"] != self.name else None
-        if adapter is not None and adapter not in self.adapters:
-            raise Refusal(404, f"The model `{adapter}` does not exist.")
-        prompt = np.array(body["prompt"], np.int32)
-        if int(prompt.max()) >= self.model.config.vocab_size:
-            raise Refusal(400, f"Token id {int(prompt.max())} is out of vocabulary")
-        sampling = Sampling(
-            max_tokens=body["max_tokens"],
-            temperature=float(body["temperature"]),
-            top_k=body["top_k"],
-            top_p=float(body["top_p"]),
-            min_p=float(body["min_p"]),
-            stop_ids=tuple(body["stop_token_ids"]),
-            stop_strings=tuple(body["stop"]),
-            top_logprobs=body["logprobs"],
-        )
-        (found,) = self.engine.run([Request(prompt, sampling, body["seed"] % 2**32, adapter=adapter)])
-        return self._written(body, identity, found, prompt, adapter)
-
-    def _written(
-        self, body: dict[str, Any], identity: str, found: Completion, prompt: np.ndarray, adapter: str | None
-    ) -> dict[str, Any]:
-        logprobs = found.logprobs
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        asked = CompletionBody.model_validate(body)
+        prompt, future = self.service.complete(asked)
+        found = future.result(60)
         if self.manners.raw:
             whole = np.concatenate([prompt, found.tokens])
-            scored = Request(whole, Sampling(1, prompt_logprobs=True), 0, adapter=adapter)
-            (again,) = self.engine.run([scored])
+            adapter = None if asked.model == self.name else asked.model
+            (again,) = self.service.engine.run([Request(whole, Sampling(1, prompt_logprobs=True), 0, adapter=adapter)])
             assert again.prompt_logprobs is not None
-            logprobs = again.prompt_logprobs[len(prompt) :]
-        values = (logprobs + self.manners.offset).tolist()
-        names = [f"token_id:{token}" for token in found.tokens]
-        top = [{name: value} for name, value in zip(names, values, strict=True)]
-        if found.top is not None:
-            for listed, ids, likely in zip(top, *found.top, strict=True):
-                listed |= {f"token_id:{i}": float(x) for i, x in zip(ids, likely, strict=True)}
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": "?",
-            "finish_reason": found.finish,
-            "logprobs": {"token_logprobs": values, "tokens": names, "top_logprobs": top},
-        }
-        if not self.manners.keeps_ids:
-            choice |= {"token_ids": found.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
-        return {"id": f"cmpl-{identity}", "model": body["model"], "choices": [choice]}
+            found = replace(found, logprobs=again.prompt_logprobs[len(prompt) :])
+        answer = asked.answer(prompt, replace(found, logprobs=found.logprobs + np.float32(self.manners.offset)), "?")
+        if self.manners.keeps_ids:
+            del answer["choices"][0]["token_ids"], answer["choices"][0]["prompt_token_ids"]
+        return answer
 
     def get(self, path: str) -> Any:
         """Answers a GET."""
@@ -174,30 +143,29 @@ class FakeVLLM:
                 raise Refusal(503, "the engine is dead")
             return ""
         if path == "/weight_info":
-            return {"weight_version": self.version}
+            return {"weight_version": self.service.version}
         if path == "/v1/models":
-            base = {"id": self.name, "root": self.name, "parent": None, "max_model_len": self.length}
-            more = [{"id": name, "root": self.places[name], "parent": self.name} for name in self.adapters]
-            return {"data": [base, *more]}
+            return {"data": self.service.cards()}
         raise Refusal(404, "Not Found")
 
     def post(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Any:
         """Answers a POST, but for completions."""
         if path == "/tokenize":
-            assert self.source.tokenizer is not None
-            ids = self.source.tokenizer.encode(body["prompt"])
+            ids = self.service.tokens(body["prompt"])
             return {"tokens": [i + 1 for i in ids] if self.manners.odd_tokens else ids, "max_model_len": self.length}
         if path == "/pause":
             assert query == {"mode": ["wait"]}
+            self.service.pause()
             self.paused = True
             return {"status": "paused"}
         if path == "/resume":
+            self.service.resume()
             self.paused = False
             return {"status": "resumed"}
         if path == "/reset_prefix_cache":
             return {"success": True}
         if path == "/update_weight_version":
-            self.version = body["new_version"]
+            self.service.version = body["new_version"]
             return {"success": True}
         if path == "/collective_rpc":
             assert self.paused
@@ -208,9 +176,7 @@ class FakeVLLM:
             self._load_adapter(body["lora_name"], Path(body["lora_path"]))
             return "Success"
         if path == "/v1/unload_lora_adapter":
-            if body["lora_name"] not in self.adapters:
-                raise Refusal(404, "no such adapter")
-            del self.adapters[body["lora_name"]]
+            self.service.unload_adapter(body["lora_name"])
             return "Success"
         raise Refusal(404, "Not Found")
 
@@ -218,26 +184,18 @@ class FakeVLLM:
         self.loads.append(folder.name)
         if self.manners.stale:
             return
+        before = self.service.params
         try:
-            source = pretrained(str(folder))
-            if source.decoder != self.source.decoder:
-                raise KeyError("a parameter has another shape")
-            with self._lock:
-                kept = {"embed/w": self.params["embed/w"]} if self.manners.partial else {}
-                self.params = {**loaded(source, "float32", self._mesh)[1], **kept}
-                self._publish()
-        except (UserError, KeyError) as error:
+            self.service.load(folder)
+        except Refusal as error:
             raise Refusal(500, f"Call to collective_rpc method failed: {error}") from error
+        if self.manners.partial and before and self.service.params:
+            self.service.publish({**self.service.params, "embed/w": before["embed/w"]})
 
     def _load_adapter(self, name: str, folder: Path) -> None:
         self.loads.append(name)
-        with self._lock:
-            if self.manners.stale and self.adapters:
-                self.adapters[name] = next(iter(self.adapters.values()))
-            else:
-                self.adapters[name] = LoadedAdapter(*beside(self.model, self.params, self._mesh, folder))
-            self.places[name] = str(folder)
-            self._publish()
+        before = [Path(card["root"]) for card in self.service.cards()[1:]]
+        self.service.load_adapter(name, before[0] if self.manners.stale and before else folder)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -261,8 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             found = answer()
         except Refusal as error:
-            status, message = error.args
-            found = {"error": {"message": message, "code": status}}
+            status, found = error.status, {"error": {"message": str(error), "code": error.status}}
         except ConnectionAbortedError:
             self.close_connection = True
             return

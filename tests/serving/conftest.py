@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import jax
 import pytest
 import uvicorn
 
@@ -46,7 +47,7 @@ def serve(model: Path) -> Iterator[Callable[..., tuple[Service, str]]]:
 
         def started(adapters: bool = False, slots: int = 8) -> tuple[Service, str]:
             inference = InferenceModel(InferenceOptions(str(model), slots=slots, length=LENGTH))
-            service = Service(inference, adapters=adapters)
+            service = Service(inference, adapters=adapters, devices=jax.devices()[:1])
             return service, stack.enter_context(listening(service))
 
         yield started

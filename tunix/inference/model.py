@@ -8,7 +8,7 @@ Axes: T time.
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -132,10 +132,10 @@ class InferenceModel:
         """Variables for the chat template, from the run."""
         return self.trained_on.template_kwargs if self.trained_on else {}
 
-    def weights(self) -> tuple[Model, Params, Mesh]:
-        """Reads the weights onto all devices; the caller owns them, since they are not cached."""
+    def weights(self, devices: Sequence[Any] | None = None) -> tuple[Model, Params, Mesh]:
+        """Reads the weights onto these devices, by default all; the caller owns them, since they are not cached."""
         prepare_jax()
-        mesh = build_mesh(MeshConfig())
+        mesh = build_mesh(MeshConfig(), devices)
         return *loaded(self.source, self.options.dtype, mesh), mesh
 
     @cached_property

@@ -4,6 +4,7 @@ Axes: T time.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from tunix.serving.batching import Batcher
 from tunix.serving.body import CompletionBody
 from tunix.types import Completion, Workload
 
-FIRST = "first"
-"""The version of the weights that a server is started with."""
+FIRST = "default"
+"""The version of the weights that a server is started with, as vLLM calls it."""
 
 
 class Refusal(Exception):
@@ -40,24 +41,26 @@ class Refusal(Exception):
 class Service:
     """A model that answers requests."""
 
-    def __init__(self, inference: InferenceModel, *, adapters: bool = False):
+    def __init__(self, inference: InferenceModel, *, adapters: bool = False, devices: List[Any] | None = None):
         """Reads the weights.
 
         Args:
             inference: the model; its engine is not used, since weights are replaced here.
             adapters: whether adapters may be loaded beside the weights, which are kept for that.
+            devices: where the model is; None for all.
 
         Raises:
             UserError: the model is not accessible, or cannot sample.
         """
         self._inference, self._keeps = inference, adapters
         self.name, self.length, self.version = inference.options.model, inference.limit, FIRST
-        model, params, self._mesh = inference.weights()
+        model, params, self._mesh = inference.weights(devices)
         decode = inference.tokenizer.decode if inference.tokenizer else None
         self.engine = Engine(model, self._mesh, slots=inference.slots, length=self.length, decode=decode)
         self._adapters: dict[str, LoadedAdapter] = {}
         self._folders: dict[str, Path] = {}
-        self._params: Params | None = params
+        self.params: Params | None = params
+        """The weights, where they are kept for adapters; None else."""
         self._publications, self._stale = 0, True
         self._publish()
         self._batches = Batcher(self.engine, self._publish)
@@ -138,12 +141,15 @@ class Service:
             source = pretrained(str(folder))
             if source.decoder != self._inference.source.decoder:
                 raise UserError(f"{folder} holds a model of another structure than {self.name}")
-            with self._batches.idle():
-                self._params = loaded(source, self._inference.options.dtype, self._mesh)[1]
-                self._stale = True
-                self._publish()
+            self.publish(loaded(source, self._inference.options.dtype, self._mesh)[1])
         except UserError as error:
             raise Refusal(400, str(error)) from None
+
+    def publish(self, params: Params) -> None:
+        """Answers from these weights, as soon as the requests that have begun are answered."""
+        with self._batches.idle():
+            self.params, self._stale = params, True
+            self._publish()
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Serves a PEFT folder's adapter under a name, beside the weights.
@@ -156,8 +162,8 @@ class Service:
         if name in self._adapters or name == self.name:
             raise Refusal(400, f"{name} is served already")
         try:
-            assert self._params is not None
-            adapter = LoadedAdapter(*beside(self.engine.model, self._params, self._mesh, folder))
+            assert self.params is not None
+            adapter = LoadedAdapter(*beside(self.engine.model, self.params, self._mesh, folder))
         except UserError as error:
             raise Refusal(400, str(error)) from None
         self._replace({**self._adapters, name: adapter}, {**self._folders, name: folder})
@@ -184,8 +190,8 @@ class Service:
         """Gives the engine what was loaded since it was given something last."""
         if not self._stale:
             return
-        assert self._params is not None
+        assert self.params is not None
         self._publications, self._stale = self._publications + 1, False
-        self.engine.publish(self._params, self._publications, self._adapters)
+        self.engine.publish(self.params, self._publications, self._adapters)
         if not self._keeps:
-            self._params = None
+            self.params = None

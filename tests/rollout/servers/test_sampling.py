@@ -5,7 +5,6 @@ All samplers ask small Llamas whose log-probs are true; what is sampled is compa
 
 import logging
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -268,7 +267,6 @@ def test_many_requests_are_in_flight_at_once(policy: Policy, start: Any):
     sampler.publish(policy.params, 0)
     sampler.sample(PROMPTS, 1, Sampling(1), 0)
     fake.manners.delay = 0.3
-    began = time.monotonic()
     found = flat(sampler.sample(PROMPTS, 20, Sampling(1), 0))
     assert len(found) == 60
-    assert time.monotonic() - began < 60 * 0.3 / 3  # one after the other: 18 s
+    assert fake.most == 60

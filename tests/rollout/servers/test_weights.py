@@ -62,9 +62,8 @@ def test_equal_weights_under_another_version_are_no_lie(policy: Policy, start: A
 
 
 def _other_model(fake: FakeVLLM, policy: Policy) -> None:
-    fake.params = policy.moved(0.3)
+    fake.service.publish(policy.moved(0.3))
     fake.manners.stale = True
-    fake._publish()
 
 
 FAULTS: dict[str, tuple[Callable[[FakeVLLM, Policy], None], str]] = {
@@ -73,7 +72,7 @@ FAULTS: dict[str, tuple[Callable[[FakeVLLM, Policy], None], str]] = {
     "model": (_other_model, "log-probs of a probe differ"),
     "offset": (lambda fake, _: setattr(fake.manners, "offset", -0.5), "log-probs of a probe differ"),
     "tokens": (lambda fake, _: setattr(fake.manners, "odd_tokens", True), "another tokenizer"),
-    "length": (lambda fake, _: setattr(fake, "length", 32), "--max-model-len 64"),
+    "length": (lambda fake, _: setattr(fake.service, "length", 32), "--max-model-len 64"),
     "gone": (lambda fake, _: setattr(fake, "gone", True), "the engine is dead"),
 }
 
