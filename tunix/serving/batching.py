@@ -77,7 +77,7 @@ class Batcher:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread; requests that wait are not answered any more."""
+        """Ends the thread; what has not been answered is not answered any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -99,8 +99,10 @@ class Batcher:
             time.sleep(GATHER)
         with self._changed:
             if self._closed:
-                for one in (*carried, *self._waiting):
+                for one in self._waiting:
                     one.future.cancel()
+                for one in carried:
+                    one.future.set_exception(RuntimeError("the server ends"))
                 return None
             taken, self._waiting = ([], self._waiting) if self._paused else (self._waiting, [])
             # Whoever has gone meanwhile is not answered.

@@ -61,6 +61,13 @@ def test_equal_weights_under_another_version_are_no_lie(policy: Policy, start: A
     assert sampler.sample(PROMPTS[:1], 1, WARM, 5)[0][0].versions[0] == 1
 
 
+def test_a_server_that_a_killed_run_has_left_paused_goes_on(policy: Policy, start: Any):
+    sampler, (fake,) = start(timeout=20.0)
+    fake.service.pause()
+    sampler.publish(policy.params, 0)
+    assert sampler.sample(PROMPTS[:1], 1, WARM, 5)[0][0].finish == "length"
+
+
 def _other_model(fake: FakeVLLM, policy: Policy) -> None:
     fake.service.publish(policy.moved(0.3))
     fake.manners.stale = True

@@ -6,6 +6,7 @@ before, which is unloaded afterwards. Folders are deleted when no server reads t
 """
 
 import asyncio
+import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -81,6 +82,11 @@ class Handover:
         if self.adapter:
             return any(card["id"] == held.tag for card in await cards(server))
         return (await server.get("/weight_info")).get("weight_version") == held.tag
+
+    async def wake(self, server: Server) -> None:
+        """Has a server go on that a run which was killed while it handed weights over has left paused."""
+        with contextlib.suppress(Failed, Refused):  # it says so itself where it answers nothing
+            await server.post("/resume")
 
     async def tidy(self, server: Server) -> None:
         """Unloads adapters of this folder that a run which was killed has left behind."""

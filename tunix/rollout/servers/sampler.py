@@ -268,6 +268,7 @@ class ServerSampler:
             if drained is not None:
                 server.readmit()
             if drained is not None or not server.base:
+                await self._handover.wake(server)
                 await inspect(server, self._expected)
                 await self._handover.tidy(server)
             await self._handover.load(server, held)
