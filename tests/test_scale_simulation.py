@@ -1,6 +1,7 @@
 """The simulation of long-tailed rollouts (`benchmarks.scale`) against what can be computed without it."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,3 +89,17 @@ def test_oversampling_uses_more_of_the_slots():
     # Nothing is begun beyond what is trained on: the same as in turns.
     plain = simulate_oversampled(lengths, slots, 1.0, STEPS, oversample=1.0)
     assert plain.slots == pytest.approx(used_in_turns(lengths, slots, 1.0), rel=0.04)
+
+
+def test_the_page_has_the_arithmetic_of_today():
+    """The table of docs/scale.md: cases in its head, such as `512, 0.5`, and what is computed of them below."""
+    page = (Path(__file__).parents[1] / "docs/scale.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = {name: cells for name, *cells in lines}
+    for case, *stated in zip(
+        *(rows[name] for name in ("slots, sigma", "`E[M]`", "in turns, computed", "one ahead, computed")), strict=True
+    ):
+        slots, sigma = case.split(", ")
+        each = log_normal(float(sigma)), int(slots)
+        computed = (expected_longest(*each), used_in_turns(*each, 1.0), used_beside(*each, 1.0))
+        assert stated == [f"{number:.3f}" for number in computed], case
