@@ -85,7 +85,10 @@ def test_more_steps_ahead_stay_within_their_bounds(staleness: int):
 def test_oversampling_uses_more_of_the_slots():
     lengths, slots = log_normal(1.0), 64
     turns = simulated(lengths, slots, 1.0, 0, STEPS)
-    assert 1.2 * turns.slots < simulate_oversampled(lengths, slots, 1.0, STEPS).slots < 1
+    more = simulate_oversampled(lengths, slots, 1.0, STEPS)
+    assert 1.2 * turns.slots < more.slots < 1
+    # Six of eight groups are trained on in a step, so two are always a step later: 2/6 of a step for each.
+    assert more.late == pytest.approx(2 / 6, abs=0.01)
     # Nothing is begun beyond what is trained on: the same as in turns.
     plain = simulate_oversampled(lengths, slots, 1.0, STEPS, oversample=1.0)
     assert plain.slots == pytest.approx(used_in_turns(lengths, slots, 1.0), rel=0.04)

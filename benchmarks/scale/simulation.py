@@ -41,6 +41,10 @@ class Used(NamedTuple):
     """Of the learner, e.g. 0.24."""
     steps: float
     """Steps in a unit of time, e.g. 0.24."""
+    late: float = 0.0
+    """With oversampling: steps between the one that begins an answer and the one that learns from it; their mean."""
+    latest: int = 0
+    """The most such steps."""
 
 
 def simulate(lengths: np.ndarray, learning: np.ndarray, slots: int, staleness: int, *, refill: bool = False) -> Used:
@@ -102,15 +106,18 @@ def simulate_oversampled(
     lasts = learning * trained / groups
     left = lengths.draw(rng, (groups, GROUP))
     busy = time = 0.0
+    began, late = np.zeros(groups, int), []
     for step in range(steps + WARM):
         ends = left.max(axis=1)
         taken = np.argsort(ends, kind="stable")[:trained]
         took = float(ends[taken[-1]])
         if step >= WARM:
             busy, time = busy + float(np.minimum(left, took).sum()), time + took + lasts
+            late.append(step - began[taken])
         left = np.maximum(left - took, 0.0)
-        left[taken] = lengths.draw(rng, (trained, GROUP))
-    return Used(busy / slots / time, steps * lasts / time, steps / time)
+        left[taken], began[taken] = lengths.draw(rng, (trained, GROUP)), step + 1
+    ages = np.array(late)
+    return Used(busy / slots / time, steps * lasts / time, steps / time, float(ages.mean()), int(ages.max()))
 
 
 def simulated(
@@ -136,7 +143,9 @@ def column(lengths: Lengths, slots: int, learning: float, steps: int) -> dict[st
         found[f"refilled, k = {k}"] = both(simulated(lengths, slots, learning, k, steps, refill=True))
     for k in STALENESS[1:]:
         found[f"  at most, k = {k}"] = f"{most_used_refilled(lengths, slots, learning, k):.3f}"
-    found[f"k = 0, oversample {OVERSAMPLE:g}"] = both(simulate_oversampled(lengths, slots, learning, steps))
+    more = simulate_oversampled(lengths, slots, learning, steps)
+    found[f"k = 0, oversample {OVERSAMPLE:g}"] = both(more)
+    found["  steps late, mean, most"] = f"{more.late:.2f}, {more.latest}"
     return found
 
 
