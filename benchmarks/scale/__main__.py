@@ -17,7 +17,7 @@ def main() -> None:
     """Runs the parts that are named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without any")
-    parser.add_argument("--gigabytes", type=float, default=0.5, help="float32 weights that `handover` moves")
+    parser.add_argument("--gigabytes", type=float, default=0.25, help="float32 weights that `handover` moves")
     parser.add_argument("--steps", type=int, default=120, help="steps of `overlap` and `simulation`")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
