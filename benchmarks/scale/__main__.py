@@ -1,7 +1,7 @@
 """`python -m benchmarks.scale`: what more devices, more processes and sampling beside learning give, and cost.
 
 Without a part, all of them: `runs` (six runs of a tiny SFT and of a tiny GRPO, some minutes), `handover` (needs Linux,
-and 20 times `--gigabytes` of memory), `overlap` (some minutes, mostly asleep) and `simulation` (a minute).
+and ten times `--gigabytes` of memory), `overlap` (some minutes, mostly asleep) and `simulation` (a minute).
 """
 
 import argparse
