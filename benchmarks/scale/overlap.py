@@ -149,10 +149,8 @@ def predicted(each: Durations, staleness: int, steps: int) -> float:
 
 
 def show(console: Console, steps: int = 120) -> None:
-    """Measures and prints; on a busy machine one thread sleeps too long as well, so all is compared with the durations."""
-    title = (
-        f"{steps} steps, {MEAN * 1e3:.0f} ms each of both; times the steps/s of the durations in turns (as simulated)"
-    )
+    """Measures and prints; a busy machine wakes a single thread late as well, so all is compared with the durations."""
+    title = f"{steps} steps, {MEAN * 1e3:.0f} ms each of both; times the steps/s of these in turns (as simulated)"
     table = Table("durations", "one thread", *(f"k = {k}" for k in STALENESS), title=title)
     for name, each in durations(steps + max(STALENESS)).items():
         turns = predicted(each, 0, steps)
