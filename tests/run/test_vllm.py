@@ -70,6 +70,20 @@ def test_a_tied_head_that_a_cpu_does_not_renew_is_found_out(tmp_path: Path, caps
     assert code == 0 or "tied to the embeddings" in told
 
 
+def test_steps_are_sampled_ahead(tmp_path: Path):
+    """While the present step is learned from; each call under the weights that it was promised."""
+    model = family_folder(tmp_path / "model", "llama", tie_word_embeddings=False)
+    with real(model, tmp_path / "log", *LORA) as url:
+        for adapter in ({"rank": 4, "alpha": 16}, None):
+            on(url, model, adapter=adapter, steps=5, rollout__max_staleness=1)
+            train("r.yaml", "--fresh")
+            rows = [row for row in steps("run") if "rollout/staleness/max" in row]
+            assert [row["step"] for row in rows] == [2, 3, 4, 5]
+            assert {row["rollout/staleness/max"] for row in rows} <= {0, 1}
+            # Tokens of earlier weights are left out of it.
+            assert all(row["mismatch/max"] < 1e-4 for row in rows)
+
+
 def test_stop_strings(tmp_path: Path):
     model = family_folder(tmp_path / "model", "llama")
     with real(model, tmp_path / "log") as url:
