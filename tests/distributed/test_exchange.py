@@ -76,7 +76,7 @@ def test_groups_come_back_in_the_order_of_the_prompts_and_counts_are_sums(monkey
     def act(index: int) -> tuple[list[list[Scored]], dict[str, float]]:
         clock, own = Clock(), dealt(prompts)
         clock.count(tokens=len(own), **({"rewards": 0.5} if index else {}))
-        return shared([[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
+        return shared(lambda: [[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
 
     for groups, counted in pretended(monkeypatch, 2, act)[0]:
         assert counted == {"tokens": 3, "rewards": 0.5}

@@ -121,8 +121,8 @@ class Collector:
         """
         clock = Clock() if clock is None else clock
         mine = dealt(range(len(prompts)))
-        groups = self._of_these(sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring) if mine else []
-        groups = shared(groups, prompts, self.sampling, clock)
+        own = sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring
+        groups = shared(lambda: self._of_these(*own) if mine else [], prompts, self.sampling, clock)
         with clock.part("reward"):
             return scored_as_a_whole(groups, self._scorers[1])
 

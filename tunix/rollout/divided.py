@@ -1,10 +1,10 @@
 """The prompts of a step among the processes of a run: each samples and scores its own, and all receive all."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tunix.data.types import Prompt
 from tunix.distributed import processes
@@ -23,24 +23,38 @@ def dealt(items: List[Item]) -> list[Item]:
     return list(items[processes.index() :: processes.number()])
 
 
-def shared(groups: list[list[Scored]], prompts: List[Prompt], sampling: Sampling, clock: Clock) -> list[list[Scored]]:
+def shared(
+    sample: Callable[[], list[list[Scored]]], prompts: List[Prompt], sampling: Sampling, clock: Clock
+) -> list[list[Scored]]:
     """Hands this process's groups to all, and returns those of all, in the order of the prompts.
 
     Args:
-        groups: of the prompts that were `dealt` to it.
+        sample: the groups of the prompts that were `dealt` to this process.
         prompts: of all processes.
         sampling: the settings of the completions.
         clock: its counts become those of all.
+
+    Raises:
+        UserError: that of the first process that has none, in all of them.
     """
     if processes.number() == 1:
-        return groups
-    given = {"groups": [[saved_episode(x) for x in group] for group in groups], "counted": clock.counted}
-    found = [json.loads(one) for one in processes.exchanged("groups", json.dumps(given).encode())]
-    names = dict.fromkeys(name for one in found for name in one["counted"])
-    clock.counted = {name: sum(one["counted"].get(name, 0) for one in found) for name in names}
-    parts = [one["groups"] for one in found]
+        return sample()
+    parts = _of_all(lambda: [[saved_episode(x) for x in group] for group in sample()], clock)
     rows = [parts[i % len(parts)][i // len(parts)] for i in range(len(prompts))]
     return [[episode_of(x, prompt, sampling) for x in row] for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def _of_all(give: Callable[[], Any], clock: Clock) -> list[Any]:
+    """What each process gives, as JSON values; the clock's counts become those of all.
+
+    Raises:
+        UserError: see `shared`.
+    """
+    own = processes.all_done("groups", lambda: json.dumps({"given": give(), "counted": clock.counted}).encode())
+    found = [json.loads(one) for one in own]
+    names = dict.fromkeys(name for one in found for name in one["counted"])
+    clock.counted = {name: sum(one["counted"].get(name, 0) for one in found) for name in names}
+    return [one["given"] for one in found]
 
 
 def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None) -> list[list[Scored]]:
