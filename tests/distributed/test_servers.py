@@ -102,3 +102,25 @@ def test_one_that_does_not_fit_is_named_by_all(servers: Servers, tmp_path: Path)
         last = run.log(process).splitlines()[-1]
         assert f"rollout.servers: {servers.urls[1]}: " in last
         assert "another tokenizer" in last
+
+
+def test_a_disk_that_is_full_amid_the_weights_ends_all_with_one_line(servers: Servers, tmp_path: Path):
+    """The lead may write half of a file. Weights are sharded over both: it has to go on gathering them."""
+    servers.recipe()
+    half = (servers.model / "model.safetensors").stat().st_size // 2
+    (tmp_path / "lead").mkdir()
+    (tmp_path / "lead/sitecustomize.py").write_text(
+        "import resource, sys\n"
+        "if '--process' in sys.orig_argv and sys.orig_argv[sys.orig_argv.index('--process') + 1] == '0':\n"
+        f"    resource.setrlimit(resource.RLIMIT_FSIZE, ({half}, {half}))\n"
+    )
+    path = f"{tmp_path / 'lead'}:{Path(__file__).parents[2]}"
+    with several(tmp_path, 2, PYTHONPATH=path) as run:
+        assert run.wait(300) == [2, 2]
+    (first, second) = (run.log(process).splitlines()[-1] for process in range(2))
+    assert first == second
+    assert "could not write" in first
+    assert "run/weights/tunix-" in first
+    assert "File too large. Nothing was left behind." in first
+    assert not list((tmp_path / "run/weights").iterdir())
+    assert not any(fake.loads for fake in servers.fakes)
