@@ -136,7 +136,7 @@ def test_the_lead_decides_when_it_is_time_to_save(monkeypatch: pytest.MonkeyPatc
 
     def act(index: int) -> bool:
         loop = Loop.__new__(Loop)
-        loop.job = SimpleNamespace(saving=CheckpointConfig(every=None, every_minutes=1.0))
+        loop.job = SimpleNamespace(saving=CheckpointConfig(every=None, every_minutes=1.0))  # pyright: ignore
         loop.step, loop._saved_at = 3, time.monotonic() - 90 * index
         return loop._save_is_due
 

@@ -53,9 +53,9 @@ def apart(config: RolloutMeshConfig | None, devices: Sequence[Any]) -> tuple[lis
         groups.setdefault(device.process_index, []).append(device)
     each = number // len(groups)
     if number % len(groups):
+        near = " or ".join(str(some * len(groups)) for some in (each, each + 1) if some)
         raise UserError(
-            f"rollout.mesh: devices {number} are not as many for each of {len(groups)} processes; {each * len(groups)} "
-            f"or {(each + 1) * len(groups)} would be"
+            f"rollout.mesh: devices {number} are not as many for each of {len(groups)} processes; {near} would be"
         )
     if least := [len(group) for group in groups.values() if len(group) <= each]:
         raise UserError(
