@@ -41,10 +41,11 @@ class Store:
 
 
 def pretended(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[int], Result]) -> tuple[list[Result], Store]:
-    """What `act` returns in each of the processes, and the store that they leave."""
+    """What `act` returns in each of the processes, and the store that they leave. Other threads, such as those of a
+    server in the test, are of a process that is alone."""
     store, own = Store(), threading.local()
-    monkeypatch.setattr(processes, "number", lambda: number)
-    monkeypatch.setattr(processes, "index", lambda: own.index)
+    monkeypatch.setattr(processes, "number", lambda: number if hasattr(own, "index") else 1)
+    monkeypatch.setattr(processes, "index", lambda: getattr(own, "index", 0))
     monkeypatch.setattr(processes, "store", lambda: store)
     calls: dict[tuple[int, str], Any] = {}
     monkeypatch.setattr(processes, "turn_of", lambda name: _next(calls, (own.index, name)))

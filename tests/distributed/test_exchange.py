@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,45 @@ def test_the_lead_tells_and_any_of_them_is_heard(monkeypatch: pytest.MonkeyPatch
         return told, processes.any_of("one", index == 1), processes.any_of("none", False)
 
     assert pretended(monkeypatch, 2, act)[0] == [(7, True, False)] * 2
+
+
+def test_where_some_fail_all_raise_the_error_of_the_first_of_them(monkeypatch: pytest.MonkeyPatch):
+    """The third and the second of three fail at the second of three things; the lead alone at the third."""
+
+    def act(index: int) -> list[Any]:
+        def second() -> bytes:
+            if index:
+                raise UserError(f"process {index} cannot")
+            return b"it can"
+
+        def third() -> int:
+            raise UserError(f"process {index} decides nothing")
+
+        found: list[Any] = [processes.all_done("name", lambda: f"-{index}".encode())]
+        for attempt in (lambda: processes.all_done("name", second), lambda: processes.told("name", third)):
+            with pytest.raises(UserError) as caught:
+                attempt()
+            found.append(str(caught.value))
+        return [*found, processes.told("name", lambda: "on")]
+
+    found, _ = pretended(monkeypatch, 3, act)
+    assert found == [[[b"-0", b"-1", b"-2"], "process 1 cannot", "process 0 decides nothing", "on"]] * 3
+
+
+def test_a_process_that_cannot_sample_ends_the_sampling_of_all(monkeypatch: pytest.MonkeyPatch):
+    prompts = [Prompt(np.array([place], np.int32), f"{place}>", {}) for place in range(2)]
+
+    def act(index: int) -> str:
+        def sample() -> list[list[Scored]]:
+            if index:
+                raise UserError("no server is left")
+            return [[]]
+
+        with pytest.raises(UserError) as caught:
+            shared(sample, prompts, Sampling(max_tokens=4), Clock())
+        return str(caught.value)
+
+    assert pretended(monkeypatch, 2, act)[0] == ["no server is left"] * 2
 
 
 def test_all_find_what_differs(monkeypatch: pytest.MonkeyPatch):
@@ -76,7 +116,7 @@ def test_groups_come_back_in_the_order_of_the_prompts_and_counts_are_sums(monkey
     def act(index: int) -> tuple[list[list[Scored]], dict[str, float]]:
         clock, own = Clock(), dealt(prompts)
         clock.count(tokens=len(own), **({"rewards": 0.5} if index else {}))
-        return shared([[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
+        return shared(lambda: [[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
 
     for groups, counted in pretended(monkeypatch, 2, act)[0]:
         assert counted == {"tokens": 3, "rewards": 0.5}
@@ -96,7 +136,7 @@ def test_the_lead_decides_when_it_is_time_to_save(monkeypatch: pytest.MonkeyPatc
 
     def act(index: int) -> bool:
         loop = Loop.__new__(Loop)
-        loop.job = SimpleNamespace(saving=CheckpointConfig(every=None, every_minutes=1.0))
+        loop.job = SimpleNamespace(saving=CheckpointConfig(every=None, every_minutes=1.0))  # pyright: ignore
         loop.step, loop._saved_at = 3, time.monotonic() - 90 * index
         return loop._save_is_due
 

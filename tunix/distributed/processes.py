@@ -23,6 +23,8 @@ from tunix.errors import UserError
 
 PATIENCE = 3600.0
 """Seconds that a message is waited for while its sender is alive."""
+DONE, FAILED = b"+", b"-"
+"""How a message begins of a process that has done something, or has failed: then its error follows."""
 _calls: dict[str, Iterator[int]] = {}
 
 
@@ -108,10 +110,31 @@ def forget(key: str) -> None:
     store().key_value_delete(_key(key, index()))
 
 
+def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
+    """Hands what `act` returns to all processes, as `exchanged` does, once it has ended well in all of them.
+
+    Raises:
+        UserError: it failed in some; all raise the error of the first of these.
+    """
+    own, error = b"", None
+    try:
+        own = DONE + act()
+    except UserError as raised:
+        own, error = FAILED + str(raised).encode(), raised
+    found = exchanged(name, own)
+    for process, one in enumerate(found):
+        if one.startswith(FAILED):
+            raise error if error is not None and process == index() else UserError(one.removeprefix(FAILED).decode())
+    return [one.removeprefix(DONE) for one in found]
+
+
 def told(name: str, decide: Callable[[], Any]) -> Any:
-    """What the lead decides, as JSON values; the others wait for it."""
-    own = json.dumps(decide()).encode() if lead() else b""
-    return json.loads(exchanged(f"told/{name}", own)[0])
+    """What the lead decides, as JSON values; the others wait for it.
+
+    Raises:
+        UserError: the lead's, in all processes.
+    """
+    return json.loads(all_done(f"told/{name}", lambda: json.dumps(decide()).encode() if lead() else b"")[0])
 
 
 def any_of(name: str, own: bool) -> bool:

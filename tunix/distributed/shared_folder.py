@@ -1,11 +1,12 @@
 """A new folder that a run's processes write together: the lead makes it, and all who see it share out its files."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunix.distributed import processes
+from tunix.errors import UserError
 from tunix.util.atomic_io import atomic_folder
 
 
@@ -17,10 +18,23 @@ class SharedFolder:
     """The temporary folder."""
     writers: tuple[int, ...] = (0,)
     """The processes that see it, such as those on hosts with a common file system; the lead is the first."""
+    errors: list[OSError] = field(default_factory=list)
+    """What the disk has refused this process, which all raise at the end, e.g. `[]`."""
 
     def writes(self, number: int) -> bool:
         """Whether this process writes the file of a number. The others take part in gathering what is in it."""
-        return self.writers[number % len(self.writers)] == processes.index()
+        return not self.errors and self.writers[number % len(self.writers)] == processes.index()
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Notes an error of the disk where there are several processes: this one goes on gathering with the others,
+        which would wait for it, and all of them raise it at the end."""
+        try:
+            yield
+        except OSError as error:
+            if processes.number() == 1:
+                raise
+            self.errors.append(error)
 
 
 @contextmanager
@@ -31,19 +45,29 @@ def shared_folder(path: Path) -> Iterator[SharedFolder]:
         path: as the lead has it.
 
     Raises:
-        UserError: as `atomic_folder`, in the lead.
+        UserError: as `atomic_folder`, in all processes.
     """
-    if processes.lead():
+    if processes.number() == 1:
         with atomic_folder(path) as folder:
-            yield _shared(folder)
-            processes.meet("written")
-    else:
-        yield _shared(path)
-        processes.meet("written")
-    processes.meet("complete")
+            yield SharedFolder(folder)
+        return
+    with ExitStack() as stack:
+        made = processes.told("folder", lambda: [str(stack.enter_context(atomic_folder(path))), str(path)])
+        place, name = map(Path, made)
+        seen = processes.exchanged("seen", b"1" if place.is_dir() else b"")
+        folder = SharedFolder(place, tuple(number for number, sees in enumerate(seen) if sees))
+        yield folder
+        processes.all_done("written", lambda: _checked(folder, name))
+        processes.told("complete", stack.close)
 
 
-def _shared(folder: Path) -> SharedFolder:
-    place = Path(processes.told("folder", lambda: str(folder)))
-    seen = processes.exchanged("seen", b"1" if place.is_dir() else b"")
-    return SharedFolder(place, tuple(number for number, sees in enumerate(seen) if sees))
+def _checked(folder: SharedFolder, name: Path) -> bytes:
+    """Nothing.
+
+    Raises:
+        UserError: the disk has refused something.
+    """
+    if folder.errors:
+        reason = folder.errors[0].strerror or folder.errors[0]
+        raise UserError(f"could not write {name}: {reason}. Nothing was left behind.")
+    return b""

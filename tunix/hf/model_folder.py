@@ -277,9 +277,10 @@ def save_folder(
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
     with shared_folder(path) as folder:
         packing = _packing(config, params, rules) if packed else {}
-        if processes.lead():
+        with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
-            _write_beside(folder.path, config, fields, source, scores, rules, packing)
+            if processes.lead():
+                _write_beside(folder.path, config, fields, source, scores, rules, packing)
         write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
 
 

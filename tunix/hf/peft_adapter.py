@@ -57,10 +57,11 @@ def save_adapter(
         UserError: something is at `path`, or the disk refuses.
     """
     with shared_folder(path) as folder:
-        if processes.lead():
-            if fingerprint is not None:
+        with folder.in_step():
+            if processes.lead() and fingerprint is not None:
                 (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
-            (folder.path / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
+            if processes.lead():
+                (folder.path / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
         write_share(folder, 0, WEIGHTS, list(_entries(params, adapter, config, scores)))
 
 

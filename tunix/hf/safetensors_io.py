@@ -10,8 +10,10 @@ import json
 import math
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -275,13 +277,21 @@ def write_shards(folder: SharedFolder, entries: Sequence[Entry], max_shard_bytes
     if not processes.lead():
         return
     index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": places}
-    (folder.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with folder.in_step():
+        (folder.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_share(folder: SharedFolder, number: int, name: str, entries: Sequence[Entry]) -> None:
     """Writes a file where its number is this process's; else sends its tensors, which are gathered by all together."""
+    left = deque(entries)
+
+    def send(entry: Entry) -> Sent:
+        left.popleft()
+        return entry.send()
+
     if folder.writes(number):
-        write_tensors(folder.path / name, entries)
-    else:
-        for entry in entries:
-            entry.send()()
+        with folder.in_step():
+            write_tensors(folder.path / name, [replace(entry, send=partial(send, entry)) for entry in entries])
+    # All of them, or those that were not sent when the disk refused: each is a program of all processes.
+    for entry in left:
+        entry.send()()

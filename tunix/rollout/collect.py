@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.arrivals import Arrivals
 from tunix.rollout.backlog import Backlog, Pending, Race
-from tunix.rollout.divided import dealt, scored_as_a_whole, shared
+from tunix.rollout.divided import dealt, scored_as_a_whole, shared, shared_race
 from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.shipped import read_environment
@@ -121,8 +122,12 @@ class Collector:
         """
         clock = Clock() if clock is None else clock
         mine = dealt(range(len(prompts)))
-        groups = self._of_these(sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring) if mine else []
-        groups = shared(groups, prompts, self.sampling, clock)
+        own = sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring
+        groups = shared(lambda: self._of_these(*own) if mine else [], prompts, self.sampling, clock)
+        return self.whole(groups, clock)
+
+    def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
+        """The groups of all processes with the rewards that read the whole batch."""
         with clock.part("reward"):
             return scored_as_a_whole(groups, self._scorers[1])
 
@@ -164,19 +169,19 @@ class Collector:
         self,
         sampler: SamplingClient,
         prompts: List[Pending],
-        n: int,
         wanted: int,
+        n: int,
         seed: int,
         clock: Clock,
         measuring: Measuring | None = None,
     ) -> tuple[list[list[Scored]], list[Pending]]:
-        """Samples until `wanted` groups are complete, and scores these.
+        """Samples until `wanted` groups are complete, and scores these but for rewards of several processes' batch.
 
         Args:
             sampler: completes the prompts.
-            prompts: with what has been sampled for them before.
+            prompts: with what has been sampled for them before; those of this process.
+            wanted: the groups that are complete first, at least one and at most all.
             n: completions of each prompt.
-            wanted: the groups that are complete first, at most all.
             seed: the run's.
             clock: as in `collect`.
             measuring: as in `collect`.
@@ -187,7 +192,7 @@ class Collector:
         owners = [prompt for prompt in prompts for _ in range(n)]
         with clock.part("rollout"):
             race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted)
-            arrivals = Arrivals(self.tokenizer, self.scorer, owners, race.wanted * n, self.judge, measuring)
+            arrivals = Arrivals(self.tokenizer, self._scorers[0], owners, race.wanted * n, self.judge, measuring)
             begun = [request for prompt in prompts for request in prompt.requests(n, seed)]
             asked, places = race.missing, itertools.count()
 
@@ -223,11 +228,10 @@ class Collector:
             if ENVIRONMENT in self.weights:
                 scores[ENVIRONMENT] = played.scores
             turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
+        rows = [{name: column[i] for name, column in scores.items()} for i in range(len(owners))]
         return [
-            _episode(
-                owner, completion, text, {name: column[i] for name, column in scores.items()}, turns[i], measured[i]
-            )
-            for i, (owner, completion, text) in enumerate(zip(owners, completions, texts, strict=True))
+            Scored(owner, completion, text, *parted(row), turns[i], measured=measured[i])
+            for i, (owner, completion, text, row) in enumerate(zip(owners, completions, texts, rows, strict=True))
         ]
 
     def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
@@ -318,9 +322,11 @@ class RolloutStep:
         given = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(given) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
         asked = [*given, *self.backlog.take(self.spare)]
-        groups, left = self.collector.first(client, asked, n, len(given), self.seed, self.clock, measuring)
+        how = {"n": n, "seed": self.seed, "clock": self.clock, "measuring": measuring}
+        race = partial(self.collector.first, client, **how)
+        groups, left = shared_race(race, asked, len(given), self.collector.sampling, self.clock)
         self.backlog.put_back(left)
-        return self._with_version(groups)
+        return self._with_version(self.collector.whole(groups, self.clock))
 
     def _with_version(self, groups: list[list[Scored]]) -> list[list[Scored]]:
         """The groups with the version of the weights that are this step's."""
@@ -384,14 +390,3 @@ class RolloutStream:
         self.like.stream.close()
         if self.like.collector.scorer is not None:
             self.like.collector.scorer.close()
-
-
-def _episode(
-    prompt: Prompt,
-    completion: Completion,
-    text: str,
-    scores: Mapping[str, Any],
-    turns: tuple[float, ...],
-    measured: Mapping[str, np.ndarray],
-) -> Scored:
-    return Scored(prompt, completion, text, *parted(scores), turns, measured=measured)

@@ -59,7 +59,8 @@ class RolloutConfig(Config):
     """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """How many groups a step begins for each that it trains on, such as 1.2: sampling ends when enough are complete,
-    and the others are continued in the next step. Which are first depends on `slots`, `memory` and `mesh`."""
+    and the others are continued in the next step. Which are first depends on `slots`, `memory`, `mesh`, and how many
+    processes there are."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Steps that the weights which sampled a completion's first token may be older than those that learn from it. 0:
     sampling and learning take turns. From 1 on the next steps are sampled meanwhile, on `mesh.devices` of their own

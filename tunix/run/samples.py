@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data.tokenizer import Tokenizer
+from tunix.distributed import processes
 from tunix.protocols import Client
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Sampling, Sequence
@@ -39,8 +40,16 @@ class Samples:
         if not self.prompts:
             return
         self.client.publish()
+        # No more than one process writes them down.
+        rows = processes.told("samples", lambda: self._answered(step))
+        append_rows(self.path, rows)
+        for row in rows:
+            self._show(row)
+
+    def _answered(self, step: int) -> list[dict[str, Any]]:
+        """The rows of all prompts."""
         answers = self.client.sample(self.prompts, 1, self.sampling, seed=0)
-        rows = [
+        return [
             {
                 "step": step,
                 "prompt": self._text(prompt),
@@ -50,9 +59,6 @@ class Samples:
             }
             for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True)
         ]
-        append_rows(self.path, rows)
-        for row in rows:
-            self._show(row)
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rollouts of a step to the file, without displaying them."""

@@ -68,11 +68,6 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
         return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=packed, **read)
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
     stream, spare = Prompts(**read, train_on=row_kind_of(recipe, algorithm)), recipe.rollout.spare(recipe.batch_size)
-    if spare and processes.number() > 1:
-        raise UserError(
-            f"rollout.oversample: {recipe.rollout.oversample} needs one process, and there are {processes.number()}: "
-            "which answers end first is not compared between them. Leave it out"
-        )
     return RolloutStream(
         RolloutStep(
             prompts=[],

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
-from tunix.distributed import processes
 from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import fingerprint
@@ -261,18 +260,9 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
 
 
 def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> ServerSampler:
-    """The sampler of a client whose completions come from servers; nothing is asked of them yet.
-
-    Raises:
-        UserError: there are several processes.
-    """
+    """The sampler of a client whose completions come from servers; nothing is asked of them yet."""
     servers, exporter = settings.servers, _exporter(settings, source, spec.model)
     assert servers is not None
-    if processes.number() > 1:
-        raise UserError(
-            "rollout.engine: vllm is for runs of one process so far, which hands the weights over: leave --processes "
-            "out, or sample with tunix's own engine"
-        )
 
     def write(path: Path, params: Mapping[str, jax.Array], adapter: bool) -> None:
         exporter(path, spec, dict(params), {}, adapter=adapter)

@@ -1,6 +1,6 @@
 """A small Llama, stand-ins that serve it, and a sampler that asks them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,13 +75,19 @@ def start(policy: Policy, tmp_path: Path) -> Iterator[Callable[..., tuple[Server
         ) -> tuple[ServerSampler, list[FakeVLLM]]:
             fakes = [FakeVLLM(policy.folder) for _ in range(number)] if fakes is None else fakes
             urls = [stack.enter_context(served(fake)) for fake in fakes]
-            vocab = policy.model.config.vocab_size
-            expected = replace(Expected(vocab, LENGTH, TEXT, policy.ids, 0.7, 1e-4), **changes)
-            probe = Probe(policy.model, policy.mesh, LENGTH, expected)
-            handover = Handover(tmp_path / "weights", policy.write, adapter=False)
-            return ServerSampler(urls, timeout, handover, probe, expected, policy.text), fakes
+            return sampler_of(policy, urls, tmp_path / "weights", timeout, **changes), fakes
 
         yield started
+
+
+def sampler_of(
+    policy: Policy, urls: Sequence[str], folder: Path, timeout: float = 60.0, **changes: Any
+) -> ServerSampler:
+    """A sampler that asks servers, and hands weights over in a folder."""
+    vocab = policy.model.config.vocab_size
+    expected = replace(Expected(vocab, LENGTH, TEXT, policy.ids, 0.7, 1e-4), **changes)
+    probe = Probe(policy.model, policy.mesh, LENGTH, expected)
+    return ServerSampler(urls, timeout, Handover(folder, policy.write, adapter=False), probe, expected, policy.text)
 
 
 def engine(policy: Policy, params: Params | None = None) -> Engine:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tunix.distributed import processes
 from tunix.lora.config import AdapterConfig
 from tunix.rollout.servers.server import Server
 from tunix.rollout.servers.types import Failed, Refused, Unfit, WeightsFolder
@@ -38,7 +39,7 @@ class Handover:
         """Writes nothing yet.
 
         Args:
-            folder: holds the weights; servers see it under the same path.
+            folder: holds the weights; servers see it under the same path. The lead's is used.
             write: writes a folder.
             adapter: whether an adapter is handed over alone.
         """
@@ -47,20 +48,27 @@ class Handover:
         self._before: list[Path] = []
 
     def written(self, params: Mapping[str, Any], version: int) -> WeightsFolder:
-        """Writes these weights.
+        """Writes these weights, in the folder of the lead; to be called by all processes.
 
         Raises:
             UserError: the disk refuses.
         """
-        tag = f"{NAME}{self._run}-{version}"
-        held = WeightsFolder(self._folder / tag, tag)
-        shutil.rmtree(held.folder, ignore_errors=True)
+        folder, tag = processes.told("weights", lambda: self._place(version))
+        held = WeightsFolder(Path(folder), tag)
         self._write(held.folder, params, self.adapter)
-        self._before.append(held.folder)
+        if processes.lead():
+            self._before.append(held.folder)
         return held
 
+    def _place(self, version: int) -> tuple[str, str]:
+        """Where the weights of a version are written, and their name."""
+        tag = f"{NAME}{self._run}-{version}"
+        folder = self._folder / tag
+        shutil.rmtree(folder, ignore_errors=True)
+        return str(folder), tag
+
     def forget(self) -> None:
-        """Deletes all folders but the last, which servers that come back may still have to read."""
+        """Deletes all folders but the last, which servers that come back may still have to read; the lead has them."""
         while len(self._before) > 1:
             shutil.rmtree(self._before.pop(0), ignore_errors=True)
 

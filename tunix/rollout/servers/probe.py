@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from tunix.distributed.global_arrays import everywhere, placed
 from tunix.mesh import fast_products, row_shards
 from tunix.models.model import Model, Params
 from tunix.rollout.servers.handover import cards
@@ -106,7 +107,7 @@ class Probe:
         """The mean difference that each server began with, by its address."""
 
     def check(self, url: str, answer: Answer, params: Mapping[str, Any]) -> None:
-        """Compares a server's answer with the weights that it was told to load.
+        """Compares a server's answer with the weights that it was told to load; to be called by all processes.
 
         Args:
             url: of the server.
@@ -151,7 +152,8 @@ class Probe:
         row[:end] = [*self.ask.prompt, *answer.tokens.tolist()]
         rows = np.broadcast_to(row, (row_shards(self._mesh), len(row)))
         with jax.set_mesh(self._mesh):
-            return np.asarray(self._compiled(dict(params), rows, temperature=temperature))[0, start:end]
+            tokens = placed(rows, NamedSharding(self._mesh, PartitionSpec()))
+            return np.asarray(everywhere(self._compiled(dict(params), tokens, temperature=temperature)))[0, start:end]
 
     @cached_property
     def _compiled(self) -> Any:

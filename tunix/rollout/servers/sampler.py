@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.rollout.engine.batch import Pause
 from tunix.rollout.engine.replies import THREADS
 from tunix.rollout.engine.request import Decode, check_prompt
+from tunix.rollout.servers.divided import renewed
 from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.pool import Pool
 from tunix.rollout.servers.probe import Probe, inspect
@@ -90,7 +92,8 @@ class ServerSampler:
         self._pool = Pool([Server(url, timeout) for url in urls])
         self._held: WeightsFolder | None = None
         self._version = 0
-        self._name, self._calls = secrets.token_hex(4), itertools.count()
+        # No two processes give a request the same name.
+        self._name, self._calls = f"{secrets.token_hex(4)}-{processes.index()}", itertools.count()
         self.usage: Usage | None = None
         """What the last call of `sample` took; None where there was none."""
 
@@ -105,7 +108,8 @@ class ServerSampler:
         return self._pool.again
 
     def publish(self, params: Mapping[str, Any], version: int) -> None:
-        """Has all servers load these weights; one that was drained is asked again if it does.
+        """Has all servers load these weights; one that was drained is asked again if it does. To be called by all
+        processes.
 
         A server has one set of weights: calls that hold the present ones are waited for.
 
@@ -115,13 +119,13 @@ class ServerSampler:
         with self._free:
             self._free.wait_for(lambda: not self._holds)
             held = self._handover.written(params, version)
-            answers = self._loop.run(self._renewed(held))
+            answers = renewed(self._pool, lambda: self._loop.run(self._renewed(held)))
             for server, answer in zip(self.servers, answers, strict=True):
                 try:
-                    if isinstance(answer, Exception):
+                    if isinstance(answer, Failed):
                         raise answer
                     self._probe.check(server.url, answer, params)
-                except (Failed, Gone, Refused, Unfit) as error:
+                except (Failed, Unfit) as error:
                     if self._held is None:
                         raise UserError(f"rollout.servers: {server.url}: {error}") from None
                     self._pool.drain(server, str(error))

@@ -1,0 +1,126 @@
+"""Runs of several real processes whose completions come from servers: stand-ins of vLLM in the test's own process."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_runs import assert_same_export, assert_same_numbers, write_judged
+from tests.fake_vllm import FakeVLLM, served
+from tests.several import several
+from tests.tiny_runs import lines, metrics, model_folder
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+
+
+class Servers:
+    """Stand-ins that serve a folder, and the recipe of a run that samples on them."""
+
+    def __init__(self, folder: Path, stack: ExitStack):
+        self.folder, self.model = folder, model_folder(folder / "llama")
+        self.fakes = [FakeVLLM(self.model) for _ in range(2)]
+        self.urls = [stack.enter_context(served(fake)) for fake in self.fakes]
+
+    def recipe(self, **changes: Any) -> None:
+        """Four devices, over which weights are sharded."""
+        rollout = {"rollout__engine": "vllm", "rollout__servers": self.urls, "rollout__temperature": 0.7}
+        model = {"path": str(self.model), "dtype": "float32"}
+        write_judged(self.folder, model=model, mesh={"fsdp": 4}, steps=STEPS, **{**rollout, **changes})
+
+    def anew(self) -> None:
+        """As they were before any run."""
+        for fake in self.fakes:
+            fake.manners.dies_after, fake.gone = None, False
+            fake.restart(self.model)
+            fake.loads.clear()
+            fake.asked.clear()
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(tmp_path, stack)
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}, {"rank": 4, "dora": True}], ids=["all", "adapter", "merged"])
+def test_two_processes_give_one_processs_numbers(servers: Servers, tmp_path: Path, adapter: Any):
+    servers.recipe(**({} if adapter is None else {"adapter": adapter}))
+    asked, loads = [], []
+    for number in (1, 2):
+        with several(tmp_path, number, "r.yaml", f"output=run{number}") as run:
+            run.end_well()
+        asked.append(sum(sum(fake.asked.values()) for fake in servers.fakes))
+        loads.append([[name.rpartition("-")[2] for name in fake.loads] for fake in servers.fakes])
+        assert all(count == 1 for fake in servers.fakes for count in fake.asked.values())
+        servers.anew()
+    one, two = tmp_path / "run1", tmp_path / "run2"
+    assert len(metrics(two)) == len(metrics(one)) >= STEPS
+    assert_same_numbers(one, two)
+    assert_same_export(one, two)
+    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
+    # As often as by one process: each prompt is sampled by one of them, and weights are loaded once.
+    assert asked[0] == asked[1] > STEPS * 16
+    assert loads[0] == loads[1]
+    assert loads[1][0][:STEPS] == [str(step) for step in range(STEPS)]
+    assert len(list((two / "weights").iterdir())) == 1
+
+
+def test_where_all_servers_die_all_say_so_and_the_same_command_goes_on(servers: Servers, tmp_path: Path):
+    servers.recipe(checkpoint={"every": 1})
+    with several(tmp_path, 2, "r.yaml", "output=whole") as whole:
+        whole.end_well()
+    servers.anew()
+    # Evaluations ask 4 times, each step 16 times: it ends in the third step.
+    for fake in servers.fakes:
+        fake.manners.dies_after = 20
+    with several(tmp_path, 2) as run:
+        assert run.wait() == [2, 2]
+    for process in range(2):
+        said = run.log(process).splitlines()[-1]
+        assert "rollout.servers: no server is left" in said
+        assert "Traceback" not in run.log(process)
+    assert run.log(0).splitlines()[-1] == run.log(1).splitlines()[-1]
+    done = [int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit()]
+    assert 0 < max(done) < STEPS
+    servers.anew()
+    with several(tmp_path, 2) as again:
+        again.end_well()
+    assert "going on from step" in again.log(0)
+    assert_same_numbers(tmp_path / "whole", tmp_path / "run")
+    assert_same_export(tmp_path / "whole", tmp_path / "run")
+
+
+def test_one_that_does_not_fit_is_named_by_all(servers: Servers, tmp_path: Path):
+    servers.recipe()
+    servers.fakes[1].manners.odd_tokens = True
+    with several(tmp_path, 2) as run:
+        assert run.wait() == [2, 2]
+    for process in range(2):
+        last = run.log(process).splitlines()[-1]
+        assert f"rollout.servers: {servers.urls[1]}: " in last
+        assert "another tokenizer" in last
+
+
+def test_a_disk_that_is_full_amid_the_weights_ends_all_with_one_line(servers: Servers, tmp_path: Path):
+    """The lead may write half of a file. Weights are sharded over both: it has to go on gathering them."""
+    servers.recipe()
+    half = (servers.model / "model.safetensors").stat().st_size // 2
+    (tmp_path / "lead").mkdir()
+    (tmp_path / "lead/sitecustomize.py").write_text(
+        "import resource, sys\n"
+        "if '--process' in sys.orig_argv and sys.orig_argv[sys.orig_argv.index('--process') + 1] == '0':\n"
+        f"    resource.setrlimit(resource.RLIMIT_FSIZE, ({half}, {half}))\n"
+    )
+    path = f"{tmp_path / 'lead'}:{Path(__file__).parents[2]}"
+    with several(tmp_path, 2, PYTHONPATH=path) as run:
+        assert run.wait(300) == [2, 2]
+    (first, second) = (run.log(process).splitlines()[-1] for process in range(2))
+    assert first == second
+    assert "could not write" in first
+    assert "run/weights/tunix-" in first
+    assert "File too large. Nothing was left behind." in first
+    assert not list((tmp_path / "run/weights").iterdir())
+    assert not any(fake.loads for fake in servers.fakes)
