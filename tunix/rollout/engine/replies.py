@@ -1,7 +1,8 @@
 """Environments answer in threads, while other slots are sampled.
 
-An answer belongs to a slot whose turn has ended, and which waits for it. Each environment is called by one thread at a
-time: its next turn is sampled after the answer to the last.
+An answer belongs to a slot whose turn has ended, and which waits for it; the threads wait for the processes in which
+environments live (`rollout/environments/remote.py`). Each environment is called by one thread at a time: its next turn
+is sampled after the answer to the last.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

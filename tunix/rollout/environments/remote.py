@@ -130,14 +130,15 @@ class EnvironmentWorker:
 class RemoteEnvironment(Environment):
     """An environment that lives in a worker; of each, `EnvironmentPool` makes a class with its name."""
 
-    def __init__(self, worker: EnvironmentWorker, number: int) -> None:
+    def __init__(self, pool: "EnvironmentPool", worker: EnvironmentWorker, number: int) -> None:
         """Calls nothing yet.
 
         Args:
+            pool: does not end before its episodes.
             worker: where it lives.
             number: of the episode, unlike that of any other in the worker.
         """
-        self._worker, self._number, self._process = worker, number, 0
+        self._pool, self._worker, self._number, self._process = pool, worker, number, 0
         self._history: list[tuple[dict[str, Any], Answer]] = []
         """Requests and answers so far."""
         weakref.finalize(self, worker.forget, number).atexit = False
@@ -236,7 +237,7 @@ class EnvironmentPool:
     def make(self) -> RemoteEnvironment:
         """A new environment, in the next worker."""
         number = next(self._numbers)
-        return self.kind(self._workers[number % len(self._workers)], number)
+        return self.kind(self, self._workers[number % len(self._workers)], number)
 
 
 def _close(workers: Sequence[EnvironmentWorker]) -> None:
