@@ -1,6 +1,6 @@
-"""Environments in worker processes: the same episodes as in this process; those that misbehave take no other along.
+"""Environments in real worker processes: the same episodes as in this process; those that misbehave take no other along.
 
-Real processes. An action of the model says how the environment is to behave.
+An action of the model says how the environment is to behave.
 """
 
 import os
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.rollout.environments.test_environments import completion_of, ids
 from tests.rollout.rewards.test_rewards import gone, pids_in
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -24,7 +25,6 @@ from tunix.rollout.environments.player import Player
 from tunix.rollout.environments.remote import RemoteEnvironment
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import Failure
-from tunix.types import Completion, Sampling
 
 TOKENIZER = bytes_tokenizer("chatml")
 ENVIRONMENTS = '''
@@ -41,6 +41,9 @@ def behave(what):
     if what == "exit": os._exit(3)
     if what == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if what == "hang": time.sleep(3600)
+    if what == "once" and not os.path.exists("once"):
+        Path("once").touch()
+        os._exit(3)
     if what == "spin":
         while True: pass
     if what == "raise": raise KeyError("board")
@@ -134,7 +137,7 @@ def playing() -> Any:
     """Makes players, whose workers end with the test."""
     made: list[Player] = []
 
-    def player(name: str = "Obeys", deadline: float = 10.0, workers: int = 1, **options: Any) -> Player:
+    def player(name: str = "Obeys", deadline: float = 60.0, workers: int = 1, **options: Any) -> Player:
         reference = name if ":" in name or name.islower() else f"mine.py:{name}"
         config = EnvironmentConfig(name=reference, options=options, deadline=deadline, workers=workers)
         made.append(Player(config, TOKENIZER))
@@ -143,10 +146,6 @@ def playing() -> Any:
     yield player
     for one in made:
         one.close()
-
-
-def ids(text: str) -> np.ndarray:
-    return np.asarray(TOKENIZER.encode(text), np.int32)
 
 
 def say(episode: Episode, action: str) -> str | None:
@@ -187,10 +186,7 @@ def test_episodes_are_those_of_this_process_to_the_bit(playing: Any, name: str):
 
 def test_turns_that_were_cut_off_are_passed_on_from_several_threads(playing: Any):
     played = playing("guessing", workers=2)([{"secret": 16}] * 3, seed=0)
-    tokens = ids("16")
-    zeros = np.zeros(len(tokens), np.float32)
-    completion = Completion(tokens, zeros, "length", zeros.astype(np.int32), Sampling(), ((0, len(tokens)),))
-    played.finish([completion] * 3)
+    played.finish([completion_of((0, 2), tokens=ids("16"), finish="length")] * 3)
     assert played.scores == [1.0] * 3
 
 
@@ -222,12 +218,12 @@ def test_what_goes_wrong_is_a_failure_of_that_episode(playing: Any):
     [
         ("exit", "ended its process (exit code 3)"),
         ("crash", "ended its process (signal 11)"),
-        ("spin", "took longer than 0.5 s"),
+        ("spin", "took longer than 2 s"),
     ],
 )
 def test_an_episode_that_ends_its_worker_takes_no_other_along(playing: Any, action: str, reason: str):
     """The other one lives in the same worker, and goes on in a new one as if nothing had happened."""
-    player = playing(deadline=0.5)
+    player = playing(deadline=2.0 if action == "spin" else 60.0)
     bad, good = player([{"prompt": "a"}, {"prompt": "b"}], seed=0).episodes
     (undisturbed,) = player([{"prompt": "b"}], 0, [1]).episodes
     assert say(good, "on") == say(undisturbed, "on")
@@ -284,12 +280,17 @@ def test_what_it_prints_is_no_output(playing: Any, capfd: pytest.CaptureFixture[
         ("raise", "the environment Obeys does not start: it raised KeyError: 'board'"),
         ("advise", "^mend the row"),
         ("exit", r"the environment Obeys does not start: it ended its process \(exit code 3\)"),
-        ("hang", r"the environment Obeys does not start: it took longer than 0\.5 s"),
+        ("hang", r"the environment Obeys does not start: it took longer than 1 s"),
     ],
 )
 def test_an_episode_that_does_not_start_says_why(playing: Any, start: str, message: str):
     with pytest.raises(UserError, match=message):
-        playing(deadline=0.5)([{"start": start}], seed=0)
+        playing(deadline=1.0 if start == "hang" else 60.0)([{"start": start}], seed=0)
+
+
+def test_a_reset_that_ends_the_process_is_tried_twice(playing: Any):
+    episodes = playing()([{"prompt": "a"}, {"start": "once", "prompt": "b"}], seed=0).episodes
+    assert [TOKENIZER.decode(episode.prompt)[:2] for episode in episodes] == ["a ", "b "]
 
 
 @pytest.mark.parametrize(
@@ -299,12 +300,12 @@ def test_an_episode_that_does_not_start_says_why(playing: Any, start: str, messa
         ("calculator", {"calls": -1}, "calls: -1; it is 0 or more"),
         ("Obeys", {"starts": "raise"}, "the environment Obeys cannot be made: it raised KeyError: 'board'"),
         ("Obeys", {"starts": "crash"}, r"the environment Obeys cannot be made: it ended its process \(signal 11\)"),
-        ("Obeys", {"starts": "hang"}, r"the environment Obeys cannot be made: it took longer than 0\.5 s"),
+        ("Obeys", {"starts": "hang"}, r"the environment Obeys cannot be made: it took longer than 1 s"),
     ],
 )
 def test_one_that_cannot_be_made_is_refused_at_the_start(playing: Any, name: str, options: Any, message: str):
     with pytest.raises(UserError, match=message):
-        playing(name, deadline=0.5, **options)
+        playing(name, deadline=1.0 if "hang" in options.values() else 60.0, **options)
 
 
 def test_one_that_a_worker_cannot_import(playing: Any, environments: Path):
@@ -364,8 +365,7 @@ def test_episodes_that_are_over_are_forgotten(playing: Any):
     """A worker that has forgotten an episode cannot answer for it."""
     player = playing()
     (first,) = player([{}], seed=0).episodes
-    environment = first._environment
-    assert isinstance(environment, RemoteEnvironment)
+    assert isinstance(environment := first._environment, RemoteEnvironment)
     environment._worker.forget(environment._number)
     assert say(first, "on") is None
     assert first.score == Failure(f"the environment Obeys raised KeyError: {environment._number}")
@@ -391,10 +391,10 @@ class Here(Environment):
 def test_a_class_of_a_notebook_runs_here(playing: Any, monkeypatch: pytest.MonkeyPatch):
     """No other process could import it. One that hangs is left behind at its deadline, and the others go on."""
     monkeypatch.setattr(sys.modules["__main__"], "Here", Here, raising=False)
-    episodes: Episodes = playing("__main__:Here", deadline=0.3)([{}] * 2, seed=5)
+    episodes: Episodes = playing("__main__:Here", deadline=1.0)([{}] * 2, seed=5)
     bad, good = episodes.episodes
     assert TOKENIZER.decode(good.prompt) == f"{np.random.default_rng([5, 1]).integers(1000)} "
     assert say(bad, "hang") is None
     assert say(good, "on") == str(os.getpid())
-    assert episodes.scores == [Failure("the environment Here took longer than 0.3 s"), 0.5]
+    assert episodes.scores == [Failure("the environment Here took longer than 1 s"), 0.5]
     Here.go_on = True

@@ -16,7 +16,7 @@ class EnvironmentConfig(Config):
     """Arguments of its constructor, such as {guesses: 5}."""
     turns: Positive = 16
     """Turns of the model in an episode at most; an environment that has not ended by then counts as failed."""
-    deadline: Annotated[float, Field(gt=0)] = 10.0
+    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Seconds that a call of its constructor, reset or step may take; after that the episode counts as failed, and its
     worker is replaced."""
     workers: Positive | None = None

@@ -80,7 +80,7 @@ class EnvironmentWorker:
             deadline: seconds of a call.
         """
         self.lock = threading.Lock()
-        self.lost = "was given up"
+        self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
         self._host = HostThread(make) if make.source is None else HostProcess(make)
         self._deadline, self._closed = deadline, False
@@ -144,13 +144,17 @@ class RemoteEnvironment(Environment):
         weakref.finalize(self, worker.forget, number).atexit = False
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
-        """Makes the environment in the worker, and resets it.
+        """Makes the environment in the worker, and resets it; where that hung or ended the process, once more.
 
         Raises:
             EpisodeError: it failed, and how.
             UserError: the environment raised one; or a worker does not start, or the row cannot be sent to it.
         """
-        answer = self._answer({"start": self._sent(row, rng)})
+        request = {"start": self._sent(row, rng)}
+        try:
+            answer = self._answer(request)
+        except EpisodeError:  # a reset that is lost ends the run: it may have been what others left in the process
+            answer = self._answer(request)
         if "advice" in answer:
             raise UserError(answer["advice"])
         return read(_unless_failed(answer)["observation"])
