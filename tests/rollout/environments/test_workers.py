@@ -1,4 +1,4 @@
-"""Environments in real worker processes: the same episodes as in this process; those that misbehave take no other along.
+"""Environments in real worker processes: the same episodes as in this process; those that misbehave spoil no other.
 
 An action of the model says how the environment is to behave.
 """
@@ -22,7 +22,6 @@ from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Step
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.player import Player
-from tunix.rollout.environments.remote import RemoteEnvironment
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import Failure
 
@@ -365,10 +364,9 @@ def test_episodes_that_are_over_are_forgotten(playing: Any):
     """A worker that has forgotten an episode cannot answer for it."""
     player = playing()
     (first,) = player([{}], seed=0).episodes
-    assert isinstance(environment := first._environment, RemoteEnvironment)
-    environment._worker.forget(environment._number)
+    player._pool._workers[0].forget(0)
     assert say(first, "on") is None
-    assert first.score == Failure(f"the environment Obeys raised KeyError: {environment._number}")
+    assert first.score == Failure("the environment Obeys raised KeyError: 0")
 
 
 # --- Of a notebook
