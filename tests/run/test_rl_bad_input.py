@@ -256,7 +256,7 @@ def test_episodes_that_break_or_never_end_are_counted(tmp_path: Path, capsys: py
 
 @pytest.mark.slow  # two runs, and many processes
 def test_episodes_that_end_their_process_are_lost_alone(tmp_path: Path):
-    """Digits end the process, where other episodes wait: the run is to the bit that in which they raise an error."""
+    """Digits end the process, where other episodes wait: the run is the one in which they raise an error instead."""
     changes = {"reward": None, "steps": 2}
     for name, breaks in (("raises", 'raise KeyError("digits")'), ("exits", "__import__('os')._exit(3)")):
         (tmp_path / f"{name}.py").write_text(ENVIRONMENT.replace('raise KeyError("digits")', breaks))
@@ -270,7 +270,7 @@ def test_episodes_that_end_their_process_are_lost_alone(tmp_path: Path):
         (one["completion"], one["rewards"]) for one in raised
     ]
     assert len(losses("exits")) == 2
-    assert losses("exits") == losses("raises")
+    assert losses("exits") == pytest.approx(losses("raises"), rel=1e-5)  # eight devices add in any order
 
 
 def test_an_environment_that_never_ends_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
