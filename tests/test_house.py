@@ -33,6 +33,7 @@ FLOORS = (
     "models.families",
     "lora",
     "hf",
+    "rollout.workers",
     "rollout.rewards",
     "rollout.environments",
     "rollout",

@@ -28,14 +28,15 @@ from tunix.data.sources import Rows
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client
-from tunix.rollout.collect import Collector, Player, RolloutStep, RolloutStream
-from tunix.rollout.environments.base import Environment, Step
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.player import Player
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
 from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence
 
 TOKENIZER = bytes_tokenizer()
+BARGAINS = "tests.algorithms.bargains"
 SAMPLING = Sampling(max_tokens=12)
 PROMPT = 3
 """Tokens of a prompt: BOS and two bytes."""
@@ -129,25 +130,6 @@ def scripted() -> Callable[[str], float]:
     return worth
 
 
-class Bargain(Environment):
-    """Pays the number of each turn, and asks for `more` until it hears a 0."""
-
-    def reset(self, row: Any, rng: np.random.Generator) -> str:
-        return row["prompt"]
-
-    def step(self, action: str, tokens: np.ndarray) -> Step:
-        return Step("more", reward=float(action), done=float(action) == 0)
-
-
-class Judged(Bargain):
-    """Says nothing about what a turn is worth."""
-
-    scores = False
-
-    def step(self, action: str, tokens: np.ndarray) -> Step:
-        return Step("more", done="." in action)
-
-
 @contextmanager
 def rollouts(
     prompts: int = 2, environment: str | None = None, scored: bool = True, **changes: Any
@@ -156,7 +138,7 @@ def rollouts(
     rows = Rows("rows", [{"prompt": f"{i:02}"} for i in range(12)])
     stream = Prompts(rows, TOKENIZER, DataConfig(train="rows", max_length=32), seed=0, epochs=1)
     scorer = Scorer([scripted()]) if scored else None
-    play = Player(EnvironmentConfig(name=f"{__name__}:{environment}"), TOKENIZER) if environment else None
+    play = Player(EnvironmentConfig(name=environment), TOKENIZER) if environment else None
     like = RolloutStep(
         prompts=[],
         collector=Collector(TOKENIZER, SAMPLING, scorer, play),
@@ -172,8 +154,7 @@ def rollouts(
         yield replace(next(RolloutStream(like)), **changes)
     finally:
         stream.close()
-        if scorer:
-            scorer.close()
+        like.collector.close()
 
 
 def grpo(**settings: Any) -> GRPO:
@@ -532,7 +513,7 @@ def test_a_refill_that_fails_is_a_refill_without_signal():
 def test_grpo_credits_all_turns_and_none_of_what_was_observed():
     """`1`, `more`, `0` earns 1 + 0 and `4`, `more`, `0` earns 4; the mean is 2.5."""
     client = Fake("1|0", "4|0")
-    update = updated(grpo(), client, prompts=1, environment="Bargain", scored=False)
+    update = updated(grpo(), client, prompts=1, environment=f"{BARGAINS}:Bargain", scored=False)
     batch = client.steps[0][1]
     assert trained(batch, "advantages") == [[-1.5, -1.5], [1.5, 1.5]]
     assert trained(batch, "old_logprobs") == [[-1.0, -1.0]] * 2
@@ -552,7 +533,7 @@ def test_ppo_credits_a_turn_on_its_last_token():
     """
     for lam, expected in ((1.0, [1.7, 1.6, -0.9, -1.0]), (0.0, [0.1, 2 + 0.9 - 0.4, 0.1, -1.0])):
         client = Fake("2.|0.")
-        updated(ppo(lam=lam), client, prompts=1, environment="Bargain", scored=False)
+        updated(ppo(lam=lam), client, prompts=1, environment=f"{BARGAINS}:Bargain", scored=False)
         (found,) = trained(client.steps[0][1], "advantages")
         np.testing.assert_allclose(found, expected, atol=1e-6)
         (returns,) = trained(client.steps[0][1], "returns")
@@ -563,7 +544,7 @@ def test_ppo_credits_a_turn_on_its_last_token():
 def test_an_environment_that_does_not_judge_leaves_it_to_the_functions():
     """The functions read the whole text, `1more.1more` less its words: here the reward is that of the last turn."""
     client = Fake("1.")
-    update = updated(ppo(lam=1.0), client, prompts=1, environment="Judged")
+    update = updated(ppo(lam=1.0), client, prompts=1, environment=f"{BARGAINS}:Judged")
     np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.7, 0.6]], atol=1e-6)
     assert update.metrics["reward/mean"] == 1.0
     assert "reward/environment" not in update.metrics
@@ -572,7 +553,7 @@ def test_an_environment_that_does_not_judge_leaves_it_to_the_functions():
 def test_a_truncated_episode_goes_on_in_the_state_behind_its_last_token():
     """Tokens 3 and 4 are drawn, and the game would have gone on: the state behind them is worth .5."""
     client = Fake("1.~", "0.")
-    updated(ppo(lam=0.0), client, environment="Bargain", scored=False)
+    updated(ppo(lam=0.0), client, environment=f"{BARGAINS}:Bargain", scored=False)
     np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.1, 1.1], [0.1, -0.4]], atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_rl import write_policy, write_prompts
-from tests.tiny_runs import lines, metrics, train
+from tests.tiny_runs import lines, losses, metrics, train
 from tunix.cli import main
 
 ODD = '''
@@ -252,6 +252,25 @@ def test_episodes_that_break_or_never_end_are_counted(tmp_path: Path, capsys: py
     failed = kinds["endless"] + kinds["broken"]
     assert last()["reward/failed"] == failed / 16
     assert f"{failed} rewards failed and are left out, for instance the environment Odd" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # two runs, and many processes
+def test_episodes_that_end_their_process_are_lost_alone(tmp_path: Path):
+    """Digits end the process, where other episodes wait: the run is the one in which they raise an error instead."""
+    changes = {"reward": None, "steps": 2}
+    for name, breaks in (("raises", 'raise KeyError("digits")'), ("exits", "__import__('os')._exit(3)")):
+        (tmp_path / f"{name}.py").write_text(ENVIRONMENT.replace('raise KeyError("digits")', breaks))
+        environment = {"name": f"{name}.py:Odd", "turns": 2, "workers": 2}
+        write_policy(tmp_path, f"{name}.yaml", **changes, output=name, rollout__environment=environment)
+        train(f"{name}.yaml")
+    raised, exited = (lines(tmp_path / name / "samples.jsonl") for name in ("raises", "exits"))
+    reasons = [sample["failures"].get("environment", "") for sample in exited]
+    assert "the environment Odd ended its process (exit code 3)" in reasons
+    assert [(one["completion"], one["rewards"]) for one in exited] == [
+        (one["completion"], one["rewards"]) for one in raised
+    ]
+    assert len(losses("exits")) == 2
+    assert losses("exits") == pytest.approx(losses("raises"), rel=1e-5)  # eight devices add in any order
 
 
 def test_an_environment_that_never_ends_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -9,6 +9,7 @@ standard error of each number over the rows, and `--out` receives the rows.
 import json
 import math
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.collect import Player
+from tunix.rollout.environments.player import Player
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.types import Sampling
 from tunix.util.atomic_io import refuse_out, write_text_atomic
@@ -105,7 +106,8 @@ def evaluate(options: InferenceOptions, eval_options: EvalOptions, out: Path | N
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
     setting = prepare(options, eval_options)
-    results: dict[Task, EvalResult] = {task: _measured(setting, task, eval_options) for task in setting.tasks}
+    with nullcontext() if setting.play is None else closing(setting.play):
+        results: dict[Task, EvalResult] = {task: _measured(setting, task, eval_options) for task in setting.tasks}
     metrics = {name: value for one in results.values() for name, value in one.metrics.items()}
     if out is not None:
         _write(out, setting, results, metrics)

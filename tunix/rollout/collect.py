@@ -28,50 +28,13 @@ from tunix.protocols import SamplingClient
 from tunix.rollout.arrivals import Arrivals
 from tunix.rollout.backlog import Backlog, Pending, Race
 from tunix.rollout.divided import dealt, scored_as_a_whole, shared, shared_race
-from tunix.rollout.environments.base import Episode, Episodes
-from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.shipped import read_environment
+from tunix.rollout.environments.base import Episodes
+from tunix.rollout.environments.player import Player
 from tunix.rollout.parts import Judge, Measure, Measuring
 from tunix.rollout.rewards.base import parted
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import ENVIRONMENT, Clock, Scored
 from tunix.types import Batch, Begun, Completion, Sampling, Sequence
-
-
-class Player:
-    """Starts the episodes of an environment."""
-
-    def __init__(
-        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
-    ):
-        """Loads the environment's class.
-
-        Raises:
-            UserError: see `read_environment`.
-        """
-        self._make, self._turns = read_environment(config), config.turns
-        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs or {}
-        first = self._make()
-        self.scores: bool = first.scores
-        """Whether the environment gives rewards."""
-        self.stop_strings: tuple[str, ...] = first.stop_strings
-        """Texts that end a turn."""
-
-    def __call__(self, rows: List[Mapping[str, Any]], seed: int, numbers: List[int] | None = None) -> Episodes:
-        """Starts an episode for each row; random numbers follow from the seed and these numbers, or the places."""
-        return Episodes(
-            [
-                Episode(
-                    self._make(),
-                    row,
-                    np.random.default_rng([seed, number]),
-                    self._tokenizer,
-                    self._turns,
-                    self._template_kwargs,
-                )
-                for number, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True)
-            ]
-        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +66,12 @@ class Collector:
         if self.scorer is None or processes.number() == 1:
             return self.scorer, None
         return self.scorer.only(batched=False), self.scorer.only(batched=True)
+
+    def close(self) -> None:
+        """Ends the workers of rewards and environments."""
+        for workers in (self.scorer, self.play):
+            if workers is not None:
+                workers.close()
 
     def collect(
         self,
@@ -386,7 +355,6 @@ class RolloutStream:
         return self.like.backlog or self.like.stream
 
     def close(self) -> None:
-        """Ends the threads and processes that read rows and score completions."""
+        """Ends the threads and processes that read rows, play episodes and score completions."""
         self.like.stream.close()
-        if self.like.collector.scorer is not None:
-            self.like.collector.scorer.close()
+        self.like.collector.close()

@@ -19,7 +19,8 @@ from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.collect import Collector, Player
+from tunix.rollout.collect import Collector
+from tunix.rollout.environments.player import Player
 from tunix.rollout.servers.probe import TEXT
 from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line
@@ -112,7 +113,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         saving=recipe.checkpoint,
         samples=samples_of(recipe, evaluation, client, inputs, folder, display),
         exports_adapter=recipe.adapter is not None and inputs.source.stands_alone,
-        scorer=scorer,
+        collector=collector,
         workload=workload_of(recipe, algorithm, evaluation),
     )
 

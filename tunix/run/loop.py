@@ -17,7 +17,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.distributed import processes
 from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.protocols import Client
-from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.collect import Collector
 from tunix.run.evaluation import Evaluation
 from tunix.run.recorder import Recorder
 from tunix.run.samples import Samples
@@ -67,16 +67,16 @@ class Job:
     samples: Samples
     exports_adapter: bool
     """Whether the adapter is exported alone, since its base can be found again; else it is merged."""
-    scorer: Scorer | None = None
-    """The worker processes of reward functions; None without any."""
+    collector: Collector | None = None
+    """Holds the worker processes of reward functions and environments; None without any."""
     workload: Workload | None = None
     """Largest workload of the sampler at a step or an evaluation; None where neither samples."""
 
     def close(self) -> None:
         """Ends the threads and processes of the run."""
         self.stream.close()
-        if self.scorer is not None:
-            self.scorer.close()
+        if self.collector is not None:
+            self.collector.close()
 
 
 class Loop:

@@ -19,6 +19,12 @@ def is_reference(text: str) -> bool:
     return bool(colon) and name.isidentifier() and (place.endswith(".py") or place.replace(".", "_").isidentifier())
 
 
+def absolute(reference: str) -> str:
+    """A reference that means the same in any folder: a file with its whole path, a module as it is."""
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+
+
 def load_object(reference: str) -> Any:
     """Imports the object that `module:name` or `file.py:name` refers to, which runs the user's code.
 

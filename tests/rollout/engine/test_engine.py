@@ -134,7 +134,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
         same(one, expected)
         if expected.prompt_logprobs is not None:
             np.testing.assert_allclose(one.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
-    assert len(parked) > 3
+    assert len(parked) > 2
     assert any(len(one.turns) > 1 for one in plenty)
 
 

@@ -407,8 +407,6 @@ def test_ones_own_from_a_file(tmp_path: Any):
         ({"name": "gessing"}, "Did you mean 'guessing'"),
         ({"name": "guessing", "options": {"guess": 5}}, "Did you mean 'guesses'"),
         ({"name": "guessing", "options": {"guesses": "5"}}, "guesses: '5'. Input should be a valid integer"),
-        ({"name": "guessing", "options": {"guesses": 0}}, "guesses 0: 1 is the least"),
-        ({"name": "calculator", "options": {"calls": -1}}, "calls: -1; it is 0 or more"),
         ({"name": "json:dumps"}, "not a class that extends"),
     ],
 )

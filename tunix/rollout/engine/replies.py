@@ -1,7 +1,11 @@
 """Environments answer in threads, while other slots are sampled.
 
-An answer belongs to a slot whose turn has ended, and which waits for it. Each environment is called by one thread at a
-time: its next turn is sampled after the answer to the last.
+An answer belongs to a slot whose turn has ended, and which waits for it; the threads wait for the processes in which
+environments live (`rollout/environments/remote.py`). Each environment is called by one thread at a time: its next turn
+is sampled after the answer to the last.
+
+Which tokens are computed together decides the last bits of their log-probs. So an answer is taken in the second round
+after its turn has ended, and is waited for a little: what is quick comes at the same place whatever the clock says.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -12,6 +16,8 @@ from tunix.types import Completion, Reply
 
 THREADS = 32
 """Environments that are asked at the same time, at most."""
+PATIENCE = 0.25
+"""Seconds that answers are waited for while others could be sampled; where one took longer, no further one is."""
 
 
 class Replies:
@@ -26,6 +32,9 @@ class Replies:
         self._reply = reply
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
         self._futures: dict[int, Future[np.ndarray | None]] = {}
+        self._asked: dict[int, int] = {}
+        """The round in which each was asked."""
+        self._round, self._patient = 0, True
 
     @property
     def are_asked_for(self) -> bool:
@@ -51,12 +60,16 @@ class Replies:
         if self._reply is None or self._threads is None or completion.finish != "stop":
             return False
         self._futures[slot] = self._threads.submit(self._reply, number, completion)
+        self._asked[slot] = self._round
         return True
 
     def arrived(self) -> list[tuple[int, np.ndarray | None]]:
-        """The answers that have come, by slot: tokens `[T]`, or None at the end of an episode."""
-        done = [slot for slot, future in self._futures.items() if future.done()]
-        return [(slot, self._futures.pop(slot).result()) for slot in sorted(done)]
+        """The answers of a further round, by slot: tokens `[T]`, or None at the end of an episode."""
+        self._round += 1
+        due = [slot for slot in sorted(self._futures) if self._asked[slot] < self._round - 1]
+        if due and self._patient:
+            self._patient = not wait([self._futures[slot] for slot in due], timeout=PATIENCE).not_done
+        return [(slot, self._futures.pop(slot).result()) for slot in due if self._futures[slot].done()]
 
     def wait(self) -> None:
         """Waits until one more answer has come."""

@@ -6,13 +6,15 @@
 
 The sampled tokens are what counts; `action` is their text. An observation is encoded alone and appended to them, so
 that a trajectory is extended and never tokenized again. `Episode` is one completion's state, `Episodes` a whole
-batch's, whose `reply` is called by `protocols.SamplingClient.sample` between the turns. Loads without jax.
+batch's, whose `reply` is called by `protocols.SamplingClient.sample` between the turns. In a run the environment of an
+episode lives in a worker (`remote.py`), and only what is said between it and the model passes here. Loads without jax.
 
 Axes: T time.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.rollout.environments.render import Observation, render_observation, render_start
+from tunix.rollout.environments.render import Observation, check_observation, render_observation, render_start
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
 
@@ -43,8 +45,10 @@ class Step:
 
 
 class Environment(ABC):
-    """One episode; every completion has its own. Its methods run in threads of the trainer's process, one at a time for
-    each episode: other completions are sampled meanwhile, and what episodes share has to bear several callers."""
+    """One episode; every completion has its own. Constructor and methods run in a worker process, each call within a
+    deadline; other completions are sampled meanwhile. An episode stays in the process where it began and shares it with
+    others, one call at a time. Everything has to follow from the row, the generator and the actions: where another
+    episode hangs or ends the process, this one is replayed in a new process, and fails if it answers differently."""
 
     scores: ClassVar[bool] = True
     """Whether it gives rewards: an episode that was cut short then keeps the sum of its rewards so far, 0 at first.
@@ -69,6 +73,37 @@ class Environment(ABC):
             action: the turn's text, special tokens left out, a stop string left in.
             tokens: `[T]` the ids that were sampled, stop token included.
         """
+
+
+class EpisodeError(Exception):
+    """What went wrong with an environment; the text ends a sentence that begins with its name."""
+
+
+def checked_step(step: Any) -> Step:
+    """A step whose reward is a float or None, and whose observation is one that can be read.
+
+    Raises:
+        EpisodeError: it is none, or has a reward that is no finite number, or an observation of another form.
+    """
+    if not isinstance(step, Step):
+        raise EpisodeError(f"returned {'None' if step is None else f'a {type(step).__name__}'}, not a Step")
+    reward = None if step.reward is None else as_outcome(step.reward)
+    if isinstance(reward, str):
+        raise EpisodeError(f"gave a reward that is no number: it {reward}")
+    if step.done or step.observation is None:
+        return Step(None, reward, done=True)
+    return Step(checked_observation(step.observation), reward)
+
+
+def checked_observation(observation: Any) -> Observation:
+    """An observation that is a text, messages or an array.
+
+    Raises:
+        EpisodeError: it is something else.
+    """
+    if wrong := check_observation(observation):
+        raise EpisodeError(f"answered with {wrong}: an observation is a text, a list of messages or an array of ids")
+    return observation
 
 
 class Episode:
@@ -106,9 +141,11 @@ class Episode:
         self._environment, self._tokenizer, self._turns = environment, tokenizer, turns
         self._template_kwargs = template_kwargs or {}
         try:
-            self.start = environment.reset(row, rng)
+            self.start = checked_observation(environment.reset(row, rng))
         except UserError:
             raise
+        except EpisodeError as error:
+            raise UserError(f"the environment {self.name} does not start: it {error}") from error
         except Exception as error:  # the author's own code: only they can fix the prompt of a row
             raise UserError(f"the environment {self.name} does not start: it {raised(error)}") from error
         self.prompt = render_start(self.start, tokenizer, self._template_kwargs)
@@ -134,18 +171,17 @@ class Episode:
         assert not self.done, "the episode is over"
         assert self.failure is None, "the episode is over"
         try:
-            step = self._environment.step(self._text(tokens), np.asarray(tokens))
-            reward = None if step.reward is None else as_outcome(step.reward)
-            if isinstance(reward, str):
-                return self._fail(f"gave a reward that is no number: it {reward}")
-            self.rewards.append(reward)
-            self.done = step.done or step.observation is None
-            if cut or step.done or step.observation is None:
+            step = checked_step(self._environment.step(self._text(tokens), np.asarray(tokens)))
+            self.rewards.append(None if step.reward is None else float(step.reward))
+            self.done = step.done
+            if cut or step.observation is None:
                 return None
             observation = render_observation(
                 self.start, step.observation, tokens, self._tokenizer, self._template_kwargs
             )
-        except Exception as error:  # one broken episode is counted and left out; the run goes on
+        except EpisodeError as error:  # one broken episode is counted and left out; the run goes on
+            return self._fail(str(error))
+        except Exception as error:
             return self._fail(raised(error))
         if len(self.rewards) == self._turns:
             return self._fail(f"had not ended after {self._turns} turns")
@@ -161,13 +197,15 @@ class Episode:
 class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
-    def __init__(self, episodes: Sequence[Episode]) -> None:
+    def __init__(self, episodes: Sequence[Episode], together: int = 1) -> None:
         """The episodes of a batch.
 
         Args:
             episodes: in the order of the requests.
+            together: how many may be called at a time.
         """
         self.episodes = episodes
+        self._together = together
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
@@ -177,12 +215,17 @@ class Episodes:
 
     def finish(self, completions: Sequence["Completion"]) -> None:
         """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
-        for episode, completion in zip(self.episodes, completions, strict=True):
-            for start, end in completion.turns[len(episode.rewards) :]:
-                if not episode.done and episode.failure is None and end > start:
-                    episode.turn(completion.tokens[start:end], cut=True)
+        assert len(completions) == len(self.episodes)
+        with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
+            list(threads.map(_finish, self.episodes, completions))
 
     @property
     def scores(self) -> list[Score | None]:
         """Score of each episode: a sum of rewards, a failure, or None."""
         return [episode.score for episode in self.episodes]
+
+
+def _finish(episode: Episode, completion: "Completion") -> None:
+    for start, end in completion.turns[len(episode.rewards) :]:
+        if not episode.done and episode.failure is None and end > start:
+            episode.turn(completion.tokens[start:end], cut=True)

@@ -16,6 +16,16 @@ Observation = str | Sequence[Message] | np.ndarray
 """A text that is encoded as it is, messages that the tokenizer's template renders, or token ids."""
 
 
+def check_observation(observation: Any) -> str | None:
+    """What is wrong with an observation that is none of the three forms, e.g. `a float`; None for nothing."""
+    if isinstance(observation, str | np.ndarray):
+        return None
+    if not isinstance(observation, Sequence) or isinstance(observation, bytes):
+        return "None" if observation is None else f"a {type(observation).__name__}"
+    foreign = next((one for one in observation if not isinstance(one, Mapping)), None)
+    return None if foreign is None else f"a {type(observation).__name__} that holds a {type(foreign).__name__}"
+
+
 def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
     """`[T]` int32 ids of a prompt; a text begins with BOS where the tokenizer's own encoding does.
 
@@ -23,7 +33,7 @@ def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwarg
         UserError: it cannot be rendered.
     """
     if isinstance(start, np.ndarray):
-        return _given(start)
+        return token_ids(start)
     known = _needed(tokenizer)
     if isinstance(start, str):
         return np.asarray(known.encode(start, bos=known.adds_bos), np.int32)
@@ -50,7 +60,7 @@ def render_observation(
         UserError: it cannot be rendered.
     """
     if isinstance(observation, np.ndarray):
-        return _given(observation)
+        return token_ids(observation)
     known = _needed(tokenizer)
     if isinstance(observation, str):
         return np.asarray(known.encode(observation), np.int32)
@@ -66,7 +76,12 @@ def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _given(ids: np.ndarray) -> np.ndarray:
+def token_ids(ids: np.ndarray) -> np.ndarray:
+    """`[T]` int32 ids that an environment gave as such.
+
+    Raises:
+        UserError: they are no vector of whole numbers.
+    """
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise UserError(f"token ids are a vector of whole numbers, not {ids.dtype} of shape {ids.shape}")
     return ids.astype(np.int32)

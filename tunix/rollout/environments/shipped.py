@@ -1,8 +1,9 @@
 """Loads the environment that a recipe names, and the table of those that come with tunix."""
 
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from tunix.errors import UserError, nearest
 from tunix.rollout.environments.base import Environment
@@ -10,13 +11,29 @@ from tunix.rollout.environments.calculator import Calculator
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
-from tunix.util.plugins import check_options, is_reference, load_object
+from tunix.util.plugins import absolute, check_options, is_reference, load_object
 
 SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calculator, "guessing": Guessing}
 
 
-def read_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """A function that makes a new environment for each episode.
+@dataclass(frozen=True)
+class EnvironmentMaker:
+    """Makes a new environment for each episode."""
+
+    kind: type[Environment]
+    """Its class, as its author wrote it."""
+    options: Mapping[str, Any]
+    """Arguments of its constructor, e.g. `{"guesses": 5}`."""
+    source: str | None
+    """`module:Class` or `file.py:Class` for a worker process to load; None for a class of a notebook's cell."""
+
+    def __call__(self) -> Environment:
+        """A new environment."""
+        return self.kind(**self.options)
+
+
+def read_environment(config: EnvironmentConfig) -> EnvironmentMaker:
+    """Loads and checks the environment that a recipe names; its constructor is not called yet.
 
     Raises:
         UserError: no such environment, or an option that it does not have or that has the wrong type.
@@ -32,9 +49,14 @@ def read_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
                 f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
                 f"{nearest(option, parameters)}"
             )
-    make = functools.partial(kind, **config.options)
-    make()  # an error of its constructor is raised before the first rollout
-    return make
+    return EnvironmentMaker(kind, config.options, _source(config.name, kind))
+
+
+def _source(name: str, kind: type[Environment]) -> str | None:
+    """Where a worker process can import a class."""
+    if name in SHIPPED:
+        return f"{kind.__module__}:{kind.__name__}"
+    return None if name.startswith("__main__:") else absolute(name)
 
 
 def _kind(name: str) -> type[Environment]:

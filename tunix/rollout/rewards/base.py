@@ -15,13 +15,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.shipped import SHIPPED
-from tunix.util.plugins import is_reference, load_object
+from tunix.util.plugins import absolute, is_reference, load_object
 
 ONE = ("prompt", "completion")
 MANY = ("prompts", "completions")
@@ -156,9 +155,8 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
     function = load_object(spec.name)
     if not callable(function):
         raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
-    place, _, name = spec.name.rpartition(":")
-    source = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec.name
-    return Reward(spec.title, function, spec.weight, spec.options, spec.columns, source, clip=spec.clip)
+    settings = (spec.options, spec.columns, absolute(spec.name))
+    return Reward(spec.title, function, spec.weight, *settings, clip=spec.clip)
 
 
 def _check_signature(reward: Reward) -> None:

@@ -1,20 +1,18 @@
-"""One call of a reward function, in this process or in a worker, and the messages between the two.
+"""One call of a reward function, in this process or in a worker.
 
 An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name. Only
-the standard library is needed here, and the messages are JSON: whatever a reward returns, nothing is ever unpickled.
+the standard library is needed here.
 """
 
 import asyncio
 import inspect
-import json
 import math
-import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from tunix.rollout.workers.messages import too_slow
+
 Outcome = float | str
-LENGTH = struct.Struct("!Q")
 
 
 def perform(
@@ -93,40 +91,3 @@ async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, An
             return too_slow(deadline) if limit.expired() else raised(error)
 
     return await asyncio.gather(*(outcome(row) for row in rows))
-
-
-def too_slow(deadline: float) -> str:
-    """The outcome of a call that exceeded its deadline."""
-    return f"took longer than {deadline:g} s"
-
-
-def encode(message: Any) -> bytes:
-    """A message as JSON with its length in front; raises TypeError for values that JSON does not have.
-
-    Arrays and their scalars become lists and numbers.
-    """
-    text = json.dumps(message, default=_plain).encode()
-    return LENGTH.pack(len(text)) + text
-
-
-def receive(connection: socket.socket) -> Any:
-    """Receives the next message; raises EOFError where the other end is closed."""
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    return json.loads(_exactly(connection, length))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        piece = connection.recv(min(size - len(received), 1 << 20))
-        if not piece:
-            raise EOFError
-        received += piece
-    return bytes(received)
-
-
-def _plain(value: Any) -> Any:
-    """Arrays as lists; any other value that JSON does not have is refused."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(type(value).__name__)

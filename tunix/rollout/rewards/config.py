@@ -50,7 +50,7 @@ class RewardConfig(Config):
     model_length: Positive | None = None
     """Tokens of prompt and completion that it reads; a longer one fails. Null: data.max_length, twice that where its
     tokenizer is not the policy's, and never more than its own limit."""
-    deadline: Annotated[float, Field(gt=0)] = 10.0
+    deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Seconds that a call may take; after that the sample counts as failed and the worker is replaced."""
     workers: Positive | None = None
     """Worker processes for scoring; null: as many as there are cores, at most 8. Never changes a result."""

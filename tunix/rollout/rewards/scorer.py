@@ -17,9 +17,10 @@ from typing import Any
 
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import MANY, ONE, Failure, Reward, Score, read_reward
-from tunix.rollout.rewards.calls import Outcome, encode
+from tunix.rollout.rewards.calls import Outcome
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.workers import ProcessWorker, ThreadWorker
+from tunix.rollout.workers.messages import encode
 
 TOGETHER = 32
 """Samples of an async function that one worker awaits at a time."""
@@ -32,7 +33,7 @@ class Scorer:
             scores = scorer.score(prompts, completions, {"answer": answers})
 
     `start` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
-    of this process (see `ThreadWorker` for its limits), every other function in worker processes.
+    of this process (see `WorkerThread` for its limits), every other function in worker processes.
     """
 
     def __init__(

@@ -1,0 +1,148 @@
+"""A worker process that can be killed at any moment, and is started again after it hung or died."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tunix.errors import UserError
+from tunix.rollout.workers.messages import encode, receive, too_slow
+
+START = 120.0
+"""Seconds that a worker has to import what it runs: a user's module may import torch from a cold disk."""
+
+_COMMAND = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[2])
+importlib.import_module(sys.argv[3]).serve(int(sys.argv[1]))
+"""
+
+
+class Lost(Exception):
+    """A worker hung or died during a call; the text ends a sentence that begins with the name of what was called."""
+
+
+class WorkerProcess:
+    """A process that answers one request at a time, each within a deadline."""
+
+    def __init__(self, module: str, first: Any, what: str) -> None:
+        """Starts no process yet.
+
+        Args:
+            module: has `serve(descriptor)`, which calls `serving.serve_requests`.
+            first: the first message to each process; JSON.
+            what: whose process it is in messages, e.g. `a reward`.
+        """
+        self.starts = 0
+        """Processes that were started so far: what one of them remembers is lost with it."""
+        self._module, self._first, self._what = module, first, what
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def ensure(self) -> None:
+        """Starts a process where there is none, or where it has died.
+
+        Raises:
+            UserError: it cannot import what it is to run.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+
+    def ask(self, request: bytes, deadline: float, grace: float = 0.0) -> Any:
+        """Sends an encoded request; returns the answer.
+
+        Args:
+            request: see `messages.encode`.
+            deadline: seconds that the call may take.
+            grace: seconds beyond the deadline until the process is killed.
+
+        Raises:
+            Lost: the process hung or died; it is no more.
+        """
+        assert self._connection is not None, "call ensure() first"
+        limit = time.monotonic() + deadline + grace
+        try:
+            self._connection.settimeout(deadline)
+            self._connection.sendall(request)
+            return self._answer(limit)
+        except TimeoutError:
+            self.close()
+            raise Lost(too_slow(deadline)) from None
+        except (EOFError, OSError):
+            raise Lost(self._death()) from None
+
+    def kill(self) -> None:
+        """Kills the process and all that it has started; any thread may call this."""
+        process = self._process
+        # Until it has been waited for, its process id cannot belong to another process.
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kills the process and closes its socket."""
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _start(self) -> None:
+        """Starts a new process and waits until it has imported what it runs."""
+        self.close()
+        self.starts += 1
+        self._connection, theirs = socket.socketpair()
+        path = [str(place) for place in sys.path]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), json.dumps(path), self._module],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the user's code prints goes to the standard error: the standard output is the run's
+                start_new_session=True,  # so that Ctrl-C reaches the trainer alone, and one signal ends all it started
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # code that imports jax does not take the accelerator
+            )
+        try:
+            self._connection.sendall(encode(self._first))
+            answer = self._answer(time.monotonic() + START)
+        except TimeoutError:
+            answer = {"error": f"importing what it runs took longer than {START:g} s"}
+        except (EOFError, OSError):
+            answer = {"error": self._death()}
+        if "error" in answer:
+            self.close()
+            raise UserError(f"{self._what}'s worker process does not start: {answer['error']}")
+
+    def _answer(self, limit: float) -> Any:
+        """Waits for the next message; notices the process's death even where its child keeps the socket open."""
+        assert self._connection is not None
+        assert self._process is not None
+        while True:
+            left = limit - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._connection.settimeout(min(left, 0.25))
+            try:
+                if self._connection.recv(1, socket.MSG_PEEK):
+                    self._connection.settimeout(left)
+                    return receive(self._connection)
+                raise EOFError
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    with contextlib.suppress(ProcessLookupError):  # the child that it left behind
+                        os.killpg(self._process.pid, signal.SIGKILL)
+                    raise EOFError from None
+
+    def _death(self) -> str:
+        """Ends the process after its socket has closed; returns how it ended."""
+        assert self._process is not None
+        self.kill()  # also kills what it has started
+        code = self._process.wait()
+        self.close()
+        return f"ended its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
