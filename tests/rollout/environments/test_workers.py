@@ -3,6 +3,7 @@
 An action of the model says how the environment is to behave.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from tunix.rollout.environments.base import Environment, Episode, Episodes, Step
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.player import Player
 from tunix.rollout.environments.shipped import read_environment
+from tunix.rollout.environments.worker import generator_of, saved_generator
 from tunix.rollout.rewards.base import Failure
 
 TOKENIZER = bytes_tokenizer("chatml")
@@ -396,3 +398,14 @@ def test_a_class_of_a_notebook_runs_here(playing: Any, monkeypatch: pytest.Monke
     assert say(good, "on") == str(os.getpid())
     assert episodes.scores == [Failure("the environment Here took longer than 1 s"), 0.5]
     Here.go_on = True
+
+
+def test_a_generator_arrives_as_it_is():
+    """One that has been used and has spawned others, too."""
+    rng = np.random.default_rng([3, 5])
+    rng.integers(10)
+    rng.spawn(2)
+    again = generator_of(json.loads(json.dumps(saved_generator(rng))))
+    assert again.integers(1 << 40, size=5).tolist() == rng.integers(1 << 40, size=5).tolist()
+    (ours,), (theirs,) = rng.spawn(1), again.spawn(1)
+    assert ours.random() == theirs.random()

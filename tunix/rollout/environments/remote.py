@@ -9,7 +9,6 @@ Axes: T time.
 
 import itertools
 import os
-import pickle
 import threading
 import weakref
 from collections import deque
@@ -21,7 +20,7 @@ import numpy as np
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
 from tunix.rollout.environments.shipped import EnvironmentMaker
-from tunix.rollout.environments.worker import Host, packed, read
+from tunix.rollout.environments.worker import Host, read, saved_generator
 from tunix.rollout.workers.messages import encode
 from tunix.rollout.workers.process import Lost, WorkerProcess
 from tunix.rollout.workers.thread import WorkerThread
@@ -36,7 +35,7 @@ class HostProcess:
 
     def __init__(self, make: EnvironmentMaker) -> None:
         """Starts no process yet."""
-        first = {"source": make.source, "options": packed(make.options)}
+        first = {"source": make.source, "options": dict(make.options)}
         self._process = WorkerProcess("tunix.rollout.environments.worker", first, "an environment")
         self.ensure, self.kill, self.close = self._process.ensure, self._process.kill, self._process.close
 
@@ -195,15 +194,16 @@ class RemoteEnvironment(Environment):
                     f"worker {why}, and when its actions were repeated in a new one {what} was not that of before"
                 )
 
-    def _sent(self, row: Row, rng: np.random.Generator) -> str:
-        try:
-            return packed((dict(row), rng))
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            name = next((name for name, value in row.items() if not _can_be_sent(value)), "")
-            raise UserError(
-                f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a worker "
-                f"({error}): turn it into text, numbers or lists of these in the data, or leave it out"
-            ) from error
+    def _sent(self, row: Row, rng: np.random.Generator) -> dict[str, Any]:
+        for name, value in row.items():
+            try:
+                encode([value])
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
+                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
+                ) from error
+        return {"row": dict(row), "rng": saved_generator(rng)}
 
 
 class EnvironmentPool:
@@ -266,11 +266,3 @@ def _unless_failed(answer: Answer) -> Answer:
     if "failure" in answer:
         raise EpisodeError(answer["failure"])
     return answer
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        packed(value)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return False
-    return True

@@ -1,18 +1,15 @@
 """The process that environments run in: it holds the episodes that began in it, and calls the one a request names.
 
-    {"episode": 3, "start": "gASV..."}                      -> {"observation": {"text": "1-31\n"}}
+    {"episode": 3, "start": {"row": {...}, "rng": {...}}}   -> {"observation": {"text": "1-31\n"}}
     {"episode": 3, "action": "16\n", "tokens": {...}}       -> {"observation": ..., "reward": 0.5, "done": false}
     {"describe": true}                                      -> {"scores": true, "stop_strings": ["\n"]}
 
-An answer with a `failure` ends the episode. Rows and generators come pickled from the trainer, so that an environment
-receives what the data holds; answers are JSON, and the trainer unpickles nothing.
+An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed and its state.
 
 Axes: T time.
 """
 
-import base64
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +37,7 @@ def serve(descriptor: int) -> None:
 
 def _prepare(first: Mapping[str, Any]) -> Callable[[Any], Any]:
     """Loads the class; returns what answers requests."""
-    kind, options = load_object(first["source"]), unpacked(first["options"])
+    kind, options = load_object(first["source"]), first["options"]
     return Host(lambda: kind(**options)).answer
 
 
@@ -79,9 +76,8 @@ class Host:
             return {"scores": bool(first.scores), "stop_strings": [str(text) for text in first.stop_strings]}
         number = request["episode"]
         if "start" in request:
-            row, rng = unpacked(request["start"])
-            environment = self._make()
-            start = checked_observation(environment.reset(row, rng))
+            environment, begin = self._make(), request["start"]
+            start = checked_observation(environment.reset(begin["row"], generator_of(begin["rng"])))
             self._living[number] = environment
             return {"observation": written(start)}
         environment = self._living[number]
@@ -121,11 +117,18 @@ def read(observation: Mapping[str, Any]) -> Observation:
     return observation["text"] if "text" in observation else observation["messages"]
 
 
-def packed(value: Any) -> str:
-    """A value of the trainer's as text, for `unpacked` in a worker."""
-    return base64.b64encode(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)).decode()
+def saved_generator(rng: np.random.Generator) -> dict[str, Any]:
+    """A generator of `np.random.default_rng` as JSON values."""
+    bits = rng.bit_generator
+    assert isinstance(bits, np.random.PCG64), "episodes have generators of np.random.default_rng"
+    seed = bits.seed_seq
+    assert isinstance(seed, np.random.SeedSequence)
+    spawned = {"spawn_key": list(seed.spawn_key), "n_children_spawned": seed.n_children_spawned}
+    return {"seed": {"entropy": seed.entropy, **spawned}, "state": bits.state}
 
 
-def unpacked(text: str) -> Any:
-    """The inverse of `packed`."""
-    return pickle.loads(base64.b64decode(text))
+def generator_of(saved: Mapping[str, Any]) -> np.random.Generator:
+    """The inverse of `saved_generator`; it also spawns the same ones."""
+    bits = np.random.PCG64(np.random.SeedSequence(**saved["seed"]))
+    bits.state = saved["state"]
+    return np.random.Generator(bits)
