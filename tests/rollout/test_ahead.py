@@ -15,16 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.rollout import test_oversample as oversampled
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.errors import Doubtful
 from tunix.protocols import Client
 from tunix.rollout.ahead import Ahead, Holding
+from tunix.rollout.backlog import Pending, Race
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
-from tunix.types import Completion, Sampling
+from tunix.types import Begun, Completion, Sampling
 from tunix.util.json_lines import read_rows
 
 SAMPLING, LENGTH, STEPS = Sampling(max_tokens=6), 6, 7
@@ -128,7 +130,7 @@ def test_tokens_that_are_too_old_do_not_leave_the_buffer(tmp_path: Path):
     with run(tmp_path / "replay.jsonl", Sampler(), 1, collect=late) as ahead:
         for _ in range(5):
             next(ahead)
-        with pytest.raises(Doubtful, match=r"step 5 would learn .* more than 1 step\(s\) old: version 10"):
+        with pytest.raises(Doubtful, match=r"step 5 would learn .* more than 1 step\(s\) old"):
             next(ahead)
 
 
@@ -187,3 +189,97 @@ def test_a_record_is_replayed_whatever_the_clocks_say(tmp_path: Path, staleness:
     for seed in (1, 2, 3):
         assert tokens(path, seed) == first
         assert read_rows(path) == record
+
+
+# --- Long completions that do not hold a step up ----------------------------------------------------------------------
+
+
+class Tailed(Sampler):
+    """All requests side by side, two tokens a dispatch; few of them are long. It waits as completions end."""
+
+    def __init__(self, wait: Callable[[], None]):
+        super().__init__()
+        self.wait, self.inner = wait, oversampled.Sampler()
+
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
+        def done(number: int, completion: Completion) -> bool:
+            self.wait()
+            return on_done(number, completion)
+
+        self.inner.version = held
+        return self.inner.sample(prompts, n, sampling, seed, reply, done, begun)
+
+
+def raced(path: Path, staleness: int, seed: int) -> list[list[list[Scored]]]:
+    """The groups of each step of a run that takes 3 groups of the 5 that it begins; its clocks follow from the seed."""
+    rng, total = random.Random(seed), 14
+    sampler = Tailed(lambda: time.sleep(rng.choice([0, 0, 0, 0.002])))
+    how = {"staleness": staleness, "total": total, "goes_on": False}
+
+    def collect(client, step: RolloutStep) -> list[list[Scored]]:
+        return step.collect(client, step.prompts, oversampled.GROUP)
+
+    stream = oversampled.stream(rows=3 * total)
+    stream.like = replace(stream.like, mixed=True)
+    ahead, found = Ahead(stream, Learner(sampler), sampler, collect, Journal(path, "mine"), **how), []
+    try:
+        for number in range(total):
+            step = next(ahead)
+            found.append(step.sampled or step.collect(First(sampler), step.prompts, oversampled.GROUP))
+            assert step.ahead.get("rollout/staleness/max", 0) <= staleness, number
+            time.sleep(rng.choice([0, 0.01, 0.03]))
+    finally:
+        ahead.close()
+    return found
+
+
+class First(Client):
+    """The caller's own sampling, of the first step."""
+
+    def __init__(self, sampler: Tailed):
+        self._sampler = sampler
+
+    def sample(self, *given, **named):
+        return self._sampler.sample(*given, **named, held=self._sampler.version)
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_long_completions_go_on_in_the_next_step_within_the_bound(tmp_path: Path, staleness: int):
+    """Whatever the clocks say nothing is older than the bound, which `Ahead` checks, and all prompts are trained on."""
+    for seed in range(3):
+        steps = raced(tmp_path / f"{seed}.jsonl", staleness, seed)
+        groups = [group for step in steps for group in step]
+        assert [len(step) for step in steps] == [3] * 14
+        assert sorted(oversampled.names(groups)) == list(range(42))
+        versions = [set(x.completion.versions.tolist()) for group in groups for x in group]
+        assert any(len(mixed) > 1 for mixed in versions), "nothing was carried over"
+        for group in groups:
+            for episode in group:
+                np.testing.assert_array_equal(episode.completion.tokens, oversampled.drawn(Begun(*own(episode, group))))
+        again = [group for step in raced(tmp_path / f"{seed}.jsonl", staleness, seed + 10) for group in step]
+        assert oversampled.names(again) == oversampled.names(groups)
+        assert [[x.completion.versions.tolist() for x in group] for group in again] == [
+            [x.completion.versions.tolist() for x in group] for group in groups
+        ]
+
+
+def own(episode: Scored, group: list[Scored]) -> tuple[int, int]:
+    """The seed and the number of an episode's request."""
+    place, number = int(episode.prompt.tokens[-1]), [x is episode for x in group].index(True)
+    assert isinstance(episode.prompt, Pending)
+    request = episode.prompt.requests(oversampled.GROUP, 5)[number]
+    assert oversampled.names([group]) == [place]
+    return request.seed, request.index
+
+
+def test_a_race_with_groups_that_cannot_wait():
+    """Of two places one is kept for the group that is due, however late it comes."""
+    done = made([0], "stop")
+    race = Race([[None], [None], [None]], 2, due=[2])
+    assert [number for number, _ in race.add(0, done)] == [0]
+    assert not race.add(1, done)
+    assert not race.over
+    assert [number for number, _ in race.add(2, done)] == [2]
+    assert race.over
+    assert race.taken == [0, 2]
+    assert race.groups[1] == [done], "it is whole, and the next step's"

@@ -69,10 +69,18 @@ def test_of_one_process_and_device_it_needs_no_other(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("k", "how"), [(1, "finish"), (2, "continue")])
-def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int, how: str):
+@pytest.mark.parametrize(
+    ("k", "how", "more"), [(1, "finish", 1.0), (2, "continue", 1.0), (2, "finish", 1.5), (3, "continue", 1.5)]
+)
+def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int, how: str, more: float):
     """It ends as a run that nobody disturbs would, if that had the same record: the record of the whole run."""
-    changes = {**ahead(k, how), "steps": 14, "checkpoint": {"every": 3, "keep": 2}, "data__eval": "held.jsonl"}
+    changes = {
+        **ahead(k, how),
+        "rollout__oversample": more,
+        "steps": 14,
+        "checkpoint": {"every": 3, "keep": 2},
+        "data__eval": "held.jsonl",
+    }
     changes["eval"] = {"every": 5, "rows": 4}
     write_policy(tmp_path, **changes)
     with no_process_left() as runs:
@@ -103,7 +111,8 @@ def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int,
     [
         ({"mesh": {"fsdp": 8}, **ahead(1)}, "would wait for each other on 8 shared devices; give sampling some"),
         ({**APART, "rollout__in_flight": "finish"}, "in_flight: finish changes nothing without max_staleness"),
-        ({**APART, **ahead(1), "rollout__oversample": 1.5}, "oversample: 1.5 carries completions over to later steps"),
+        ({**APART, **ahead(1), "rollout__oversample": 1.5}, "1.5 carries completions over to the next step, where"),
+        ({**APART, **ahead(2), "rollout__oversample": 2.5}, "2.5 may carry over more groups than a step takes"),
         (
             {**APART, **ahead(1), "algorithm": {"name": "grpo", "group_size": 4, "old_logprobs": "recompute"}},
             "recompute starts the ratio at the present weights",

@@ -83,6 +83,8 @@ class Ahead:
         """
         self._inner, self._client, self._sampler, self._gather = inner, client, sampler, gather
         self._journal, self._staleness, self._total, self._goes_on = journal, staleness, total, goes_on
+        self._before = staleness - (inner.like.backlog is not None)
+        """Steps before its own that a step may begin: what it leaves to the next one is a step older there."""
         journal.keep(range(1, total))
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -175,20 +177,23 @@ class Ahead:
             Doubtful: older than the bound.
         """
         assert step.sampled is not None
-        drawn = [x.completion.versions[x.completion.drawn] for group in step.sampled for x in group]
-        versions = [int(version) for each in drawn for version in np.unique(each)]
-        # Weights that are not known any more are older than all that are.
-        ages = np.array([number - self._ages.get(version, -1) for version in versions])
+        ages = np.array([self._age(x.completion, number) for group in step.sampled for x in group])
         if ages.size and ages.max() > self._staleness:
             raise Doubtful(
                 f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
-                f"{self._staleness} step(s) old: version {versions[int(ages.argmax())]}"
+                f"{self._staleness} step(s) old"
             )
         now = time.monotonic()
         waits = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}
         self._handed_at = now
         age = {"rollout/staleness": float(ages.mean()), "rollout/staleness/max": float(ages.max())} if ages.size else {}
         return replace(step, ahead={**step.ahead, **age, **waits})
+
+    def _age(self, completion: Completion, number: int) -> int:
+        """How many steps old the oldest token of a completion is where step `number` learns from it; 0 without any."""
+        versions = completion.versions[completion.drawn]
+        # Weights that are not known any more are older than all that are.
+        return max((number - self._ages.get(int(version), -1) for version in np.unique(versions)), default=0)
 
     def _sample_steps(self) -> None:
         """Runs in the thread."""
@@ -206,7 +211,7 @@ class Ahead:
         began = time.monotonic()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (not self._draining and number - self._published <= self._staleness)
+                lambda: self._closed or (not self._draining and number - self._published <= self._before)
             )
             if self._closed:
                 return False
@@ -214,6 +219,7 @@ class Ahead:
         waited = time.monotonic() - began
         step = next(self._inner, None)
         if step is not None:
+            step = replace(step, due=lambda begun: self._age(begun, number + 1) > self._staleness)
             groups = self._gather(_Feeder(self, number), step)
             share = waited / max(time.monotonic() - began, 1e-9)
             step = replace(step, sampled=groups, read=step.accounting, ahead={"rollout/sampler_waits": share})

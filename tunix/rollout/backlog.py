@@ -7,7 +7,7 @@ run saves.
 Axes: G group, T time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, fields
 from typing import Any
@@ -92,13 +92,17 @@ class Race:
     Groups that end in one dispatch of the sampler end in the order of its slots, so that no clock decides.
     """
 
-    def __init__(self, groups: List[list[Completion | None]], wanted: int):
+    def __init__(self, groups: List[list[Completion | None]], wanted: int, due: Collection[int] = ()):
         """Nothing is taken yet.
 
         Args:
             groups: `[P][G]` what is there of each completion; all groups are of one size.
             wanted: groups to take, at most all.
+            due: the numbers of groups that have to be among them, at most as many.
         """
+        assert len(due) <= wanted, f"{len(due)} groups cannot wait, and {wanted} are taken"
+        self._due = set(due)
+        """Groups that have to be taken, and are not yet."""
         self.groups = groups
         self.taken: list[int] = []
         """The numbers of the groups that were taken, in that order."""
@@ -130,6 +134,9 @@ class Race:
         members = [completion for completion in self.groups[group] if completion is not None and _ended(completion)]
         if self.over or group in self.taken or len(members) < self._n:
             return []
+        if group not in self._due and self.wanted - len(self.taken) <= len(self._due):
+            return []  # the places that are left are for others; this one is the first of the next step
+        self._due.discard(group)
         self.taken.append(group)
         return [(group * self._n + member, completion) for member, completion in enumerate(members)]
 

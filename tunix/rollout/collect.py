@@ -143,6 +143,7 @@ class Collector:
         seed: int,
         clock: Clock,
         measuring: Measuring | None = None,
+        due: Callable[[Completion], bool] | None = None,
     ) -> tuple[list[list[Scored]], list[Pending]]:
         """Samples until `wanted` groups are complete, and scores these but for rewards of several processes' batch.
 
@@ -154,13 +155,15 @@ class Collector:
             seed: the run's.
             clock: as in `collect`.
             measuring: as in `collect`.
+            due: whether what was begun of a completion cannot wait for another step; None for never.
 
         Returns:
             The groups, in the order of the prompts; and the other prompts, with what has been sampled for them.
         """
         owners = [prompt for prompt in prompts for _ in range(n)]
         with clock.part("rollout"):
-            race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted)
+            late = [i for i, x in enumerate(prompts) if due is not None and any(y and due(y) for y in x.so_far)]
+            race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted, late)
             arrivals = Arrivals(self.tokenizer, self._scorers[0], owners, race.wanted * n, self.judge, measuring)
             begun = [request for prompt in prompts for request in prompt.requests(n, seed)]
             asked, places = race.missing, itertools.count()
@@ -256,6 +259,8 @@ class RolloutStep:
     """Prompts that a step begins beyond its own."""
     mixed: bool = False
     """Whether tokens may be of earlier weights than a step's own, so that episodes say which are its own."""
+    due: Callable[[Completion], bool] | None = None
+    """Whether what an earlier step has begun cannot wait for the next one; None where it always can."""
     sampled: list[list[Scored]] | None = None
     """Groups that were sampled while an earlier step was learned from; None where they are still to be."""
     read: Accounting | None = None
@@ -291,7 +296,7 @@ class RolloutStep:
         given = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(given) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
         asked = [*given, *self.backlog.take(self.spare)]
-        how = {"n": n, "seed": self.seed, "clock": self.clock, "measuring": measuring}
+        how = {"n": n, "seed": self.seed, "clock": self.clock, "measuring": measuring, "due": self.due}
         race = partial(self.collector.first, client, **how)
         groups, left = shared_race(race, asked, len(given), self.collector.sampling, self.clock)
         self.backlog.put_back(left)

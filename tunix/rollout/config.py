@@ -64,7 +64,8 @@ class RolloutConfig(Config):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Steps that the weights which sampled a completion's first token may be older than those that learn from it. 0:
     sampling and learning take turns. From 1 on the next steps are sampled meanwhile, on `mesh.devices` of their own
-    or on `servers`."""
+    or on `servers`. With `oversample` a step that has enough groups does not wait for its longest completions, which
+    go on in the next one, as long as the bound allows."""
     in_flight: Literal["finish", "continue"] | None = None
     """What completions do whose weights are replaced while they are sampled: `finish` under the old ones, or `continue`
     under the new ones, so that each token has a version. Null: finish. Only with `max_staleness`."""
@@ -132,10 +133,16 @@ class RolloutConfig(Config):
                 "finish, or leave environment out"
             )
         if self.max_staleness and self.oversample > 1:
-            raise ValueError(
-                f"oversample: {self.oversample:g} carries completions over to later steps, and max_staleness does not "
-                "bound their age: leave one of them out"
-            )
+            if self.max_staleness < 2:
+                raise ValueError(
+                    f"oversample: {self.oversample:g} carries completions over to the next step, where their weights "
+                    "are a step older: set max_staleness to 2 or more, or leave one of them out"
+                )
+            if self.oversample > 2:
+                raise ValueError(
+                    f"oversample: {self.oversample:g} may carry over more groups than a step takes, whose age "
+                    "max_staleness bounds: set it to 2 or less"
+                )
         return self
 
     @model_validator(mode="after")
