@@ -56,9 +56,7 @@ def ours(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "
 @contextmanager
 def _process(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[str]:
     """The address of a server that a command starts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [*command, "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -75,6 +73,13 @@ def _process(command: Sequence[str], env: Mapping[str, str], log: Path) -> Itera
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _wait(process: subprocess.Popen, address: str, log: Path) -> None:

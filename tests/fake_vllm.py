@@ -92,7 +92,7 @@ class FakeVLLM:
 
     def restart(self, folder: Path) -> None:
         """As a supervisor would: the first weights again, and no adapter."""
-        self.service.close()
+        self.service.batches.close()
         self._read(folder)
 
     def complete(self, body: dict[str, Any], identity: str) -> dict[str, Any]:
@@ -131,7 +131,8 @@ class FakeVLLM:
             (again,) = self.service.engine.run([Request(whole, Sampling(1, prompt_logprobs=True), 0, adapter=adapter)])
             assert again.prompt_logprobs is not None
             found = replace(found, logprobs=again.prompt_logprobs[len(prompt) :])
-        answer = asked.answer(prompt, replace(found, logprobs=found.logprobs + np.float32(self.manners.offset)), "?")
+        moved = replace(found, logprobs=found.logprobs + np.float32(self.manners.offset))
+        answer = self.service.answer(asked, prompt, moved)
         if self.manners.keeps_ids:
             del answer["choices"][0]["token_ids"], answer["choices"][0]["prompt_token_ids"]
         return answer
@@ -151,15 +152,15 @@ class FakeVLLM:
     def post(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Any:
         """Answers a POST, but for completions."""
         if path == "/tokenize":
-            ids = self.service.tokens(body["prompt"])
+            ids = self.service.tokens(body["prompt"], special=body["add_special_tokens"])
             return {"tokens": [i + 1 for i in ids] if self.manners.odd_tokens else ids, "max_model_len": self.length}
         if path == "/pause":
             assert query == {"mode": ["wait"]}
-            self.service.pause()
+            self.service.batches.pause()
             self.paused = True
             return {"status": "paused"}
         if path == "/resume":
-            self.service.resume()
+            self.service.batches.resume()
             self.paused = False
             return {"status": "resumed"}
         if path == "/reset_prefix_cache":

@@ -1,12 +1,13 @@
 """`tunix run` in several real processes on this machine, which meet on loopback."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from benchmarks.servers import free_port
 
 DEVICES = 4
 """Virtual devices of all processes together."""
@@ -77,10 +78,3 @@ def several(folder: Path, number: int, *words: str, **settings: str) -> Iterator
         for process in run.processes:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    """A port of loopback that nothing listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

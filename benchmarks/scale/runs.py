@@ -7,7 +7,6 @@ devices and processes share the cores that there are, so seconds say what a spli
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scale.tiny import RECIPES
+from benchmarks.servers import free_port
 from tunix.plan.account import account
 from tunix.util.yaml_io import write_yaml
 
@@ -79,13 +79,6 @@ def start(folder: Path, place: Place, process: int, port: int) -> subprocess.Pop
     words = [sys.executable, "-m", "tunix.cli", "run", "recipe.yaml", *place_words(place, process, port)]
     with (folder / f"log.{process}").open("wb") as log:
         return subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log)
-
-
-def free_port() -> int:
-    """A port of loopback that nothing listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run(recipe: dict[str, Any], place: Place) -> Run:

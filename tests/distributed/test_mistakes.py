@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.servers import free_port
 from tests.distributed.test_runs import SFT, assert_same_export, assert_same_numbers, write_judged
-from tests.several import Several, free_port, several
+from tests.several import Several, several
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, write_recipe, write_rows
 from tunix.distributed import processes

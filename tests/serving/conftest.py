@@ -9,11 +9,10 @@ from pathlib import Path
 
 import jax
 import pytest
-import uvicorn
 
 from tests.tiny_runs import model_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.app import app
+from tunix.serving.app import server_of
 from tunix.serving.service import Service
 
 LENGTH = 64
@@ -23,7 +22,7 @@ LENGTH = 64
 def listening(service: Service) -> Iterator[str]:
     """The address of a service, while it is served."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app(service), log_level="warning", access_log=False))
+        server = server_of(service)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:

@@ -15,6 +15,7 @@ from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, model_folder, train
 from tunix.cli import main
+from tunix.data.tokenizer import bytes_tokenizer
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.engine.request import Request
 from tunix.serving.body import HALF
@@ -67,10 +68,20 @@ def test_answers_are_the_engines_whoever_else_asks(model: Path, serve: Serve):
 
 def test_text_is_answered_as_text(model: Path, serve: Serve):
     _, url = serve()
-    choice = asked(url, {"prompt": "12+3", "max_tokens": 6, "temperature": 0, "logprobs": 2}, model)
+    given = {"prompt": "12+3", "max_tokens": 6, "temperature": 0, "logprobs": 2}
+    choice = asked(url, given, model)
     assert choice["finish_reason"] == "length"
     assert isinstance(choice["text"], str)
     assert "token_ids" not in choice
+    assert not any(token.startswith("token_id:") for token in choice["logprobs"]["tokens"])
+    named = asked(url, {**given, "return_tokens_as_token_ids": True, "return_token_ids": True}, model)
+    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in named["token_ids"]]
+    # As the tokenizer's own encoding has it: after BOS, unless it is told otherwise.
+    (bos, *rest) = named["prompt_token_ids"]
+    assert rest == bytes_tokenizer("llama3").encode("12+3")
+    for special, ids in ((True, [bos, *rest]), (False, rest)):
+        said = {"prompt": "12+3", "add_special_tokens": special}
+        assert httpx.post(f"{url}/tokenize", json=said, timeout=60).json()["tokens"] == ids
     for value, listed in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
         assert len(listed) == 2
         assert max(listed.values()) == value, "greedy"
@@ -129,6 +140,26 @@ def test_what_cannot_be_answered_is_refused(model: Path, serve: Serve, changes: 
     answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0), **changes}, timeout=60)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"prompt": 3}', b'{"method": "other"}'])
+def test_a_body_that_cannot_be_read_is_refused(serve: Serve, content: bytes):
+    _, url = serve()
+    for path in ("/v1/completions", "/tokenize", "/collective_rpc", "/v1/load_lora_adapter"):
+        assert httpx.post(f"{url}{path}", content=content, timeout=60).status_code == 400
+
+
+def test_an_engine_that_fails_is_no_mistake_of_the_request(model: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    service, url = serve()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(service.engine, "run", fail)
+        answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0)}, timeout=60)
+        assert answer.status_code == 500
+    assert asked(url, body(0), model)["finish_reason"] == "length"
 
 
 def test_adapters_need_weights_that_are_kept(model: Path, serve: Serve, tmp_path: Path):
@@ -212,6 +243,13 @@ def test_the_command_answers_until_it_is_told_to_end(model: Path, tmp_path: Path
     told = (tmp_path / "log").read_text()
     assert f"{url} answers, up to 128 tokens" in told
     assert "Traceback" not in told
+
+
+def test_a_port_that_is_taken(model: Path, serve: Serve, capsys: pytest.CaptureFixture[str]):
+    _, url = serve()
+    port = url.rpartition(":")[2]
+    assert main(["serve", str(model), "--port", port]) == 2
+    assert f"--port {port}: Address already in use" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]):

@@ -217,11 +217,12 @@ class InferenceModel:
         chat = self.plain_reason is None
         return DataConfig(train=train, max_length=length, chat=chat, system=self.system if chat else None)
 
-    def text(self, completion: Completion) -> str | None:
-        """The text of a completion, without special tokens and stop string; None without a tokenizer."""
+    def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
+        """The text of a completion, without the stop string and, by default, special tokens; None without a
+        tokenizer."""
         if self.tokenizer is None:
             return None
-        text = self.tokenizer.decode(completion.tokens, skip_special=True)
+        text = self.tokenizer.decode(completion.tokens, skip_special=skip_special)
         return until_stop(text, completion.sampling.stop_strings)
 
     def _check(self, name: str, value: Any, where: str) -> None:

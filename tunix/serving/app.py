@@ -39,32 +39,47 @@ def app(service: Service) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await run_in_threadpool(service.close)
+        await run_in_threadpool(service.batches.close)
 
     routes = [Route(path, answering(answer), methods=[method]) for (method, path), answer in ADDRESSES.items()]
     return Starlette(routes=routes, lifespan=lifespan)
 
 
-def serve(service: Service, host: str, port: int) -> None:
-    """Answers until the process is told to end."""
-    uvicorn.run(app(service), host=host, port=port, log_level="warning", access_log=False)
+def server_of(service: Service) -> uvicorn.Server:
+    """What answers on the sockets that it is run with, until it is told to end."""
+    return uvicorn.Server(uvicorn.Config(app(service), log_level="warning", access_log=False))
 
 
 async def _answered(service: Service, request: Request, answer: Answer) -> Response:
     try:
-        content = await request.body()
-        found = await answer(service, request, json.loads(content) if content else {})
+        found = await answer(service, request, _read(await request.body()))
     except Refusal as refusal:
         return _error(refusal.status, str(refusal))
     except ValidationError as error:
         first = error.errors()[0]
         return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {str(first['input'])[:80]!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        return _error(400, f"the body cannot be read: {type(error).__name__} {error}")
     except Exception as error:  # a defect, or a full device: whoever asked is told, and the next requests are answered
         _log.exception("a request failed")
         return _error(500, f"{type(error).__name__} {error}")
     return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """The body of a request."""
+    try:
+        body = json.loads(content or b"{}")
+    except ValueError as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body is a mapping, not {str(body)[:80]!r}")
+    return body
+
+
+def _field(body: dict[str, Any], name: str) -> str:
+    """A text that has to be there."""
+    if not isinstance(value := body.get(name), str):
+        raise Refusal(400, f"{name} is a text, not {value!r}")
+    return value
 
 
 def _error(status: int, message: str) -> Response:
@@ -74,9 +89,7 @@ def _error(status: int, message: str) -> Response:
 async def _complete(service: Service, request: Request, body: dict[str, Any]) -> Any:
     asked = CompletionBody.model_validate(body)
     prompt, future = service.complete(asked)
-    found = await asyncio.wrap_future(future)
-    text = service.text(found, skip_special=asked.skip_special_tokens)
-    return asked.answer(prompt, found, text)
+    return service.answer(asked, prompt, await asyncio.wrap_future(future))
 
 
 async def _health(service: Service, request: Request, body: dict[str, Any]) -> Any:
@@ -88,26 +101,26 @@ async def _models(service: Service, request: Request, body: dict[str, Any]) -> A
 
 
 async def _tokenize(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    ids = service.tokens(body["prompt"])
+    ids = service.tokens(_field(body, "prompt"), special=bool(body.get("add_special_tokens", True)))
     return {"tokens": ids, "count": len(ids), "max_model_len": service.length}
 
 
 async def _pause(service: Service, request: Request, body: dict[str, Any]) -> Any:
     if (mode := request.query_params.get("mode", "wait")) != "wait":
         raise Refusal(400, f"mode: {mode} is not known here; wait is")
-    await run_in_threadpool(service.pause)
+    await run_in_threadpool(service.batches.pause)
     return {"status": "paused"}
 
 
 async def _resume(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    service.resume()
+    service.batches.resume()
     return {"status": "resumed"}
 
 
 async def _remote_call(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    if body["method"] != "reload_weights":
-        raise Refusal(400, f"method: {body['method']} is not known here; reload_weights is")
-    await run_in_threadpool(service.load, Path(body["kwargs"]["weights_path"]))
+    if (method := _field(body, "method")) != "reload_weights":
+        raise Refusal(400, f"method: {method} is not known here; reload_weights is")
+    await run_in_threadpool(service.load, Path(_field(body.get("kwargs") or {}, "weights_path")))
     return {"results": [None]}
 
 
@@ -116,7 +129,7 @@ async def _reset(service: Service, request: Request, body: dict[str, Any]) -> An
 
 
 async def _update_version(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    service.version = str(body["new_version"])
+    service.version = _field(body, "new_version")
     return {"success": True}
 
 
@@ -125,12 +138,12 @@ async def _version(service: Service, request: Request, body: dict[str, Any]) -> 
 
 
 async def _load_adapter(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    await run_in_threadpool(service.load_adapter, body["lora_name"], Path(body["lora_path"]))
+    await run_in_threadpool(service.load_adapter, _field(body, "lora_name"), Path(_field(body, "lora_path")))
     return "loaded"
 
 
 async def _unload_adapter(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    await run_in_threadpool(service.unload_adapter, body["lora_name"])
+    await run_in_threadpool(service.unload_adapter, _field(body, "lora_name"))
     return "unloaded"
 
 

@@ -36,10 +36,10 @@ class Batcher:
             ready: is called in the thread before each call of the engine, e.g. to publish weights.
         """
         self._engine, self._ready = engine, ready
-        self._changed = threading.Condition()
+        self._changed, self._alone = threading.Condition(), threading.Lock()
         self._waiting: list[_Waiting] = []
         self._running = 0
-        self._paused = self._closed = False
+        self._paused = self._idle = self._closed = False
         self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
         self._thread.start()
 
@@ -65,16 +65,22 @@ class Batcher:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Between two calls of the engine, whether paused or not."""
-        with self._changed:
-            before, self._paused = self._paused, True
-            self._changed.wait_for(lambda: not self._running)
-        try:
-            yield
-        finally:
+        """Between two calls of the engine, whether paused or not; for one caller at a time."""
+        with self._alone:
             with self._changed:
-                self._paused = before
-                self._changed.notify_all()
+                self._idle = True
+                self._changed.wait_for(lambda: not self._running)
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._idle = False
+                    self._changed.notify_all()
+
+    @property
+    def _begins(self) -> bool:
+        """Whether a request that waits may begin."""
+        return bool(self._waiting) and not self._paused and not self._idle
 
     def close(self) -> None:
         """Ends the thread; what has not been answered is not answered any more."""
@@ -94,7 +100,7 @@ class Batcher:
             if not carried:
                 self._running = 0
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or (bool(self._waiting) and not self._paused))
+                self._changed.wait_for(lambda: self._closed or self._begins)
         if not carried:
             time.sleep(GATHER)
         with self._changed:
@@ -104,7 +110,7 @@ class Batcher:
                 for one in carried:
                     one.future.set_exception(RuntimeError("the server ends"))
                 return None
-            taken, self._waiting = ([], self._waiting) if self._paused else (self._waiting, [])
+            taken, self._waiting = (self._waiting, []) if self._begins else ([], self._waiting)
             # Whoever has gone meanwhile is not answered.
             fresh = [one for one in taken if one.future.set_running_or_notify_cancel()]
             self._running = len(carried) + len(fresh)
@@ -122,8 +128,7 @@ class Batcher:
         def pause(dispatches: int) -> bool:
             with self._changed:
                 room = self._running < self._engine.slots
-                more = bool(self._waiting) and not self._paused and room
-                return self._closed or (dispatches > 0 and more)
+                return self._closed or (dispatches > 0 and room and self._begins)
 
         try:
             self._ready()

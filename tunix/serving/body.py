@@ -7,7 +7,7 @@ Axes: T time.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -73,17 +73,20 @@ class CompletionBody(BaseModel):
         seed = secrets.randbits(62) if self.seed is None else self.seed
         return Request(prompt, sampling, seed % (1 << HALF), seed >> HALF, adapter=adapter)
 
-    def answer(self, prompt: np.ndarray, found: Completion, text: str | None) -> dict[str, Any]:
+    def answer(
+        self, prompt: np.ndarray, found: Completion, text: str | None, spell: Callable[[int], str]
+    ) -> dict[str, Any]:
         """The answer.
 
         Args:
             prompt: `[T]` its token ids.
             found: what the engine sampled.
             text: of the completion; None without a tokenizer.
+            spell: how a token is written among the log-probs.
         """
         choice: dict[str, Any] = {"index": 0, "text": text or "", "finish_reason": found.finish, "logprobs": None}
         if self.logprobs is not None:
-            choice["logprobs"] = _logprobs(found)
+            choice["logprobs"] = _logprobs(found, spell)
         if self.return_token_ids:
             choice |= {"token_ids": found.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
         asked, sampled = len(prompt), len(found.tokens)
@@ -92,11 +95,16 @@ class CompletionBody(BaseModel):
         return {"id": identity, "object": "text_completion", "model": self.model, "choices": [choice], "usage": usage}
 
 
-def _logprobs(found: Completion) -> dict[str, Any]:
+def as_id(token: int) -> str:
+    """How a token is written where its text would not tell it from others."""
+    return f"{ID}{token}"
+
+
+def _logprobs(found: Completion, spell: Callable[[int], str]) -> dict[str, Any]:
     """The log-probs of the tokens, and of the most likely ones at each."""
-    names, values = [f"{ID}{token}" for token in found.tokens], found.logprobs.tolist()
+    names, values = [spell(int(token)) for token in found.tokens], found.logprobs.tolist()
     top = [{name: value} for name, value in zip(names, values, strict=True)]
     if found.top is not None:
         for listed, ids, likely in zip(top, *found.top, strict=True):
-            listed |= {f"{ID}{i}": float(x) for i, x in zip(ids, likely, strict=True)}
+            listed |= {spell(int(i)): float(x) for i, x in zip(ids, likely, strict=True)}
     return {"token_logprobs": values, "tokens": names, "top_logprobs": top}

@@ -3,7 +3,6 @@
 Axes: T time.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,14 +14,13 @@ import numpy as np
 from tunix.errors import UserError
 from tunix.hf.source import beside, loaded, pretrained
 from tunix.inference.model import InferenceModel
-from tunix.inference.text_stream import until_stop
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.serving.batching import Batcher
-from tunix.serving.body import CompletionBody
+from tunix.serving.body import CompletionBody, as_id
 from tunix.types import Completion, Workload
 
 FIRST = "default"
@@ -63,15 +61,12 @@ class Service:
         """The weights, where they are kept for adapters; None else."""
         self._publications, self._stale = 0, True
         self._publish()
-        self._batches = Batcher(self.engine, self._publish)
+        self.batches = Batcher(self.engine, self._publish)
+        """Answers; it can be paused."""
 
     def warm(self) -> None:
         """Compiles what the longest requests need, so that nothing compiles while they are answered."""
         self.engine.warm(Workload(self.engine.slots, self.engine.slots, self.length, self.length))
-
-    def close(self) -> None:
-        """Ends the answering."""
-        self._batches.close()
 
     def complete(self, body: CompletionBody) -> tuple[np.ndarray, Future[Completion]]:
         """The tokens `[T]` of a request's prompt, and its completion, to come.
@@ -93,26 +88,26 @@ class Service:
             check_prompt(0, prompt, self.length, self.engine.model.config.vocab_size)
         except UserError as error:
             raise Refusal(400, str(error)) from None
-        return prompt, self._batches.submit(request)
+        return prompt, self.batches.submit(request)
 
-    def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
-        """The text of a completion, without the stop string; None without a tokenizer."""
+    def answer(self, body: CompletionBody, prompt: np.ndarray, found: Completion) -> dict[str, Any]:
+        """The answer to a request, from the tokens `[T]` of its prompt and its completion."""
         tokenizer = self._inference.tokenizer
-        if tokenizer is None:
-            return None
-        return until_stop(
-            tokenizer.decode(completion.tokens, skip_special=skip_special), completion.sampling.stop_strings
-        )
+        text = self._inference.text(found, skip_special=body.skip_special_tokens)
+        if tokenizer is None or body.return_tokens_as_token_ids:
+            return body.answer(prompt, found, text, as_id)
+        return body.answer(prompt, found, text, lambda token: tokenizer.decode([token]))
 
-    def tokens(self, text: str) -> list[int]:
-        """The token ids of a text.
+    def tokens(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a text, by default after the BOS token where the tokenizer's own encoding begins with it.
 
         Raises:
             Refusal: there is no tokenizer.
         """
-        if self._inference.tokenizer is None:
+        tokenizer = self._inference.tokenizer
+        if tokenizer is None:
             raise Refusal(400, f"{self.name} has no tokenizer: send token ids")
-        return list(self._inference.tokenizer.encode(text))
+        return list(tokenizer.encode(text, bos=special and tokenizer.adds_bos))
 
     def cards(self) -> list[dict[str, Any]]:
         """What is served: the model, and each adapter of it."""
@@ -122,14 +117,6 @@ class Service:
             for name, folder in self._folders.items()
         ]
         return [base, *more]
-
-    def pause(self) -> None:
-        """Begins no request any more, and waits for those that have begun."""
-        self._batches.pause()
-
-    def resume(self) -> None:
-        """Begins requests again."""
-        self._batches.resume()
 
     def load(self, folder: Path) -> None:
         """Answers from the weights of a folder, of the same structure.
@@ -147,7 +134,7 @@ class Service:
 
     def publish(self, params: Params) -> None:
         """Answers from these weights, as soon as the requests that have begun are answered."""
-        with self._batches.idle():
+        with self.batches.idle():
             self.params, self._stale = params, True
             self._publish()
 
@@ -166,7 +153,9 @@ class Service:
             adapter = LoadedAdapter(*beside(self.engine.model, self.params, self._mesh, folder))
         except UserError as error:
             raise Refusal(400, str(error)) from None
-        self._replace({**self._adapters, name: adapter}, {**self._folders, name: folder})
+        with self.batches.idle():
+            self._adapters, self._folders = {**self._adapters, name: adapter}, {**self._folders, name: folder}
+            self._stale = True
 
     def unload_adapter(self, name: str) -> None:
         """Serves an adapter no more.
@@ -174,20 +163,16 @@ class Service:
         Raises:
             Refusal: there is none of that name.
         """
-        if name not in self._adapters:
-            raise Refusal(404, f"there is no adapter {name}")
-        self._replace(
-            {key: one for key, one in self._adapters.items() if key != name},
-            {key: one for key, one in self._folders.items() if key != name},
-        )
-
-    def _replace(self, adapters: Mapping[str, LoadedAdapter], folders: Mapping[str, Path]) -> None:
-        """Notes which adapters there are: they are published before the next requests, several changes at once."""
-        with self._batches.idle():
-            self._adapters, self._folders, self._stale = dict(adapters), dict(folders), True
+        with self.batches.idle():
+            if name not in self._adapters:
+                raise Refusal(404, f"there is no adapter {name}")
+            self._adapters = {key: one for key, one in self._adapters.items() if key != name}
+            self._folders = {key: one for key, one in self._folders.items() if key != name}
+            self._stale = True
 
     def _publish(self) -> None:
-        """Gives the engine what was loaded since it was given something last."""
+        """Gives the engine what was loaded since it was given something last: several adapters' comings and goings at
+        once, so that what it has compiled for their number fits again."""
         if not self._stale:
             return
         assert self.params is not None

@@ -63,7 +63,7 @@ def test_equal_weights_under_another_version_are_no_lie(policy: Policy, start: A
 
 def test_a_server_that_a_killed_run_has_left_paused_goes_on(policy: Policy, start: Any):
     sampler, (fake,) = start(timeout=20.0)
-    fake.service.pause()
+    fake.service.batches.pause()
     sampler.publish(policy.params, 0)
     assert sampler.sample(PROMPTS[:1], 1, WARM, 5)[0][0].finish == "length"
 
