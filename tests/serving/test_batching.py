@@ -96,25 +96,24 @@ def test_what_is_told_while_weights_are_replaced_holds_afterwards(batches: tuple
     """A pause and a resumption, and two who replace something, whoever ends first."""
     batcher, engine = batches
     engine.go.release(20)
-    inside, out = threading.Barrier(2), threading.Event()
+    inside, out = threading.Semaphore(0), threading.Semaphore(0)
 
     def replace() -> None:
         with batcher.idle():
-            inside.wait(30)
-            out.wait(30)
+            inside.release()
+            assert out.acquire(timeout=30)
 
     with ThreadPoolExecutor(2) as pool:
         batcher.pause()
-        one = pool.submit(replace)
-        inside.wait(30)
-        other = pool.submit(replace)
+        replacing = [pool.submit(replace) for _ in range(2)]
+        assert inside.acquire(timeout=30)
         waiting = batcher.submit(request(1, 1))
         batcher.resume()
+        assert not inside.acquire(timeout=0.2), "two replace something at once"
         assert not engine.calls
-        out.set()
-        one.result(30)
-        inside.wait(30)
-        other.result(30)
+        out.release(2)
+        for one in replacing:
+            one.result(30)
         assert len(waiting.result(30).tokens) == 1
 
 
