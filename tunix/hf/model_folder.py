@@ -130,20 +130,20 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     for name, dtype in dtypes.items():
         if is_scale(name):
             continue  # loaded with its values
-        places = _places(table[name], name, model.shapes[name])
+        places = _places(model.config, table[name], name, model.shapes[name])
         target = target_of(model, name, table[name], len(next(iter(places.values()))), dtype, mesh)
         reads += [Read(name, stored[key], target, place) for key, place in places.items()]
     return load(reads)
 
 
-def _places(tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
+def _places(config: DecoderConfig, tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
     """The tensors that hold a parameter, and where each belongs in it."""
     if not name.startswith("layers/"):
         return dict.fromkeys(tensor.keys(None, shape), ())
-    keys = {layer: tensor.keys(layer, shape[1:]) for layer in range(shape[0])}
+    keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
     return {
-        key: (layer, expert) if tensor.by_expert else (layer,)
-        for layer, found in keys.items()
+        key: (place, expert) if tensor.by_expert else (place,)
+        for place, found in keys.items()
         for expert, key in enumerate(found)
     }
 
@@ -194,7 +194,8 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name.startswith("layers/"):
-            keys = [key for layer in range(shape[0]) for key in table[name].keys(layer, shape[1:])]
+            layers = config.layers_with(table[name].mixer)
+            keys = [key for layer in layers for key in table[name].keys(layer, shape[1:])]
             wanted |= dict.fromkeys(keys, table[name].their_shape(shape[1:]))
         else:
             wanted[table[name].name] = table[name].their_shape(shape)
@@ -316,6 +317,8 @@ def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rule
     table, found = FAMILIES[config.family].tensors, {}
     for ours, how in simulated(rules):
         name = f"layers/{ours}/w"
+        if name not in params:
+            continue  # a matrix of another family
         outputs, inputs = table[name].their_shape(params[name].shape[1:])
         assert how.weights is not None
         found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
@@ -330,7 +333,7 @@ def _entries(
 
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
-        place = () if layer is None else (layer,)
+        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         if name in packed:
             values, scales = (
                 partial(send, params[name], place, tensor, packed[name]) for send in (_sent_values, _sent_scales)
@@ -347,7 +350,8 @@ def _entries(
     yield from entry("embed/w", None, ends.pop("embed/w"))
     for layer in range(config.num_layers):
         for name, shape in inner.items():
-            yield from entry(name, layer, shape)
+            if layer in config.layers_with(table[name].mixer):
+                yield from entry(name, layer, shape)
     for name, shape in sorted(ends.items(), reverse=True):
         yield from entry(name, None, shape)
 

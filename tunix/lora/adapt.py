@@ -55,7 +55,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     Raises:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
-    mine = adapter.modules
+    mine = adapter.modules_of(decoder)
     start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
     parts = "|".join(PARTS)
     rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in mine.items()]
@@ -63,7 +63,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         projections = block.projections()
-        for name, low in mine.items():
+        here = {name: low for name, low in mine.items() if name in projections}
+        for name, low in here.items():
             _check_rank(name, low, projections[name])
         for projection in projections.values():
             projection.watched = True
@@ -75,7 +76,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
-            if name in mine:
+            if name in here:
                 projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
                 _vary(projection, adapter, mine[name], number)
         return block
@@ -115,7 +116,7 @@ def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params
         frozen: the base.
         dtype: the dtype of the tables that train.
     """
-    names = [f"layers/{name}/w" for name in adapter.modules]
+    names = [f"layers/{name}/w" for name in adapter.modules_of(model.config)]
 
     def start(params: Params, base: Params) -> Params:
         new = dict(params)

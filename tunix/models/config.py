@@ -55,6 +55,11 @@ class DeltaNet:
         """What the convolution mixes of each key head: its query and key, and the values of its value heads."""
         return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
 
+    @property
+    def runs(self) -> tuple[int, int, int]:
+        """Axes of the channels: key heads, and for each so many runs as wide as its key: query, key and values."""
+        return self.key_heads, self.channels // self.key_dim, self.key_dim
+
 
 @dataclass(frozen=True)
 class LayerKind:

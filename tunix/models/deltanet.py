@@ -7,7 +7,7 @@ that decodes holds a state and the last inputs of the convolution, however long 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
 
 Axes: B rows, T time, C tokens at a time, c chunks, D model width, Sl slots, Hk key heads, Hv value heads, Jv value heads
-of a key head, Dk and Dv widths of keys and values, Ch channels, s shards of the rows.
+of a key head, Dk and Dv widths of keys and values, U runs of a key head's channels, s shards of the rows.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ PIECE_CHUNK = 32
 class Held(NamedTuple):
     """What slots hold of their sequences in one layer."""
 
-    inputs: Float[Array, "Sl m Hk Ch"]
+    inputs: Float[Array, "Sl m Hk U Dk"]
     """The last inputs of the convolution, the latest last; m is one less than its taps."""
     states: Float[Array, "Sl Hk Jv Dk Dv"]
     """In float32."""
@@ -51,14 +51,14 @@ class Held(NamedTuple):
     def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "Held":
         """Of sequences without tokens."""
         heads, of_head = sizes.key_heads, sizes.value_heads // sizes.key_heads
-        inputs = jnp.zeros((slots, sizes.taps - 1, heads, sizes.channels), dtype)
+        inputs = jnp.zeros((slots, sizes.taps - 1, *sizes.runs), dtype)
         states = jnp.zeros((slots, heads, of_head, sizes.key_dim, sizes.value_dim), jnp.float32)
         return cls(inputs, states).placed()
 
     def placed(self) -> "Held":
         """The same, split over the devices as slots and heads are."""
         return Held(
-            constrain(self.inputs, "rows", None, "heads", None),
+            constrain(self.inputs, "rows", None, "heads", None, None),
             constrain(self.states, "rows", "heads", None, None, None),
         )
 
@@ -92,7 +92,7 @@ class GatedDeltaNet(nnx.Module):
         assert config.delta is not None, "its sizes come with the layers"
         c = self.sizes = config.delta
         d, heads, values = config.d_model, ("embed", "heads", None), (c.value_heads, c.value_dim)
-        self.qkv = Projection("BTD,Dkc->BTkc", (d, c.key_heads, c.channels), heads, rngs, contracted=1)
+        self.qkv = Projection("BTD,Dkuc->BTkuc", (d, *c.runs), (*heads, None), rngs, contracted=1)
         self.z = Projection("BTD,Dhv->BThv", (d, *values), heads, rngs, contracted=1)
         self.beta = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
         self.decay = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
@@ -133,22 +133,22 @@ class GatedDeltaNet(nnx.Module):
         shape = (*x.shape[:2], c.key_heads, -1)
         return Gates(decay.reshape(shape), jax.nn.sigmoid(beta.astype(jnp.float32)).reshape(shape))
 
-    def _heads(self, mixed: Float[Array, "B T Hk Ch"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _heads(self, mixed: Float[Array, "B T Hk U Dk"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of the convolution's outputs."""
         c = self.sizes
         # In the dtype of the model, as what comes out of a kernel of this convolution is.
         mixed = jax.nn.silu(mixed)
-        q, k, v = jnp.split(mixed, [c.key_dim, 2 * c.key_dim], axis=-1)
-        v = v.reshape(*v.shape[:-1], -1, c.value_dim)
+        q, k, v = mixed[..., 0, :], mixed[..., 1, :], mixed[..., 2:, :]
+        v = v.reshape(*q.shape[:-1], -1, c.value_dim)
         return unit(q) * c.key_dim**-0.5, unit(k), v
 
-    def _packed(self, mixed: Float[Array, "B T Hk Ch"], gates: Gates, ids: Int[Array, "B T"]) -> jax.Array:
+    def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, ids: Int[Array, "B T"]) -> jax.Array:
         """The mixed tokens of packed rows, in which every segment is a whole sequence."""
         length = mixed.shape[1]
         size = min(CHUNK, length)
         over = -length % size
         # A row's chunks follow each other: a device has all of them, however the tokens are split elsewhere.
-        mixed = constrain(mixed, "rows", None, "heads", None)
+        mixed = constrain(mixed, "rows", None, "heads", None, None)
         mixed, ids, gates = jax.tree.map(
             lambda x: jnp.pad(x, ((0, 0), (0, over), *((0, 0),) * (x.ndim - 2))), (mixed, ids, gates)
         )
@@ -157,18 +157,18 @@ class GatedDeltaNet(nnx.Module):
         return found[:, :length]
 
     def _piece(
-        self, mixed: Float[Array, "s C Hk Ch"], gates: Gates, view: PieceStates, held: Held
+        self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: Held
     ) -> tuple[jax.Array, Held]:
         """The mixed tokens of pieces, and what the slots hold after them."""
         rows, length = view.ids.shape
         size, own = length // view.sources.shape[1], len(held.states) // rows
-        begins = view.sources > -2
+        begins = view.sources >= -1
         inputs, states = (x.reshape(rows, own, *x.shape[1:]) for x in held)
         before, states_before = (_of_slots(x, view.sources) for x in (inputs, states))
         blocks = mixed.reshape(rows, -1, size, *mixed.shape[2:])
         lags = before.shape[2]
-        follow = jnp.pad(blocks[:, :-1, size - lags :], ((0, 0), (1, 0), *((0, 0),) * 3))
-        before = jnp.where(begins[..., None, None, None], before, follow)
+        follow = jnp.pad(blocks[:, :-1, size - lags :], ((0, 0), (1, 0), *((0, 0),) * 4))
+        before = _where(begins, before, follow)
         whole = jnp.concatenate([before, blocks], axis=2)
         flat = (blocks.reshape(-1, *blocks.shape[2:]), before.reshape(-1, *before.shape[2:]))
         q, k, v = self._heads(convolved_after(flat[0], self.conv.w[...], flat[1]).astype(mixed.dtype))
@@ -178,17 +178,17 @@ class GatedDeltaNet(nnx.Module):
         assert after is not None, "chunks that begin with states have states after them"
         ends = view.ends.reshape(rows, own)
         chunk, place = jnp.maximum(ends, 0) // size, jnp.maximum(ends, 0) % size
-        last = jnp.take_along_axis(whole, chunk[:, :, None, None, None], axis=1)
-        columns = (place[..., None] + 1 + jnp.arange(lags))[..., None, None]
+        last = jnp.take_along_axis(whole, _wide(chunk, whole), axis=1)
+        columns = _wide(place[..., None] + 1 + jnp.arange(lags), whole)
         new = Held(
             jnp.take_along_axis(last, columns, axis=2),
-            jnp.take_along_axis(after, chunk[:, :, None, None, None, None], axis=1),
+            jnp.take_along_axis(after, _wide(chunk, after), axis=1),
         )
         kept = [_where(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
         return found, Held(*kept).placed()
 
     def _step(
-        self, mixed: Float[Array, "Sl 1 Hk Ch"], gates: Gates, view: StepView, held: Held
+        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: Held
     ) -> tuple[jax.Array, Held]:
         """The mixed token of each slot, and what the slots hold after it."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
@@ -202,10 +202,10 @@ class Taps(nnx.Module):
     """The taps of the convolution: each channel's own, the present token's last."""
 
     def __init__(self, sizes: DeltaNet, rngs: nnx.Rngs):
-        shape = (sizes.key_heads, sizes.channels, sizes.taps)
+        shape = (*sizes.runs, sizes.taps)
         self.w = nnx.Param(
             jax.random.uniform(rngs.params(), shape, jnp.float32, -1.0, 1.0) * sizes.taps**-0.5,
-            axes=("heads", None, None),
+            axes=("heads", None, None, None),
         )
 
 
@@ -225,10 +225,14 @@ def _masked(gates: Gates, real: Bool[Array, "B T"]) -> Gates:
 
 def _of_slots(x: Float[Array, "s own *rest"], sources: Int[Array, "s c"]) -> Float[Array, "s c *rest"]:
     """What the slots of a row's chunks hold; zeros where no slot is named."""
-    index = jnp.maximum(sources, 0).reshape(*sources.shape, *(1,) * (x.ndim - 2))
-    return _where(sources >= 0, jnp.take_along_axis(x, index, axis=1), 0.0)
+    return _where(sources >= 0, jnp.take_along_axis(x, _wide(jnp.maximum(sources, 0), x), axis=1), 0.0)
+
+
+def _wide(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The same with as many axes, of which the last have one place."""
+    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
 
 
 def _where(condition: jax.Array, x: jax.Array, y: jax.Array | float) -> jax.Array:
     """`jnp.where`, by the first axes."""
-    return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - condition.ndim)), x, y)
+    return jnp.where(_wide(condition, x), x, y)

@@ -77,9 +77,18 @@ class Model:
     """Whether it gives log-probs; False for a reward model or a separate critic, which have the scalar head alone."""
 
     @cached_property
+    def _decoder(self) -> Decoder:
+        """The decoder without values."""
+        return nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
+
+    @property
+    def _layer_paths(self) -> list[Path]:
+        """Where the weights of layers are in their blocks."""
+        return [path[1:] for path in self._split[1] if path[0] == "layers"]
+
+    @cached_property
     def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
-        abstract = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
-        graph, state = nnx.split(abstract)
+        graph, state = nnx.split(self._decoder)
         return graph, {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
     @cached_property
@@ -95,6 +104,16 @@ class Model:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter; stacked ones start with L, or with the number of layers that have it."""
         return {name: variable.shape for name, variable in self._variables.items()}
+
+    @cached_property
+    def layers_with(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the layers that have each stacked parameter, in the order in which it is stacked."""
+        by_mixer = self._decoder.structures.items()
+        having = {path: [mixer for mixer, one in by_mixer if path in one.paths] for path in self._layer_paths}
+        return {
+            name_of(("layers", *path)): tuple(n for n, kind in enumerate(self.config.kinds) if kind.mixer in mixers)
+            for path, mixers in having.items()
+        }
 
     @cached_property
     def quantized(self) -> tuple[str, ...]:
@@ -276,8 +295,7 @@ class Model:
     @cached_property
     def _blocks(self) -> dict[str, Block]:
         """The block of the layers with each mixer, without values."""
-        decoder = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
-        return {mixer: decoder.block(mixer) for mixer in self.config.mixers}
+        return {mixer: self._decoder.block(mixer) for mixer in self.config.mixers}
 
     @cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:

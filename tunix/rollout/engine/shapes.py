@@ -80,6 +80,8 @@ class Sizes:
     """What keys and values are kept in."""
     reader: str = "gathered"
     """Who reads pages while slots decode (`models/attention/decoding.py`)."""
+    chunk: int | None = None
+    """Where layers have states, tokens at whose multiples each sequence begins in a piece; None where none has."""
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
