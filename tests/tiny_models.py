@@ -156,7 +156,6 @@ CASES |= {
         "qwen3_5_text",
         {
             **DELTA,
-            "rms_norm_eps": 1e-2,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "linear_num_key_heads": 4,
         },
@@ -189,7 +188,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 def reference_model(case: Case) -> Any:
     """transformers' model with random weights, float32, eager attention."""
-    torch.manual_seed(0)  # decay rates of DeltaNets stay near where they start, which is random
+    torch.manual_seed(1)  # decay rates of DeltaNets stay near where they start, which is random
     model = AutoModelForCausalLM.from_config(case.hf_config(), attn_implementation="eager", dtype=torch.float32)
     randomise(model)
     return model.eval()

@@ -63,8 +63,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         projections = block.projections()
-        here = {name: low for name, low in mine.items() if name in projections}
-        for name, low in here.items():
+        own = {name: low for name, low in mine.items() if name in projections}
+        for name, low in own.items():
             _check_rank(name, low, projections[name])
         for projection in projections.values():
             projection.watched = True
@@ -76,7 +76,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
-            if name in here:
+            if name in own:
                 projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
                 _vary(projection, adapter, mine[name], number)
         return block

@@ -7,7 +7,8 @@ Each token decays the state, then replaces what is stored under its key by its v
 `recurrent` computes it token by token, `chunked` in chunks of tokens, whose products with each other are matrices (the
 WY form of section 3.3). In packed rows a segment never sees another: a chunk passes on the state of the segment that
 its last token belongs to, tokens of other segments neither read nor change it, and pairs of tokens of two segments are
-masked. `convolved` is the short causal convolution before it, whose taps stop at a segment's start likewise. All of it
+masked. A segment may continue an earlier one, as answers in one row continue their prompt (`types.Batch`): it starts
+from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start likewise. All of it
 is computed in float32.
 
 Axes: B rows, T time, C tokens at a time, c chunks, Hk key heads, Jv value heads of a key head, Dk and Dv widths of
@@ -37,34 +38,61 @@ class Gates(NamedTuple):
     """How much of what is stored under the key is replaced, between 0 and 1."""
 
 
+class Branches(NamedTuple):
+    """Segments that continue another one, which several may: its state is kept beside the present one, for the latest
+    segment that is no branch (the root)."""
+
+    from_root: Bool[Array, "B c C"]
+    """Tokens that see the root's state from before the chunk, instead of the present one."""
+    root: Int[Array, "B c"]
+    """The last token of a root in the chunk, or some other where `any_root` is False."""
+    any_root: Bool[Array, "B c"]
+
+
 class Chunks(NamedTuple):
     """Which tokens of chunks see each other and the state, as segments have it."""
 
     pairs: Bool[Array, "B c C C"]
-    """Whether a token sees another of its chunk: an earlier one of its segment, or itself."""
+    """Whether a token sees another of its chunk: an earlier one of its segment, or of that which it continues, or
+    itself."""
     carried: Bool[Array, "B c C"]
     """Tokens that see the state from before the chunk."""
-    kept: Bool[Array, "B c C"]
-    """Tokens that change the state after the chunk."""
-    through: Bool[Array, "B c"]
-    """Whether the state from before the chunk is part of the one after it."""
+    branches: Branches | None = None
 
     @classmethod
-    def packed(cls, ids: Int[Array, "B T"], size: int) -> "Chunks":
-        """Those of packed rows, whose length is a multiple of `size`."""
-        ids = ids.reshape(len(ids), -1, size)
-        last = ids[..., -1:]
-        before = jnp.pad(last[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
-        carried = ids == before
-        pairs = (ids[..., :, None] == ids[..., None, :]) & jnp.tri(size, dtype=bool)
-        return cls(pairs, carried, ids == last, carried[..., -1])
+    def packed(cls, ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None, size: int) -> "Chunks":
+        """Those of packed rows, whose length is a multiple of `size`; `parents` as in `types.Batch`."""
+        rows = ids.reshape(len(ids), -1, size)
+        earlier = jnp.tri(size, dtype=bool)
+        before = _before(rows[..., -1])
+        same = rows[..., :, None] == rows[..., None, :]
+        if parents is None:
+            return cls(same & earlier, rows == before)
+        above = parents.reshape(rows.shape)
+        carried = (rows == before) | (above == before)
+        last = _last_root(ids, parents).reshape(rows.shape)[..., -1]  # of the row up to each chunk's end
+        root = jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1)
+        from_root = ~carried & (above == _before(jnp.where(last >= 0, root, -1)))
+        here = last - jnp.arange(last.shape[1]) * size
+        branches = Branches(from_root, jnp.maximum(here, 0), here >= 0)
+        return cls((same | (above[..., :, None] == rows[..., None, :])) & earlier, carried, branches)
 
     @classmethod
     def aligned(cls, ids: Int[Array, "B T"], size: int) -> "Chunks":
         """Those of segments that each begin with a chunk of their own; padding follows them."""
         real = ids.reshape(len(ids), -1, size) > 0
-        pairs = real[..., :, None] & real[..., None, :] & jnp.tri(size, dtype=bool)
-        return cls(pairs, real, real, jnp.ones(real.shape[:2], bool))
+        return cls(real[..., None, :] & jnp.tri(size, dtype=bool), jnp.ones_like(real))
+
+
+def _before(of_chunk: Int[Array, "B c"]) -> Int[Array, "B c 1"]:
+    """For each chunk what the one before it has; -1 for the first."""
+    return jnp.pad(of_chunk[:, :-1], ((0, 0), (1, 0)), constant_values=-1)[..., None]
+
+
+def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The index of the last token up to each one whose segment is no branch; -1 where there is none."""
+    index = jnp.where((parents == ids) & (ids > 0), jnp.arange(ids.shape[1]), -1)
+    return jax.lax.cummax(index, axis=1)
 
 
 class Begins(NamedTuple):
@@ -95,43 +123,67 @@ def chunked(
     size = chunks.pairs.shape[-1]
     q, k = (_heads_first(x, size, 1) for x in (q, k))
     v, decay, beta = (_heads_first(x, size, 2) for x in (v, gates.decay, gates.beta))
-    # [B c Hk Jv C]: the logarithm of what is left at a token of the state from before its chunk.
-    total = jnp.cumsum(decay, axis=-1)
     pairs = chunks.pairs[:, :, None, None]
+    # [B c Hk Jv C]: the logarithm of what is left at a token of the state that it sees from before its chunk.
+    total = _product("BcKJij,BcKJj->BcKJi", jnp.broadcast_to(pairs, (*decay.shape, size)).astype(jnp.float32), decay)
     between = jnp.exp(jnp.where(pairs, total[..., :, None] - total[..., None, :], -jnp.inf))
     seen = _product("BcKid,BcKjd->BcKij", q, k)[:, :, :, None] * between
     overlap = beta[..., None] * _product("BcKid,BcKjd->BcKij", k, k)[:, :, :, None] * between
-    left = jnp.exp(total) * chunks.carried[:, :, None, None]
+    left = jnp.exp(total) * _over_heads(chunks.carried)
+    if chunks.branches is not None:
+        left += jnp.exp(total) * _over_heads(chunks.branches.from_root)
     wanted = jnp.concatenate([beta[..., None] * v, (beta * left)[..., None] * k[:, :, :, None]], axis=-1)
     # Forward substitution, and no product of powers: where keys repeat, these are large and cancel.
     solved = jax.lax.linalg.triangular_solve(overlap, wanted, left_side=True, lower=True, unit_diagonal=True)
     new, read = jnp.split(solved, [v.shape[-1]], axis=-1)
-    end = total[..., -1:]
-    kept = jnp.exp(end - total) * chunks.kept[:, :, None, None]
-    inputs = (
-        new,
-        read,
-        left[..., None] * q[:, :, :, None],
-        seen,
-        kept[..., None] * k[:, :, :, None],
-        jnp.exp(end[..., 0]) * chunks.through[:, :, None, None],
-        begins,
-    )
+    inputs = (new, read, left[..., None] * q[:, :, :, None], seen, k, between, left, chunks.branches, begins)
     start = jnp.zeros((v.shape[0], *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
-    _, (mixed, states) = jax.lax.scan(_chunk, start, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs))
+    kept = None if chunks.branches is None else start
+    _, (mixed, states) = jax.lax.scan(_chunk, (start, kept), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs))
     mixed = mixed.transpose(1, 0, 4, 2, 3, 5)  # from [c B Hk Jv C Dv]
     return mixed.reshape(len(mixed), -1, *mixed.shape[3:]), None if states is None else jnp.moveaxis(states, 0, 1)
 
 
-def _chunk(state: State, inputs: tuple) -> tuple[State, tuple[jax.Array, State | None]]:
-    """The state after a chunk, and what its tokens read."""
-    new, read, queries, seen, keys, left, begins = inputs
+def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tuple[jax.Array, State | None]]:
+    """The states after a chunk, the present one and the root's, and what its tokens read."""
+    (state, root), (new, read, queries, seen, k, between, left, branches, begins) = states, inputs
     if begins is not None:
-        state = jnp.where(begins.here[:, None, None, None, None], begins.states, state)
-    new = new - _product("BKJid,BKJdv->BKJiv", read, state)
-    mixed = _product("BKJid,BKJdv->BKJiv", queries, state) + _product("BKJij,BKJjv->BKJiv", seen, new)
-    state = left[..., None, None] * state + _product("BKJid,BKJiv->BKJdv", keys, new)
-    return state, (mixed, None if begins is None else state)
+        state = _where(begins.here, begins.states, state)
+
+    def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
+        """Products with the state that each token sees."""
+        present = _product("BKJid,BKJdv->BKJiv", rows, state)
+        if branches is None:
+            return present
+        return jnp.where(_over_heads(branches.from_root)[..., None], _product("BKJid,BKJdv->BKJiv", rows, root), present)
+
+    new = new - seen_before(read)
+    mixed = seen_before(queries) + _product("BKJij,BKJjv->BKJiv", seen, new)
+
+    def after(at: Int[Array, "B"]) -> State:
+        """The state after a token of each row."""
+        index = at[:, None, None, None]
+        share = jnp.take_along_axis(between, index[..., None], axis=3)[..., 0, :]
+        start = state
+        if branches is not None:
+            start = _where(jnp.take_along_axis(branches.from_root, at[:, None], axis=1)[:, 0], root, state)
+        keys = share[..., None] * k[:, :, None]
+        return jnp.take_along_axis(left, index, axis=3)[..., None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
+
+    last = after(jnp.full(len(k), k.shape[2] - 1))
+    if branches is not None:
+        root = _where(branches.any_root, after(branches.root), root)
+    return (last, root), (mixed, None if begins is None else last)
+
+
+def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
+    """A mask of tokens, for all heads."""
+    return mask[..., None, None, :]
+
+
+def _where(rows: Bool[Array, "B"], one: State, other: State) -> State:
+    """One state or the other, for each row."""
+    return jnp.where(rows[:, None, None, None, None], one, other)
 
 
 def _heads_first(x: Float[Array, "B T *heads_and_width"], size: int, heads: int) -> jax.Array:
@@ -164,16 +216,39 @@ def unit(x: Float[Array, "*at Dk"]) -> jax.Array:
 
 
 def convolved(
-    x: Float[Array, "B T *channels"], taps: Float[Array, "*channels n"], ids: Int[Array, "B T"]
+    x: Float[Array, "B T *channels"],
+    taps: Float[Array, "*channels n"],
+    ids: Int[Array, "B T"],
+    parents: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T *channels"]:
-    """Each channel's sum over its last `n` tokens of the same segment, times its taps, the present token's last."""
+    """Each channel's sum over its last `n` tokens of the same segment, times its taps, the present token's last.
+
+    Args:
+        x: the channels.
+        taps: of each channel.
+        ids: the segment of each token.
+        parents: see `types.Batch`: a branch is preceded by the tokens of its parent.
+    """
     x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
-    found = x32 * taps[..., -1]
+    index = jnp.broadcast_to(jnp.arange(x.shape[1]), ids.shape)
+    before = _index_before(ids, parents)
+    found, at = x32 * taps[..., -1], index
     for lag in range(1, taps.shape[-1]):
-        earlier = jnp.pad(x32, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)))[:, : x.shape[1]]
-        same = jnp.pad(ids, ((0, 0), (lag, 0)), constant_values=-1)[:, : x.shape[1]] == ids
-        found += jnp.where(_over(same, x), earlier, 0.0) * taps[..., -1 - lag]
+        at = jnp.where(at >= 0, jnp.take_along_axis(before, jnp.maximum(at, 0), axis=1), -1)
+        if parents is None:
+            earlier = jnp.pad(x32, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)))[:, : x.shape[1]]
+        else:
+            earlier = jnp.take_along_axis(x32, _over(jnp.maximum(at, 0), x), axis=1)
+        found += jnp.where(_over(at >= 0, x), earlier, 0.0) * taps[..., -1 - lag]
     return found
+
+
+def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """The index of the token before each one in its sequence; -1 for a sequence's first token."""
+    index = jnp.arange(ids.shape[1])
+    continues = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1) == ids
+    start = -1 if parents is None else jnp.where(parents == ids, -1, _last_root(ids, parents))
+    return jnp.where(continues, index - 1, start)
 
 
 def convolved_after(
@@ -185,6 +260,6 @@ def convolved_after(
     return jnp.sum(jnp.stack(lags), axis=0)
 
 
-def _over(mask: Bool[Array, "B T"], x: jax.Array) -> jax.Array:
-    """A mask of tokens, with as many axes as `x`."""
+def _over(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """A mask `[B T]` of tokens, or their indices, with as many axes as `x`."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

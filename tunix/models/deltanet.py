@@ -114,7 +114,7 @@ class GatedDeltaNet(nnx.Module):
         z = checkpoint_name(self.z(x, dropout_keys), "gate")
         gates = self._gates(x, dropout_keys)
         if isinstance(view, Segments):
-            mixed, cache = self._packed(mixed_in, gates, view.ids), None
+            mixed, cache = self._packed(mixed_in, gates, view), None
         elif isinstance(view, PieceStates):
             assert cache is not None, "a piece comes with what the slots hold"
             mixed, cache = self._piece(mixed_in, gates, view, cache)
@@ -142,18 +142,18 @@ class GatedDeltaNet(nnx.Module):
         v = v.reshape(*q.shape[:-1], -1, c.value_dim)
         return unit(q) * c.key_dim**-0.5, unit(k), v
 
-    def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, ids: Int[Array, "B T"]) -> jax.Array:
+    def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, view: Segments) -> jax.Array:
         """The mixed tokens of packed rows, in which every segment is a whole sequence."""
         length = mixed.shape[1]
         size = min(CHUNK, length)
         over = -length % size
         # A row's chunks follow each other: a device has all of them, however the tokens are split elsewhere.
         mixed = constrain(mixed, "rows", None, "heads", None, None)
-        mixed, ids, gates = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, over), *((0, 0),) * (x.ndim - 2))), (mixed, ids, gates)
+        mixed, ids, parents, gates = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, over), *((0, 0),) * (x.ndim - 2))), (mixed, view.ids, view.parents, gates)
         )
-        q, k, v = self._heads(convolved(mixed, self.conv.w[...], ids).astype(mixed.dtype))
-        found, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, size))
+        q, k, v = self._heads(convolved(mixed, self.conv.w[...], ids, parents).astype(mixed.dtype))
+        found, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, parents, size))
         return found[:, :length]
 
     def _piece(

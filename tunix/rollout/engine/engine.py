@@ -26,7 +26,7 @@ from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import PAGE, SHORTER, Sizes, usual_ahead
+from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload, requests_of
 from tunix.util.exact import jit
@@ -317,12 +317,11 @@ def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
     delta = model.config.delta
     if delta is None:
         return None
-    shortest = max(piece // SHORTER, 1)
-    if shortest < delta.taps:
-        raise ValueError(f"a piece of {piece} tokens is too short for convolutions: at least {SHORTER * delta.taps}")
+    if piece < delta.taps:
+        raise ValueError(f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model")
     if guesses:
         raise ValueError(f"guesses={guesses}: {model.config.family} has states, which cannot go back behind a wrong one")
-    return min(PIECE_CHUNK, shortest)
+    return min(PIECE_CHUNK, piece)
 
 
 def _joined(model: Model, parts: Sequence[Weights]) -> Weights:

@@ -156,7 +156,7 @@ class Sizes:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Tokens of a piece, falling."""
-        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORTER, 1))))
+        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORTER, self.chunk or 1))))
 
     def piece_of(self, tokens: int) -> int:
         """The length of the next piece where so many tokens of a shard wait."""
