@@ -121,7 +121,12 @@ def _loss_of(before: Setting, out: Path) -> EvalResult:
 
 
 def _shown(
-    options: InferenceOptions, out: Path, names: Mapping[str, str], rules: Rules, moved: Mapping[str, float], numbers: Mapping[str, float]
+    options: InferenceOptions,
+    out: Path,
+    names: Mapping[str, str],
+    rules: Rules,
+    moved: Mapping[str, float],
+    numbers: Mapping[str, float],
 ) -> str:
     """The printed lines: one for each kind of matrix, and the losses."""
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))

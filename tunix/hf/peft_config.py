@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import some
 from tunix.lora.config import AdapterConfig, Table
+from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import read_json
-from tunix.models.config import DecoderConfig
 from tunix.models.quantization.modules import MODULES, PROJECTIONS, matched
 
 CONFIG = "adapter_config.json"

@@ -8,7 +8,7 @@ Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H h
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,19 @@ Auxiliary = dict[str, Float[Array, ""]]
 
 
 class Mixer(Protocol):
-    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are."""
+    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are.
+
+    `view` is a `View` and `cache` a `Cache` of the mixer's own kind.
+    """
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         rope: RopeTables,
-        view: View,
-        cache: Cache | None = None,
+        view: Any,
+        cache: Any = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """The mixed tokens for normed inputs, and the updated cache where one is given."""
         ...
 
@@ -98,7 +101,8 @@ class Attention(nnx.Module):
         if isinstance(view, Segments | ByKind):
             mixed, cache = attend(q, k, v, view, **how), None
         else:
-            assert isinstance(cache, Pages) and isinstance(view, CachedView), "a view of pages comes with the pages"
+            assert isinstance(cache, Pages), "a view of pages comes with the pages"
+            assert isinstance(view, CachedView), "pages come with their view"
             mixed, cache = attend_cached(q, k, v, cache, view, **how)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(checkpoint_name(gate, "q"))

@@ -69,7 +69,7 @@ class LayerKind:
     window: int | None = None
     """Positions that a token sees, itself included; None for all of its sequence."""
     mixer: str = "attention"
-    """What mixes the tokens, by its name in `MIXERS` of `models/blocks.py`; layers of one mixer have the same weights."""
+    """What mixes the tokens, by its name in `MIXERS` of `models/blocks.py`; it decides which weights a layer has."""
 
     @property
     def paged(self) -> bool:

@@ -120,15 +120,12 @@ class Decoder(nnx.Module):
             return made(rngs)
 
         parts = {mixer: nnx.split(stack(mixer)) for mixer in config.mixers}
-        self.layers = _joined([dict(nnx.to_flat_state(state)) for _, state in parts.values()])
-        self.structures = {
-            mixer: Structure(graph, tuple(path for path, _ in nnx.to_flat_state(state)))
-            for mixer, (graph, state) in parts.items()
-        }
+        self.layers = _joined([_flat(state) for _, state in parts.values()])
+        self.structures = {mixer: Structure(graph, tuple(_flat(state))) for mixer, (graph, state) in parts.items()}
 
     def block(self, mixer: str) -> Block:
         """The layers with this mixer as one block, whose weights are stacked over all layers that have them."""
-        flat = dict(nnx.to_flat_state(nnx.state(self.layers)))
+        flat = _flat(nnx.state(self.layers))
         return self.structures[mixer].block({path: flat[path] for path in self.structures[mixer].paths})
 
     def __call__(
@@ -151,7 +148,7 @@ class Decoder(nnx.Module):
         if noise is not None:
             x = x + noise.astype(dtype)
         x = constrain(x, "rows", "time", None)
-        stacked = {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(self.layers))}
+        stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
         order, of_kind = c.kinds[: c.period], self._kinds(segments)
         projections = {name: one for mixer in c.mixers for name, one in self.block(mixer).projections().items()}
 
@@ -179,9 +176,7 @@ class Decoder(nnx.Module):
         norm = in_compute("norm/w", self.norm.w[...], dtype)
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
-    def _kinds(
-        self, segments: Segments
-    ) -> dict[str, Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]]:
+    def _kinds(self, segments: Segments) -> dict[str, Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]]:
         """For each mixer a function from the index of a layer's kind, among those of the mixer, to its rope tables and
         view: one block serves them all."""
         return {mixer: self._kinds_with(mixer, segments) for mixer in self.config.mixers}
@@ -197,6 +192,10 @@ class Decoder(nnx.Module):
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
         layers = tuple(self.config.kinds.count(kind) for kind in kinds)
         return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
+
+
+def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
+    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def nested(flat: Mapping[Path, Any]) -> dict:

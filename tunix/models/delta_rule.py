@@ -8,8 +8,8 @@ Each token decays the state, then replaces what is stored under its key by its v
 WY form of section 3.3). In packed rows a segment never sees another: a chunk passes on the state of the segment that
 its last token belongs to, tokens of other segments neither read nor change it, and pairs of tokens of two segments are
 masked. A segment may continue an earlier one, as answers in one row continue their prompt (`types.Batch`): it starts
-from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start likewise. All of it
-is computed in float32.
+from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start
+likewise. All of it is computed in float32.
 
 Axes: B rows, T time, C tokens at a time, c chunks, Hk key heads, Jv value heads of a key head, Dk and Dv widths of
 keys and values, Ch channels.
@@ -153,9 +153,11 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
         """Products with the state that each token sees."""
         present = _product("BKJid,BKJdv->BKJiv", rows, state)
-        if branches is None:
+        if branches is None or root is None:
             return present
-        return jnp.where(_over_heads(branches.from_root)[..., None], _product("BKJid,BKJdv->BKJiv", rows, root), present)
+        return jnp.where(
+            _over_heads(branches.from_root)[..., None], _product("BKJid,BKJdv->BKJiv", rows, root), present
+        )
 
     new = new - seen_before(read)
     mixed = seen_before(queries) + _product("BKJij,BKJjv->BKJiv", seen, new)
@@ -165,13 +167,13 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
         index = at[:, None, None, None]
         share = jnp.take_along_axis(between, index[..., None], axis=3)[..., 0, :]
         start = state
-        if branches is not None:
+        if branches is not None and root is not None:
             start = _where(jnp.take_along_axis(branches.from_root, at[:, None], axis=1)[:, 0], root, state)
         keys = share[..., None] * k[:, :, None]
         return jnp.take_along_axis(left, index, axis=3)[..., None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
 
     last = after(jnp.full(len(k), k.shape[2] - 1))
-    if branches is not None:
+    if branches is not None and root is not None:
         root = _where(branches.any_root, after(branches.root), root)
     return (last, root), (mixed, None if begins is None else last)
 

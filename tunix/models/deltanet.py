@@ -6,8 +6,8 @@ that decodes holds a state and the last inputs of the convolution, however long 
 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
 
-Axes: B rows, T time, C tokens at a time, c chunks, D model width, Sl slots, Hk key heads, Hv value heads, Jv value heads
-of a key head, Dk and Dv widths of keys and values, U runs of a key head's channels, s shards of the rows.
+Axes: B rows, T time, C tokens at a time, c chunks, D model width, Sl slots, Hk key heads, Jv value heads of a key head,
+Dk and Dv widths of keys and values, U runs of a key head's channels, s shards of the rows.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """The decoder with a cache of keys and values, or of states: new tokens see earlier ones without recomputing them.
 
 Weights are stored layer by layer (`unstack`), because layers run unrolled here: a scan would copy the caches. Each
-layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens. Layers of a
-DeltaNet have a state for each slot instead (`deltanet.py`).
+layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens. A DeltaNet
+has a state for each slot instead (`deltanet.py`).
 
 Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers.
 """

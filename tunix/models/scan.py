@@ -1,7 +1,7 @@
 """The scan over a decoder's layers: what it keeps for the backward pass, and where it keeps their weights' gradients.
 
-Layers that differ in their weights alternate in a period, such as three of one kind and one of another. The scan is over
-periods, so that a program grows with the layers of one and not with all.
+Layers that differ in their weights alternate in a period, such as three of one kind and one of another. The scan is
+over periods, so that a program grows with the layers of one and not with all.
 
 A layer's weights are cast to the compute dtype when it is its turn, so that float32 weights never exist a second time
 as a whole bfloat16 model. Their gradients are held as the products return them, and become float32 after the scan: no
@@ -145,7 +145,10 @@ def _at_place(inputs: tuple, here: list[int], turn: list[int], place: int) -> tu
         turn: for each of these how many layers before it in the period have it.
     """
     weights, sinks, others = inputs
-    own = [[x if x is None else x[at] for x, at in zip((all[n] for n in here), turn, strict=True)] for all in (weights, sinks)]
+    own = [
+        [x if x is None else x[at] for x, at in zip((all[n] for n in here), turn, strict=True)]
+        for all in (weights, sinks)
+    ]
     return own[0], own[1], jax.tree.map(lambda x: x[place], others)
 
 

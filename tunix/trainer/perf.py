@@ -69,7 +69,7 @@ def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
 
 
 def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int]]]:
-    """Inputs and outputs of a layer's matrices by name, for each mixer, and under None of those that all layers have."""
+    """Inputs and outputs of matrices by name, for each mixer's layers, and under None of those that all layers have."""
     c, d, found = config, config.d_model, {}
     if c.delta is not None:
         values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels

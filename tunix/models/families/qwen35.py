@@ -1,4 +1,4 @@
-"""Qwen 3.5, and 3.6 and 3.8, which have its shape (https://huggingface.co/Qwen): three Gated DeltaNets to one attention.
+"""Qwen 3.5, and 3.6 and 3.8 of the same shape (https://huggingface.co/Qwen): three Gated DeltaNets to one attention.
 
 Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
 but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: their text part is read, an export is
@@ -12,7 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from tunix.models.config import DELTANET, DecoderConfig, DeltaNet, Rope
-from tunix.models.families.base import QK_NORMS, SHARED, TWO_NORMS, FamilyText, Tensor, axis_sizes, in_layers, sizes, written
+from tunix.models.families.base import (
+    QK_NORMS,
+    SHARED,
+    TWO_NORMS,
+    FamilyText,
+    Tensor,
+    axis_sizes,
+    in_layers,
+    sizes,
+    written,
+)
 from tunix.models.families.hf_config import Fields, write_rope
 
 VISION = frozenset(

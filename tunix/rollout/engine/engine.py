@@ -102,7 +102,9 @@ class Engine:
             )
         read_by = reader_here(spec, mesh).name
         chunk = chunk_of(model, piece, guesses)
-        bare = Sizes(0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk)
+        bare = Sizes(
+            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk
+        )
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
@@ -320,7 +322,9 @@ def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
     if piece < delta.taps:
         raise ValueError(f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model")
     if guesses:
-        raise ValueError(f"guesses={guesses}: {model.config.family} has states, which cannot go back behind a wrong one")
+        raise ValueError(
+            f"guesses={guesses}: {model.config.family} has states, which cannot go back behind a wrong one"
+        )
     return min(PIECE_CHUNK, piece)
 
 

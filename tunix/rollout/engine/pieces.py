@@ -19,7 +19,6 @@ from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
 from tunix.types import Sampling
 
-
 FIRST, CONTINUES = -1, -2
 """In `States.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
 

@@ -241,10 +241,7 @@ def decode(
         if flow.books is not None:
             tokens = jnp.concatenate([tokens, guesses(flow.books, recent, new.tokens)], axis=1)
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
-        views = [
-            _view(own, positions, live, size, kind.window)
-            for own, kind in zip(reads, paged, strict=True)
-        ]
+        views = [_view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
         tokens_in, step_view = jnp.maximum(tokens, 0), StepView(live)
         states, caches = extend(model, weights, caches, tokens_in, positions, views, step_view, adapters)
         if flow.books is None:
@@ -361,7 +358,7 @@ def _written(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int[A
     return jnp.where(columns < reads.places.shape[1], places, -1)
 
 
-def _taken(cache: Any, reads: Any, slots: Int[Array, "Sl"]) -> Any:
+def _taken(cache: Any, reads: Any, slots: Any) -> Any:
     """What a layer keeps, as the steps of a dispatch read and write it: states of its slots, and pages gathered, or all
     of them in their places."""
     if isinstance(cache, Held):
@@ -369,9 +366,11 @@ def _taken(cache: Any, reads: Any, slots: Int[Array, "Sl"]) -> Any:
     return cache if reads.sources is None else at_each_device(gathered, cache, reads.sources)
 
 
-def _with_states(cache: Any, taken: Any, slots: Int[Array, "Sl"]) -> Held:
+def _with_states(cache: Any, taken: Any, slots: Any) -> Held:
     """The states of all slots with those of a dispatch's."""
-    return Held(*(all.at[slots].set(mine, unique_indices=True) for all, mine in zip(cache, taken, strict=True))).placed()
+    return Held(
+        *(all.at[slots].set(mine, unique_indices=True) for all, mine in zip(cache, taken, strict=True))
+    ).placed()
 
 
 def _brought_back(cache: Any, taken: Any, places: jax.Array, reads: Any) -> Pages:
