@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tunix.mesh import constrain
 from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import CachedView
-from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.attention.pages import CachedView, SlotsView
+from tunix.models.config import DELTANET, EXPERTS, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, Held, PieceStates, StepView
 from tunix.models.layers import Norm, Projection, TokenKeys, rotate
+from tunix.models.moe import MixtureOfExperts
 
 PARTS = ("mixer", "ffn")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
@@ -60,9 +61,16 @@ class FeedForward(Protocol):
     """A module that transforms each token alone; its projections are attributes, named as the parameters are."""
 
     def __call__(
-        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The output for normed inputs, and the auxiliary terms."""
+        """The output for normed inputs, and the auxiliary terms.
+
+        Args:
+            real: which tokens are not padding, of which the output does not matter; None where all may be real.
+        """
         ...
 
 
@@ -120,7 +128,10 @@ class GatedFFN(nnx.Module):
         self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
 
     def __call__(
-        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         gate, up = self.gate(x, dropout_keys), self.up(x, dropout_keys)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
@@ -166,7 +177,7 @@ class Block(nnx.Module):
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
-        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys)
+        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys, _real(view, x.shape[:2]))
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         return constrain(x, "rows", "time", None), cache, auxiliary
 
@@ -176,7 +187,19 @@ class Block(nnx.Module):
         return {name: module for name, module in fields.items() if isinstance(module, Projection)}
 
 
+def _real(view: View, shape: tuple[int, ...]) -> Bool[Array, "B T"] | None:
+    """Which tokens are not padding, as far as a view tells."""
+    if isinstance(view, ByKind):
+        return view.views[0].ids > 0
+    if isinstance(view, StepView):
+        return jnp.broadcast_to(view.live[:, None], shape)
+    return None if isinstance(view, SlotsView) else view.ids > 0
+
+
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {"attention": Attention, DELTANET: GatedDeltaNet}
 """`LayerKind.mixer` -> the class of the mixer."""
-FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {"gated": GatedFFN}
+FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {
+    "gated": GatedFFN,
+    EXPERTS: MixtureOfExperts,
+}
 """`DecoderConfig.feed_forward` -> the class of the ffn."""

@@ -5,6 +5,8 @@ from typing import Literal
 
 DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
+EXPERTS = "experts"
+"""The feed-forward part with several experts."""
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
 """Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
 
@@ -62,6 +64,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The settings of an ffn of several experts (`models/moe.py`); the width of each is `DecoderConfig.ffn`."""
+
+    number: int
+    """How many there are, e.g. 128."""
+    active: int
+    """How many each token uses, e.g. 8."""
+    renormalise: bool = True
+    """Whether the weights of those that a token uses are divided by their sum."""
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """The settings in which layers of one decoder differ. Known while a program is traced: never an array."""
 
@@ -90,6 +104,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     ffn: int
+    """Width of the feed-forward part; of one expert where there are several."""
     activation: Literal["silu", "gelu_tanh"]
     norm_eps: float
     tied: bool
@@ -127,6 +142,8 @@ class DecoderConfig:
     """The sizes of the Gated DeltaNet layers, where there are any."""
     mixer: str = "attention"
     """The mixer of tokens of the other layers, by its name in `MIXERS` of `models/blocks.py`."""
+    experts: Experts | None = None
+    """The experts of the feed-forward part, where it has several."""
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
     stops: Stops = ()

@@ -69,7 +69,10 @@ def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
 
 
 def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int]]]:
-    """Inputs and outputs of matrices by name, for each mixer's layers, and under None of those that all layers have."""
+    """Inputs and outputs of matrices by name, for each mixer's layers, and under None of those that all layers have.
+
+    Of a mixture's experts they are those that a token uses, side by side.
+    """
     c, d, found = config, config.d_model, {}
     if c.delta is not None:
         values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
@@ -77,7 +80,18 @@ def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int
         found[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
     wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found[c.mixer] = {"q": (d, wide * (1 + c.output_gate)), "k": (d, narrow), "v": (d, narrow), "o": (wide, d)}
-    return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
+    if c.experts is None:
+        return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
+    used = c.experts.active * c.ffn
+    return found | {None: {"router": (d, c.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}}
+
+
+def idle_weights(config: DecoderConfig) -> int:
+    """Number of weights of experts that a token does not use, in all layers; 0 without experts."""
+    if config.experts is None:
+        return 0
+    idle = config.experts.number - config.experts.active
+    return config.num_layers * idle * 3 * config.d_model * config.ffn
 
 
 def layer_weights(config: DecoderConfig) -> int:

@@ -143,6 +143,7 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
         "K": c.num_kv_heads,
         "H": c.head_dim,
         "F": c.ffn,
+        **({} if c.experts is None else {"E": c.experts.number}),
     }
 
 

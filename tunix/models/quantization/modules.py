@@ -26,6 +26,8 @@ MODULES = {
 """Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them."""
 LINEAR = "linear_attn."
 """What the names of the matrices of Gated DeltaNet layers begin with."""
+MLP = "mlp."
+"""What the names of the matrices of a feed-forward part begin with that has no experts."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
 """The last part of Hugging Face's name -> ours."""
 MOST_LAYERS = 128
@@ -34,7 +36,8 @@ MOST_LAYERS = 128
 
 def projections_of(config: DecoderConfig) -> dict[str, str]:
     """The last part of Hugging Face's name -> ours, of the matrices that a model has."""
-    there = (name for name in MODULES if config.delta is not None or not name.startswith(LINEAR))
+    parts = [part for part, there in ((LINEAR, config.delta is not None), (MLP, config.experts is None)) if not there]
+    there = (name for name in MODULES if not name.startswith(tuple(parts)))
     return {name.split(".")[-1]: MODULES[name] for name in there}
 
 
