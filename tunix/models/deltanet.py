@@ -145,7 +145,7 @@ class GatedDeltaNet(nnx.Module):
     def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, view: Segments) -> jax.Array:
         """The mixed tokens of packed rows, in which every segment is a whole sequence."""
         length = mixed.shape[1]
-        size = min(CHUNK, length)
+        size = min(CHUNK, 1 << (length - 1).bit_length())
         over = -length % size
         # A row's chunks follow each other: a device has all of them, however the tokens are split elsewhere.
         mixed = constrain(mixed, "rows", None, "heads", None, None)
