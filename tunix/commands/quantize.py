@@ -68,7 +68,7 @@ def quantize(
     if setting is not None and before is not None:
         after = _loss_of(setting, out)
         numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
-    print(_shown(options, out, projections_of(inference.source.decoder), parsed, moved, numbers))
+    print(_shown(options, out, projections_of(inference.source.decoder.delta is not None), parsed, moved, numbers))
     return numbers
 
 

@@ -11,8 +11,8 @@ masked. A segment may continue an earlier one, as answers in one row continue th
 from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start
 likewise. All of it is computed in float32.
 
-Axes: B rows, T time, C tokens at a time, c chunks, Hk key heads, Jv value heads of a key head, Dk and Dv widths of
-keys and values, Ch channels.
+Axes: B rows, T time, C tokens at a time, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv width of a
+value.
 """
 
 from functools import partial

@@ -6,8 +6,8 @@ that decodes holds a state and the last inputs of the convolution, however long 
 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
 
-Axes: B rows, T time, C tokens at a time, c chunks, D model width, Sl slots, Hk key heads, Jv value heads of a key head,
-Dk and Dv widths of keys and values, U runs of a key head's channels, s shards of the rows.
+Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads, Jv value heads of a key head, Dk width of
+a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
     @classmethod
     def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "Held":
-        """Of sequences without tokens."""
+        """What slots hold of sequences without tokens."""
         heads, of_head = sizes.key_heads, sizes.value_heads // sizes.key_heads
         inputs = jnp.zeros((slots, sizes.taps - 1, *sizes.runs), dtype)
         states = jnp.zeros((slots, heads, of_head, sizes.key_dim, sizes.value_dim), jnp.float32)

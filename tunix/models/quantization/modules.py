@@ -7,7 +7,6 @@ one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a 
 import re
 
 from tunix.errors import nearest
-from tunix.models.config import DecoderConfig
 
 MODULES = {
     "self_attn.q_proj": "q",
@@ -32,9 +31,9 @@ MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
 
-def projections_of(config: DecoderConfig) -> dict[str, str]:
-    """The last part of Hugging Face's name -> ours, of the matrices that a model has."""
-    there = (name for name in MODULES if config.delta is not None or not name.startswith(LINEAR))
+def projections_of(linear: bool) -> dict[str, str]:
+    """The last part of Hugging Face's name -> ours, of the matrices of a model with or without Gated DeltaNets."""
+    there = (name for name in MODULES if linear or not name.startswith(LINEAR))
     return {name.split(".")[-1]: MODULES[name] for name in there}
 
 
