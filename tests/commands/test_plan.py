@@ -36,6 +36,7 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "tokens": 1000,
         "seconds": 0.5,
         "bound": "compute",
+        "place": "training",
         **more,
     }
     return {
@@ -44,7 +45,7 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "limit": (24 if fits else 16) * GIB,
         "needed": 20 * GIB,
         "fits": fits,
-        "held": {},
+        "places": {"training": {"number": 1, "needed": 20 * GIB, "held": {}}},
         "chosen": ["attention: mosaic"],
         "programs": [step],
         "prediction": {"step_seconds": 0.5, "tokens_per_second": 2000.0, "mfu": 0.25},

@@ -16,7 +16,7 @@ from tunix.errors import UserError
 from tunix.mesh import groups_of
 from tunix.plan import chips, topology
 from tunix.plan.remedies import remedies, with_overrides
-from tunix.plan.subject import subject_of
+from tunix.plan.subject import Place, subject_of
 from tunix.plan.verdict import Target, Verdict, examined, refuted, with_arrays
 from tunix.recipe.recipe import Recipe
 
@@ -80,12 +80,19 @@ def _verdict(recipe: Recipe, named: str | None, tell: Callable[[str], None]) -> 
 
 
 def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> str | None:
-    """The first change with which the recipe fits; None where none of them does."""
-    for one in remedies(recipe, found.needs[0].name, named):
+    """The changes with which the recipe fits, one for each place that is too small; None where one has none."""
+    changes = [_change_on(place, recipe, found, named, tell) for place in found.misfits]
+    return None if None in changes else " ".join(filter(None, changes))
+
+
+def _change_on(place: Place, recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> str | None:
+    """The first change with which the recipe fits the devices of a place; None where none of them does."""
+    worst = next((one.name for one in found.needs if one.place == place), "")
+    for one in remedies(recipe, worst, named, place):
         tell({"trying": one.words})
         try:
             changed, (target, devices) = with_overrides(recipe, one.overrides), _target(one.topology or named)
-            if not refuted(subject_of(changed, devices, float(target.limit)), target):
+            if not refuted(subject_of(changed, devices, float(target.limit)), target, place):
                 return one.words
         except UserError:  # a change that this recipe does not allow
             continue
