@@ -13,7 +13,7 @@ from tunix.plan import compiling, worker
 from tunix.plan.record import Program, programs_of
 from tunix.plan.remedies import remedies
 from tunix.plan.subject import Subject, subject_of
-from tunix.plan.verdict import Need, Target, Verdict, examined
+from tunix.plan.verdict import Need, Target, Verdict, examined, refuted
 from tunix.rollout.engine.shapes import PAGE
 
 GRPO: dict[str, Any] = {**SAMPLED, "algorithm": {"name": "grpo", "group_size": 4}}
@@ -80,6 +80,13 @@ def test_each_place_is_compiled_for_its_own_devices(tmp_path: Path, monkeypatch:
         "training": needs["step"].total,
         "sampling": max(needs[name].total for name in ("decode", "prefill", "publish")),
     }
+    # A copy on each device does not fit where half of one does; training is not asked.
+    whole = subject(**{**APART, "rollout": {"slots": 16, "mesh": {"devices": 4, "tensor": 1}}})
+    least = examined(whole, Target("cpu", 8, 10**9)).most_on("sampling")
+    between = Target("cpu", 8, (least + found.most_on("sampling")) // 2)
+    assert found.most_on("sampling") < between.limit
+    assert [refuted(one, between, "sampling") for one in (whole, made)] == [True, False]
+    assert not refuted(whole, between, "training")
     # The same slots on all 8 devices, beside what trains there.
     shared = examined(subject(**GRPO), Target("cpu", 8, 10**9))
     decode = next(one for one in shared.needs if one.name == "decode")
@@ -138,12 +145,12 @@ def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
         mesh = made.recipe.rollout.devices
         return mesh is None or mesh.tensor == 1
 
-    target, devices = Target("cpu", 8, 9), jax.devices()
+    target, devices = Target("cpu", 8, 10**9), jax.devices()
     monkeypatch.setattr(worker, "_target", lambda named: (target, devices))
     monkeypatch.setattr(worker, "refuted", refuted)
     tried: list[dict] = []
-    changed = worker._change(given, verdict(9, 10, 11), None, tried.append)
+    changed = worker._change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append)
     assert changed == "model.remat=block micro_batch_size=16 rollout.mesh.tensor=2"
-    assert worker._change(given, verdict(9, 8, 11), None, tried.append) == "rollout.mesh.tensor=2"
+    assert worker._change(given, verdict(10**9, 1, 3 * 10**9), None, tried.append) == "rollout.mesh.tensor=2"
     words = [one.words for one in remedies(given, "decode", "h100:8", "sampling")]
     assert words == [*(f"rollout.slots={n}" for n in (16, 8, 4, 2)), *(f"rollout.mesh.tensor={n}" for n in (2, 4))]
