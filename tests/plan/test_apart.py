@@ -56,6 +56,8 @@ def test_weights_that_arrive_meanwhile_are_there_twice():
     """With a copy that waits, and the array that is on its way; under an adapter only what trains moves."""
     made = subject(**{**APART, "rollout": {**APART["rollout"], "max_staleness": 1}})
     assert made.held["sampling"] == {"sampler's copy": COPY, "newer weights": COPY + GATES}
+    alone = subject_of(recipe(**{**GRPO, "rollout": {"slots": 16, "max_staleness": 1}}), jax.devices()[:1])
+    assert alone.held["training"]["newer weights"] == alone.held["training"]["sampler's copy"] == 2 * (MATRICES + NORMS)
     adapted = subject(**APART, adapter={"rank": 4})
     ahead = subject(**{**APART, "rollout": {**APART["rollout"], "max_staleness": 1}}, adapter={"rank": 4})
     (one, other), names = (x.held["sampling"] for x in (adapted, ahead)), adapted.policy.params
@@ -135,6 +137,11 @@ def test_a_run_fits_where_both_places_do():
     )
 
 
+def _both(made: Subject, place: str) -> bool:
+    """Whether sampling is asked about a change for training as well."""
+    return place == "sampling" and made.recipe.micro_batch_size is not None
+
+
 def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """Training: the second change; sampling: no fewer slots help, but a copy on twice as many devices."""
     given = recipe(**{**APART, "rollout": {"slots": 32, "mesh": {"devices": 4, "tensor": 1}}})
@@ -151,6 +158,11 @@ def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
     tried: list[dict] = []
     changed = worker._change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append)
     assert changed == "model.remat=block micro_batch_size=16 rollout.mesh.tensor=2"
-    assert worker._change(given, verdict(10**9, 1, 3 * 10**9), None, tried.append) == "rollout.mesh.tensor=2"
+    halved = given.model_copy(update={"micro_batch_size": 16})
+    assert worker._change(halved, verdict(10**9, 1, 3 * 10**9), None, tried.append) == "rollout.mesh.tensor=2"
+    # What helps training is too much for sampling, once both are changed.
+    monkeypatch.setattr(worker, "refuted", lambda *asked: refuted(*asked) or _both(asked[0], asked[2]))
+    assert worker._change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append) is None
+    assert worker._change(given, verdict(10**9, 2 * 10**9, 1), None, tried.append) is None
     words = [one.words for one in remedies(given, "decode", "h100:8", "sampling")]
     assert words == [*(f"rollout.slots={n}" for n in (16, 8, 4, 2)), *(f"rollout.mesh.tensor={n}" for n in (2, 4))]

@@ -1,6 +1,6 @@
 """Changes of a recipe, or of its devices, that make it fit: a short list, the smallest change first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tunix.plan.chips import SHAPES, chip_of, number_of
@@ -25,6 +25,12 @@ class Remedy:
     def words(self) -> str:
         """The change as it is given to `tunix plan`."""
         return " ".join((*self.overrides, *(["--topology", self.topology] if self.topology else [])))
+
+
+def joined(changes: Sequence[Remedy]) -> Remedy:
+    """Several changes as one."""
+    overrides = tuple(word for one in changes for word in one.overrides)
+    return Remedy(overrides, next((one.topology for one in changes if one.topology), None))
 
 
 def remedies(recipe: Recipe, worst: str, topology: str | None, place: Place = "training") -> Iterator[Remedy]:

@@ -80,7 +80,7 @@ class Sampled:
     """Bytes on each device of the largest array that is handed over to devices which only sample; 0 where none is."""
     newer: int
     """Bytes on each device that arrive while older weights are sampled from; 0 where sampling and learning take
-    turns, or share a device."""
+    turns."""
     matters: bool
     """Whether training or an evaluation samples; False where a few samples are shown."""
 
@@ -244,15 +244,16 @@ def _sampled(
     engine = sampler_of(settings, spec, memory)
     weights = programs.views(spec.model, engine.mesh, policy.all)
     matters, sizes = work.requests > recipe.eval.samples, engine.sizes.of_requests([work.length] * work.requests)
+    moved = programs.view_bytes(weights, policy.params)
     if settings.sampler_devices is not None:
         params = spec.model.abstract(_cast(settings, spec.model), engine.mesh)
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
-        newer = later + programs.view_bytes(weights, policy.params) if settings.sampler_ahead else 0
+        newer = later + moved if settings.sampler_ahead else 0
         return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
     kept = programs.shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
-    copied = bytes_of(weights) - bytes_of(kept)
-    return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, 0, matters)
+    copied, newer = bytes_of(weights) - bytes_of(kept), moved if settings.sampler_ahead else 0
+    return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 
 def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:
