@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_not_written(
     verdict = {"fits": False, "devices": "h100:16", "number": 16, "needed": 90 * 2**30, "limit": 74 * 2**30}
     needs = {"sampling": ("decode", 90 * 2**30), "training": ("step", 60 * 2**30)}
     programs = [{"name": name, "total": total, "place": place, "refused": ""} for place, (name, total) in needs.items()]
-    found = Plan([{**verdict, "programs": programs, "places": dict.fromkeys(needs, {})}], {0: "rollout.slots=64"})
+    found = Plan([{**verdict, "programs": programs, "places": {place: {} for place in needs}}], {0: "rollout.slots=64"})
 
     def ask(_: Any, topology: str, *__: Any, **___: Any) -> Plan:
         asked.append(topology)
