@@ -191,6 +191,7 @@ def settings_of(
         sampler_memory=recipe.rollout.memory,
         sampler_mesh=recipe.rollout.devices,
         sampler_devices=sampling,
+        sampler_ahead=recipe.rollout.max_staleness > 0,
         cache_dtype=recipe.rollout.cache_dtype,
         guesses=recipe.rollout.speculate,
         decode=None if tokenizer is None else tokenizer.decode,
