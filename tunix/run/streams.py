@@ -1,5 +1,6 @@
 """The inputs of a run's steps and evaluations: batches of given sequences, or prompts that the policy answers."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.ahead import Ahead, Holding
+from tunix.rollout.ahead import Ahead
 from tunix.rollout.arrivals import ADDED
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import FILE, Journal
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
@@ -125,10 +127,17 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
         )
 
 
-def ahead_of(recipe: Recipe, stream: Stream, client: Trainer, algorithm: Algorithm, folder: Path, total: int) -> Stream:
+def ahead_of(
+    recipe: Recipe,
+    stream: Stream,
+    client: Trainer,
+    algorithm: Algorithm,
+    folder: Path,
+    total: int,
+    stop: threading.Event,
+) -> Stream:
     """The stream of an asynchronous run, whose next steps are sampled ahead; the given one where a recipe does not ask
-    for that.
-    """
+    for that. `stop` happens where the run is to stop."""
     staleness = recipe.rollout.max_staleness
     if not staleness:
         return stream
@@ -138,7 +147,7 @@ def ahead_of(recipe: Recipe, stream: Stream, client: Trainer, algorithm: Algorit
     stream.like = replace(stream.like, mixed=True)
     journal = Journal(folder / FILE, recipe.identity)
     how = {"staleness": staleness, "total": total, "goes_on": recipe.rollout.in_flight == "continue"}
-    return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how)
+    return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how, stop=stop)
 
 
 def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
