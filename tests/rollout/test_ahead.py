@@ -212,16 +212,19 @@ def test_a_record_is_replayed_whatever_the_clocks_say(tmp_path: Path, staleness:
 
 
 class Blocking(Sampler):
-    """Waits before one prompt's fourth token, until it is told to go on."""
+    """Waits before one prompt's fourth token, each time until it is told to go on."""
 
     def __init__(self, prompt: int):
         super().__init__(self._wait)
         self.prompt, self.reached, self.free = prompt, threading.Event(), threading.Event()
+        self.dispatches: list[tuple[int, int]] = []
 
     def _wait(self, prompt: int, token: int) -> None:
+        self.dispatches.append((prompt, token))
         if (prompt, token) == (self.prompt, 3):
             self.reached.set()
             assert self.free.wait(30)
+            self.free.clear()
 
 
 def rest(path: Path, staleness: int, state: dict[str, Any] | None = None, collect=gather) -> dict[int, list[int]]:
@@ -290,6 +293,27 @@ def test_a_step_of_older_weights_is_waited_for_unless_the_run_is_to_end(tmp_path
     assert {number: again[number] for number in found} == found
 
 
+def test_a_step_that_went_on_under_the_present_weights_is_waited_for_all_the_same(tmp_path: Path):
+    """The first three tokens of step 3 are from weights 1; it is blocked again when it goes on under weights 2."""
+    path, sampler = tmp_path / "replay.jsonl", Blocking(3)
+    with run(path, sampler, 2, goes_on=True) as ahead:
+        next(ahead)
+        next(ahead)
+        assert sampler.reached.wait(30)
+        position = ahead.mark()
+        next(ahead)
+        sampler.reached.clear()
+        sampler.free.set()
+        assert sampler.reached.wait(30)
+        thread, states = in_a_thread(position)
+        thread.join(0.5)
+        assert thread.is_alive()
+        sampler.free.set()
+        thread.join(20)
+    assert list(states[0]["ahead"]["steps"]) == ["2", "3"]
+    assert rest(path, 2, states[0])[3] == [1] * 3 + [2] * 3
+
+
 def test_a_learner_that_waits_is_told_that_the_run_is_to_end(tmp_path: Path):
     """The sampler is not asked: it may be blocked for as long as it likes."""
     path, sampler = tmp_path / "replay.jsonl", Blocking(2)
@@ -307,6 +331,8 @@ def test_a_learner_that_waits_is_told_that_the_run_is_to_end(tmp_path: Path):
         state = position()
         assert not sampler.free.is_set()
         sampler.free.set()
+    assert sampler.dispatches[-1] == (2, 3), "it is given up at the next dispatch"
+    assert not [row for row in read_rows(path)[1:] if row["step"] == 2 and "weights" not in row], "it has not ended"
     assert state["ahead"]["step"] == 2
     assert not state["ahead"]["steps"]
     found = rest(path, 1, state)
