@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_runs import assert_same_export, assert_same_numbers, write_judged
+from tests.distributed.test_runs import IGNORED, assert_same_export, assert_same_numbers, write_judged
 from tests.fake_vllm import FakeVLLM, served
 from tests.several import several
 from tests.tiny_runs import lines, metrics, model_folder
@@ -28,7 +28,7 @@ class Servers:
         """Four devices, over which weights are sharded."""
         rollout = {"rollout__engine": "vllm", "rollout__servers": self.urls, "rollout__temperature": 0.7}
         model = {"path": str(self.model), "dtype": "float32"}
-        write_judged(self.folder, model=model, mesh={"fsdp": 4}, steps=STEPS, **{**rollout, **changes})
+        write_judged(self.folder, model=model, mesh={"fsdp": 4}, **{"steps": STEPS, **rollout, **changes})
 
     def anew(self) -> None:
         """As they were before any run."""
@@ -124,3 +124,51 @@ def test_a_disk_that_is_full_amid_the_weights_ends_all_with_one_line(servers: Se
     assert "File too large. Nothing was left behind." in first
     assert not list((tmp_path / "run/weights").iterdir())
     assert not any(fake.loads for fake in servers.fakes)
+
+
+# --- Sampling ahead ---------------------------------------------------------------------------------------------------
+
+
+def replayed(folder: Path, first: str, number: int, name: str) -> Path:
+    """The folder of a run, in so many processes, that has the record of another one and nothing else."""
+    run = folder / name
+    run.mkdir()
+    for file in ("replay.jsonl", "recipe.yaml"):
+        (run / file).write_text((folder / first / file).read_text().replace(f"output: {first}", f"output: {name}"))
+    with several(folder, number, "r.yaml", f"output={name}") as again:
+        again.end_well()
+    return run
+
+
+AHEAD = {"steps": 8, "checkpoint": {"every": 3}}
+WAITS = ("rollout/trainer_waits", "rollout/sampler_waits")
+
+
+def assert_same_steps(one: Path, other: Path) -> None:
+    """All metrics but those of time, within 1e-5; and the weights at the end."""
+    ours, theirs = ([{k: v for k, v in row.items() if k not in WAITS} for row in metrics(run)] for run in (one, other))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine.keys() == yours.keys()
+        for name in mine:
+            if not name.startswith(IGNORED):
+                assert yours[name] == pytest.approx(mine[name], abs=1e-5, rel=1e-5), (name, mine["step"])
+    assert_same_export(one, other)
+
+
+@pytest.mark.parametrize(("k", "more"), [(1, {}), (2, {"adapter": {"rank": 4}})], ids=["1", "2"])
+def test_two_processes_sample_ahead_what_one_does_with_their_record(
+    servers: Servers, tmp_path: Path, k: int, more: dict[str, Any]
+):
+    servers.recipe(**AHEAD, rollout__max_staleness=k, **more)
+    for fake in servers.fakes:
+        fake.manners.delay = 0.02
+    with several(tmp_path, 2, "r.yaml", "output=two") as run:
+        run.end_well()
+    rows = [row for row in metrics(tmp_path / "two") if "rollout/staleness/max" in row]
+    assert len(rows) == AHEAD["steps"] - 1
+    assert 0 < max(row["rollout/staleness/max"] for row in rows) <= k
+    assert all(count == 1 for fake in servers.fakes for count in fake.asked.values())
+    for number in (1, 2):
+        servers.anew()
+        assert_same_steps(tmp_path / "two", replayed(tmp_path, "two", number, f"again{number}"))

@@ -326,7 +326,7 @@ class Ahead:
         with self._changed:
             self._until(lambda: self._oldest >= number or NONE > self._wanted > self._published)
             place = self._inner.get_state() if self._place is None else self._place
-            steps = {str(one): _saved(step) for one, step in self._steps.items() if one >= number}
+            steps = {str(one): _saved(step) for one, step in self._steps.items()}
             ages = {str(version): learned for version, learned in self._ages.items()}
         return {"stream": place, "ahead": {"step": number, "steps": steps, "ages": ages}}
 

@@ -113,8 +113,11 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
             "rollout.in_flight: continue needs tunix's own engine in this process, which can be paused at any token; "
             "with servers completions finish under the weights that they began with: leave it out"
         )
-    if processes.number() > 1:
-        raise UserError(f"{begin} needs one process so far, and there are {processes.number()}: leave it out")
+    if processes.number() > 1 and not servers:
+        raise UserError(
+            f"{begin} needs one process or servers (rollout.engine: vllm), and there are {processes.number()} "
+            "processes: how far each engine has come would depend on its clock; leave it out, or sample on servers"
+        )
     if servers and mesh.size > 1 and recipe.reward is not None and recipe.reward.model is not None:
         raise UserError(
             f"{begin}: a reward model would share {mesh.size} devices with training, and each would wait for the "
