@@ -7,7 +7,6 @@ call, and the next one continues its completions. Which weights a call took is r
 The first step of a run is sampled by the caller: there is nothing to learn from meanwhile.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ ENDING = 10.0
 """Seconds in which what is being sampled ends where it is given up; then what is being scored is ended, too."""
 NONE = 1 << 30
 """Later than all steps."""
-_numbers = itertools.count()
 
 
 class Ahead:
@@ -74,7 +72,7 @@ class Ahead:
         self._before = staleness - (inner.like.backlog is not None)
         """Steps before its own that a step may begin: what it leaves to the next one is a step older there."""
         journal.keep(range(1, total))
-        self._stop, self._name = stop, f"ahead/{next(_numbers)}"
+        self._stop, self._name = stop, f"ahead/{processes.turn_of('ahead')}"
         self._broken = threading.Event()
         """The thread of this process has ended with an error that others do not have, and wait for it."""
         self._changed = threading.Condition()
