@@ -1,5 +1,7 @@
 """Runs of several real processes whose completions come from servers: stand-ins of vLLM in the test's own process."""
 
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_mistakes import until_step
 from tests.distributed.test_runs import IGNORED, assert_same_export, assert_same_numbers, write_judged
 from tests.fake_vllm import FakeVLLM, served
 from tests.several import several
 from tests.tiny_runs import lines, metrics, model_folder
+from tunix.distributed.watch import LOST
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -33,7 +37,8 @@ class Servers:
     def anew(self) -> None:
         """As they were before any run."""
         for fake in self.fakes:
-            fake.manners.dies_after, fake.gone = None, False
+            fake.manners.dies_after, fake.gone, fake.unanswered = None, False, 0
+            fake.manners.silent.clear()
             fake.restart(self.model)
             fake.loads.clear()
             fake.asked.clear()
@@ -172,3 +177,32 @@ def test_two_processes_sample_ahead_what_one_does_with_their_record(
     for number in (1, 2):
         servers.anew()
         assert_same_steps(tmp_path / "two", replayed(tmp_path, "two", number, f"again{number}"))
+
+
+def test_killed_and_stopped_while_servers_are_silent_they_go_on(servers: Servers, tmp_path: Path):
+    """SIGKILL to one of them; then SIGTERM to the other one alone, while no completion is answered: all save the same
+    step and end. It ends with the numbers of one process that has their record."""
+    servers.recipe(**AHEAD, rollout__max_staleness=2)
+    with several(tmp_path, 2, "r.yaml", "output=two") as run:
+        until_step(run, tmp_path / "two", 4)
+        run.processes[1].kill()
+        assert run.wait() == [LOST, -signal.SIGKILL]
+    servers.anew()
+    with several(tmp_path, 2, "r.yaml", "output=two") as run:
+        until_step(run, tmp_path / "two", 5)
+        for fake in servers.fakes:
+            fake.manners.silent.set()
+        while not all(fake.unanswered for fake in servers.fakes):
+            time.sleep(0.1)
+        time.sleep(3)  # nothing is left to learn from
+        run.processes[1].terminate()
+        assert run.wait(90) == [130, 130]
+        assert "with a checkpoint in" in run.log(0)
+    assert all(fake.manners.silent.is_set() for fake in servers.fakes)
+    servers.anew()
+    with several(tmp_path, 2, "r.yaml", "output=two") as run:
+        run.end_well()
+    steps = [row["step"] for row in metrics(tmp_path / "two")]
+    assert sorted(set(steps) - {0}) == list(range(1, AHEAD["steps"] + 1))
+    servers.anew()
+    assert_same_steps(tmp_path / "two", replayed(tmp_path, "two", 1, "again"))

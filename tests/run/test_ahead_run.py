@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -162,40 +161,25 @@ def given_up_step(run: Path) -> bool:
     return max(row["step"] for row in lines(run / "replay.jsonl")[1:]) not in map(int, record["steps"])
 
 
-class Blocked(FakeVLLM):
-    """Loads weights, and answers no completion while it is told not to."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        self.silent, self.unanswered = threading.Event(), 0
-
-    def complete(self, body: dict[str, Any], identity: str) -> dict[str, Any]:
-        own = not identity.startswith(("tunix-probe", "tunix-vocabulary"))
-        self.unanswered += own and self.silent.is_set()
-        while own and self.silent.is_set():
-            time.sleep(0.02)
-        return super().complete(body, identity)
-
-
 @pytest.mark.slow
 def test_a_run_whose_servers_do_not_answer_saves_and_ends_at_once_and_goes_on(tmp_path: Path):
     """However long they take: they answer nothing until it has ended."""
-    fake = Blocked(model_folder(tmp_path / "llama"))
+    fake = FakeVLLM(model_folder(tmp_path / "llama"))
     with served(fake) as url, no_process_left() as runs:
         model = {"path": str(tmp_path / "llama"), "dtype": "float32"}
         on = {"rollout__engine": "vllm", "rollout__servers": [url]}
         write_policy(tmp_path, **on, **ahead(1), model=model, checkpoint={"every": 2})
         runs.append(Run(tmp_path))
         runs[0].until(lambda: runs[0].steps >= 3)
-        fake.silent.set()
+        fake.manners.silent.set()
         runs[0].until(lambda: fake.unanswered > 0)
         time.sleep(3)  # the learner has nothing left to learn from
         runs[0].process.terminate()
         assert runs[0].process.wait(60) == 130, runs[0].log
         assert f"stopped at step {runs[0].steps} of 8, with a checkpoint" in runs[0].log
-        assert fake.silent.is_set()
+        assert fake.manners.silent.is_set()
         assert given_up_step(tmp_path / "run")
-        fake.silent.clear()
+        fake.manners.silent.clear()
         fake.restart(tmp_path / "llama")
         runs.append(Run(tmp_path))
         assert runs[1].wait() == 0, runs[1].log
