@@ -119,19 +119,17 @@ class Loop:
         """Trains to the last step, then evaluates and saves it.
 
         Raises:
-            Interrupted: after SIGINT or SIGTERM, with a checkpoint written.
+            Interrupted: the job is to stop; a checkpoint was written.
             UserError: a row is invalid, the disk cannot be written, or the loss is not finite.
         """
-        stop = self.job.stop
-        with stop_signals(stop):
-            if self.step == 0:
-                self._warm()
-                self._evaluate()
-                self.job.samples.take(0)
-            while self._next is not None and not processes.any_of("stop", stop.is_set()):
-                self._update(self._next)
-            self._save()
-            self.checkpoints.wait()
+        if self.step == 0:
+            self._warm()
+            self._evaluate()
+            self.job.samples.take(0)
+        while self._next is not None and not processes.any_of("stop", self.job.stop.is_set()):
+            self._update(self._next)
+        self._save()
+        self.checkpoints.wait()
         if not self.finished:
             place = self.job.saving.folder or self.job.folder
             state = f"with a checkpoint in {place}" if self.step else "before the first update"
