@@ -179,6 +179,29 @@ def test_where_one_is_stopped_all_are_at_the_same_step_and_go_on(
     assert taken(opened(path, 2, 2, Sampler(server, slow(0)), None), slow(0))[0] == found
 
 
+class Silent(Sampler):
+    """Answers nothing from the third step on, until it is given up."""
+
+    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
+        while int(prompts[0][0]) >= 4 and not pause(0):
+            time.sleep(0.01)
+        return super().sample(prompts, n, sampling, seed, reply, on_done, begun, pause, held)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_all_hear_that_one_is_stopped_while_they_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, who: int):
+    server = Server()
+
+    def act(index: int) -> tuple[list[int], int]:
+        ahead = opened(tmp_path / "replay.jsonl", 2, 1, Silent(server, slow(index)), None)
+        found, state = taken(ahead, slow(index), 0 if index == who else None)
+        return list(found), state["ahead"]["step"]
+
+    first, second = pretended(monkeypatch, 2, act, inherits=True)[0]
+    assert first == second
+    assert first[1] <= 2
+
+
 def test_an_error_of_one_processs_sampler_is_that_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     server, calls = Server(), [0, 0]
 

@@ -116,7 +116,7 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
     if processes.number() > 1 and not servers:
         raise UserError(
             f"{begin} needs one process or servers (rollout.engine: vllm), and there are {processes.number()} "
-            "processes: how far each engine has come would depend on its clock; leave it out, or sample on servers"
+            "processes, whose engines would each be at another place when weights are handed over: leave it out"
         )
     if servers and mesh.size > 1 and recipe.reward is not None and recipe.reward.model is not None:
         raise UserError(
