@@ -148,6 +148,10 @@ class Ahead:
         weights = processes.told("weights", lambda: self._take(step, call))
         if not processes.lead():
             self._take(step, call, weights)
+        if processes.number() > 1:
+            # Not before all know, since one that is given up meanwhile would never let go. They stay until then:
+            # nobody publishes while a call is on its way on servers, which are all that several processes have.
+            self._held = self._sampler.hold()
         known = self._journal.recorded(step, call)
         assert known is not None
         # A call that was killed may be paused yet; `known` changes when it is.
@@ -308,7 +312,9 @@ class Ahead:
             self._until(lambda: self._published >= self._wanted and (free or not self._publishing))
             if self._stop.is_set():
                 raise processes.Stopped
-            self._held, self._calling, self._wanted = self._sampler.hold(), True, NONE
+            self._calling, self._wanted = True, NONE
+            if processes.number() == 1:
+                self._held = self._sampler.hold()
             self._oldest = min(self._oldest, self._published)
             self._journal.begun(step, call, self._published)
             self._changed.notify_all()
