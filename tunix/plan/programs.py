@@ -4,7 +4,7 @@ Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model wid
 Sl slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -189,6 +189,12 @@ def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     return {
         name: x for name, x in weights.top.items() if name in TOP and name in base and _alike(base[name], cast(Any, x))
     }
+
+
+def view_bytes(weights: Weights, names: Collection[str]) -> int:
+    """Bytes on each device of the engine's copies of these parameters."""
+    layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in names]
+    return bytes_of([layers, [x for name, x in weights.top.items() if name in names]])
 
 
 def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
