@@ -6,8 +6,8 @@ that decodes holds a state and the last inputs of the convolution, however long 
 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
 
-Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads, Jv value heads of a key head, Dk width of
-a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
+Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads, Jv value heads of a key head, Dk width
+of a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.config import DType
-from tunix.mesh import constrain
+from tunix.mesh import Axes, constrain
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig, DeltaNet
 from tunix.models.delta_rule import (
@@ -57,10 +57,11 @@ class Held(NamedTuple):
 
     def placed(self) -> "Held":
         """The same, split over the devices as slots and heads are."""
-        return Held(
-            constrain(self.inputs, "rows", None, "heads", None, None),
-            constrain(self.states, "rows", "heads", None, None, None),
-        )
+        return Held(*(constrain(x, *axes) for x, axes in zip(self, HELD_AXES, strict=True)))
+
+
+HELD_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "heads", None, None, None))
+"""The logical axes of the arrays of `Held`."""
 
 
 class StepView(NamedTuple):
