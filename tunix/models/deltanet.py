@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.config import DType
-from tunix.mesh import Axes, constrain
+from tunix.mesh import Axes, constrain, platform
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig, DeltaNet
 from tunix.models.delta_rule import (
-    CHUNK,
+    CHUNKS,
     Begins,
     Chunks,
     Gates,
@@ -146,7 +146,7 @@ class GatedDeltaNet(nnx.Module):
     def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, view: Segments) -> jax.Array:
         """The mixed tokens of packed rows, in which every segment is a whole sequence."""
         length = mixed.shape[1]
-        size = min(CHUNK, 1 << (length - 1).bit_length())
+        size = min(CHUNKS[platform()], 1 << (length - 1).bit_length())
         over = -length % size
         # A row's chunks follow each other: a device has all of them, however the tokens are split elsewhere.
         mixed = constrain(mixed, "rows", None, "heads", None, None)
