@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNKS = {"cpu": 32, "gpu": 64, "tpu": 64}
-"""Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 of the time of 64 (`benchmarks.mixers`)."""
+"""Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 times as long as 64
+(`benchmarks.mixers`)."""
 State = Float[Array, "B Hk Jv Dk Dv"]
 # On GPUs and TPUs float32 products are rounded to fewer bits otherwise, and states add the errors of all tokens up.
 _product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
