@@ -314,7 +314,7 @@ def _write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), config.delta is not None)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -389,7 +389,13 @@ def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -
     """Sends the scales of a layer's rounded matrix."""
     scales = everywhere(_rounded(array, place, tensor, how)[1])
     scales.copy_to_host_async()
-    return lambda: np.asarray(scales).reshape(len(scales), -1).T
+    runs = tensor.order_of_runs(array.shape[len(place) :])
+
+    def there() -> np.ndarray:
+        outputs = np.asarray(scales).reshape(len(scales), -1).T
+        return outputs if runs is None else outputs.take(runs, axis=0)
+
+    return there
 
 
 def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:
