@@ -122,6 +122,46 @@ CASES: dict[str, Case] = {
     ),
 }
 
+# The norm of a DeltaNet's heads divides by what they read, which in a random model may be near 0: with an eps of 1e-6
+# transformers' own gradients are 2e-3 off those in float64.
+DELTA = {
+    "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+CASES |= {
+    "qwen3_5-three-to-one": Case("qwen3_5_text", {**DELTA, "num_hidden_layers": 4}),
+    "qwen3_5-wide-values-tied": Case(
+        "qwen3_5_text",
+        {
+            **DELTA,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    ),
+    "qwen3_5-alone-key-heads": Case(
+        "qwen3_5_text",
+        {
+            **DELTA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_key_heads": 4,
+        },
+    ),
+}
+
 EACH = (
     "llama-multiquery-linear-wide-heads",
     "gemma-multiquery",
@@ -129,6 +169,7 @@ EACH = (
     "gemma3-dual-rope",
     "qwen2-biases-grouped",
     "qwen3-wide-heads-tied",
+    "qwen3_5-wide-values-tied",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
 
@@ -147,6 +188,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 def reference_model(case: Case) -> Any:
     """transformers' model with random weights, float32, eager attention."""
+    torch.manual_seed(1)  # decay rates of DeltaNets stay near where they start, which is random
     model = AutoModelForCausalLM.from_config(case.hf_config(), attn_implementation="eager", dtype=torch.float32)
     randomise(model)
     return model.eval()
@@ -217,7 +259,8 @@ def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:
     for name, array in params.items():
         tensor = FAMILIES[model.config.family].tensors[name]
         if name.startswith("layers/"):
-            found |= {tensor.key(layer): tensor.write(np.asarray(array[layer])) for layer in range(array.shape[0])}
+            layers = enumerate(model.config.layers_with(tensor.mixer))
+            found |= {tensor.key(layer): tensor.write(np.asarray(array[place])) for place, layer in layers}
         else:
             found[tensor.name] = tensor.write(np.asarray(array))
     return found

@@ -21,7 +21,7 @@ from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.on_grid import rounded
 from tunix.models.quantization.fake_quant import Simulated, supported
-from tunix.models.quantization.modules import PROJECTIONS
+from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 from tunix.models.quantization.schemes import check_packs
 from tunix.trainer.progress import readable
@@ -68,7 +68,7 @@ def quantize(
     if setting is not None and before is not None:
         after = _loss_of(setting, out)
         numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
-    print(_shown(options, out, parsed, moved, numbers))
+    print(_shown(options, out, projections_of(inference.source.decoder.delta is not None), parsed, moved, numbers))
     return numbers
 
 
@@ -110,6 +110,7 @@ def _written(
     model, params, _ = inference.weights()
     on_grid, moved = rounded(replace(model, simulated=simulated), params)
     settings = {"source": inference.source.files, "dtype": model.dtype, "scores": not model.has_lm_head, "rules": rules}
+    settings["base"] = inference.source.folder
     save_folder(out, model.config, params if packed else on_grid, packed=packed, **settings)
     return {name.split("/")[1]: error for name, error in moved.items()}
 
@@ -121,13 +122,18 @@ def _loss_of(before: Setting, out: Path) -> EvalResult:
 
 
 def _shown(
-    options: InferenceOptions, out: Path, rules: Rules, moved: Mapping[str, float], numbers: Mapping[str, float]
+    options: InferenceOptions,
+    out: Path,
+    names: Mapping[str, str],
+    rules: Rules,
+    moved: Mapping[str, float],
+    numbers: Mapping[str, float],
 ) -> str:
     """The printed lines: one for each kind of matrix, and the losses."""
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     lines = [f"{options.model} rounded into {out}, {options.dtype}, {readable(size)}B"]
     chosen = rules.modules
-    for theirs, name in PROJECTIONS.items():
+    for theirs, name in names.items():
         if name not in chosen:
             lines.append(f"  {theirs:<10} as it was")
             continue

@@ -130,7 +130,8 @@ def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
     """A few numbers of every matrix, from the files; None where a matrix is missing or unusual (loading reports it)."""
     stored, table = named_tensors(folder, config.family), FAMILIES[config.family].tensors
     wanted = [table["embed/w"].name]
-    wanted += [table[f"layers/{name}/w"].key(layer) for layer in range(config.num_layers) for name in MODULES.values()]
+    matrices = [table[name] for name in (f"layers/{one}/w" for one in MODULES.values()) if name in table]
+    wanted += [one.key(n) for n in range(config.num_layers) for one in matrices if n in config.layers_with(one.mixer)]
     if not all(key in stored and len(stored[key].shape) == 2 and stored[key].dtype in DTYPES for key in wanted):
         return None
     return np.stack([_some(stored[key]) for key in wanted])

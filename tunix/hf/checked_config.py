@@ -34,7 +34,7 @@ def read_folder(folder: Path) -> DecoderConfig:
     sizes, wanted = FAMILIES[family].axes(config), {}
     for tensor in FAMILIES[family].tensors.values():
         shape = tuple(sizes[axis] for axis in tensor.ours.split())
-        keys = {key for layer in range(config.num_layers) for key in tensor.keys(layer, shape)}
+        keys = {key for layer in config.layers_with(tensor.mixer) for key in tensor.keys(layer, shape)}
         wanted |= dict.fromkeys(keys & stored.keys(), tensor.their_shape(shape))
     check_tensors(stored, dict(sorted(wanted.items())), folder)
     return config

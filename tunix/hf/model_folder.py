@@ -24,6 +24,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
@@ -130,20 +131,20 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     for name, dtype in dtypes.items():
         if is_scale(name):
             continue  # loaded with its values
-        places = _places(table[name], name, model.shapes[name])
+        places = _places(model.config, table[name], name, model.shapes[name])
         target = target_of(model, name, table[name], len(next(iter(places.values()))), dtype, mesh)
         reads += [Read(name, stored[key], target, place) for key, place in places.items()]
     return load(reads)
 
 
-def _places(tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
+def _places(config: DecoderConfig, tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
     """The tensors that hold a parameter, and where each belongs in it."""
     if not name.startswith("layers/"):
         return dict.fromkeys(tensor.keys(None, shape), ())
-    keys = {layer: tensor.keys(layer, shape[1:]) for layer in range(shape[0])}
+    keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
     return {
-        key: (layer, expert) if tensor.by_expert else (layer,)
-        for layer, found in keys.items()
+        key: (place, expert) if tensor.by_expert else (place,)
+        for place, found in keys.items()
         for expert, key in enumerate(found)
     }
 
@@ -194,7 +195,8 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name.startswith("layers/"):
-            keys = [key for layer in range(shape[0]) for key in table[name].keys(layer, shape[1:])]
+            layers = config.layers_with(table[name].mixer)
+            keys = [key for layer in layers for key in table[name].keys(layer, shape[1:])]
             wanted |= dict.fromkeys(keys, table[name].their_shape(shape[1:]))
         else:
             wanted[table[name].name] = table[name].their_shape(shape)
@@ -253,6 +255,7 @@ def save_folder(
     scores: bool = False,
     rules: Rules | None = None,
     packed: bool = False,
+    base: Path | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -268,6 +271,8 @@ def save_folder(
         scores: whether the value head is written, as for a reward model; a critic's is not part of a language model.
         rules: how the weights are rounded, which the folder records; None where they are not.
         packed: whether the weights are rounded here and written in few bits.
+        base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
+            with are taken along (`FamilyText.passengers`). None for none.
         max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
@@ -277,11 +282,15 @@ def save_folder(
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
     with shared_folder(path) as folder:
         packing = _packing(config, params, rules) if packed else {}
+        along = [] if base is None or scores else passengers(base, config.family)
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
+            if base is not None and along:
+                fields |= passenger_fields(base, config.family)
             if processes.lead():
                 _write_beside(folder.path, config, fields, source, scores, rules, packing)
-        write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
+        whole = [*_entries(config, params, dtype, packing), *map(as_it_is, along)]
+        write_shards(folder, whole, max_shard_bytes)
 
 
 def _write_beside(
@@ -305,7 +314,7 @@ def _write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), config.delta is not None)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -316,6 +325,8 @@ def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rule
     table, found = FAMILIES[config.family].tensors, {}
     for ours, how in simulated(rules):
         name = f"layers/{ours}/w"
+        if name not in params:
+            continue  # a matrix of another family
         outputs, inputs = table[name].their_shape(params[name].shape[1:])
         assert how.weights is not None
         found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
@@ -330,7 +341,7 @@ def _entries(
 
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
-        place = () if layer is None else (layer,)
+        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         if name in packed:
             values, scales = (
                 partial(send, params[name], place, tensor, packed[name]) for send in (_sent_values, _sent_scales)
@@ -347,7 +358,8 @@ def _entries(
     yield from entry("embed/w", None, ends.pop("embed/w"))
     for layer in range(config.num_layers):
         for name, shape in inner.items():
-            yield from entry(name, layer, shape)
+            if layer in config.layers_with(table[name].mixer):
+                yield from entry(name, layer, shape)
     for name, shape in sorted(ends.items(), reverse=True):
         yield from entry(name, None, shape)
 
@@ -377,7 +389,13 @@ def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -
     """Sends the scales of a layer's rounded matrix."""
     scales = everywhere(_rounded(array, place, tensor, how)[1])
     scales.copy_to_host_async()
-    return lambda: np.asarray(scales).reshape(len(scales), -1).T
+    runs = tensor.order_of_runs(array.shape[len(place) :])
+
+    def there() -> np.ndarray:
+        outputs = np.asarray(scales).reshape(len(scales), -1).T
+        return outputs if runs is None else outputs.take(runs, axis=0)
+
+    return there
 
 
 def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_
 from tunix.lora.adapt import plain_pairs, tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
-from tunix.models.families.base import AXES, Tensor, axis_sizes
+from tunix.models.families.base import AXES, Tensor
 from tunix.models.families.table import FAMILIES
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
@@ -61,7 +61,7 @@ def save_adapter(
             if processes.lead() and fingerprint is not None:
                 (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
             if processes.lead():
-                (folder.path / CONFIG).write_text(text(adapter, base, scores, config.tied), encoding="utf-8")
+                (folder.path / CONFIG).write_text(text(adapter, base, scores, config), encoding="utf-8")
         write_share(folder, 0, WEIGHTS, list(_entries(params, adapter, config, scores)))
 
 
@@ -86,7 +86,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
     whole = _whole(adapter, config, scores)
     wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
     for tensor, shape in parts.values():
-        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in range(config.num_layers)}
+        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in config.layers_with(tensor.mixer)}
     _drop_copy(stored, wanted, adapter, config, folder)
     hint = f"Is this the base of the adapter? It names {named_base(folder) or 'none'}."
     check_tensors(stored, wanted, folder / WEIGHTS, hint)
@@ -95,7 +95,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
     arrays = {name: _read(stored[tensor.key(None)], tensor, shape) for name, (tensor, shape) in whole.items()}
     for name, (tensor, shape) in parts.items():
-        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in range(config.num_layers)]
+        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in config.layers_with(tensor.mixer)]
         arrays[name] = np.stack(layers)
     return adapter, arrays
 
@@ -147,17 +147,18 @@ Place = tuple[Tensor, tuple[int, ...]]
 def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     """The tensors of A, B and magnitudes. The layouts of A and B follow from that of the weight: its input axes are the
     last group of PEFT's layout."""
-    sizes, found = axis_sizes(config), {}
-    for name, low in adapter.modules.items():
-        base = FAMILIES[config.family].tensors[f"layers/{name}/w"]
+    family, found = FAMILIES[config.family], {}
+    sizes = family.axes(config)
+    for name, low in adapter.modules_of(config).items():
+        base = family.tensors[f"layers/{name}/w"]
         output, inputs = re.findall(AXES, base.theirs)
         stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
         tensors = {
-            "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r"),
-            "b": Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {of_y}"),
+            "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r", base.mixer),
+            "b": Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {of_y}", base.mixer, base.runs),
         }
         if adapter.dora:
-            tensors["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y)
+            tensors["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y, base.mixer, base.runs)
         for letter, tensor in tensors.items():
             shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
             found[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
@@ -180,7 +181,8 @@ def _entries(
         array = params[name]
         shape = array.shape if layer is None else array.shape[1:]
 
-        send = partial(sent, array, () if layer is None else (layer,), tensor.write, str(array.dtype))
+        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
+        send = partial(sent, array, place, tensor.write, str(array.dtype))
         return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
 
     for name, (tensor, _) in _whole(adapter, config, scores).items():
@@ -189,4 +191,5 @@ def _entries(
             yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
     parts = _parts(adapter, config)
     for layer in range(config.num_layers):
-        yield from (entry(name, tensor, layer) for name, (tensor, _) in parts.items())
+        here = {name: tensor for name, (tensor, _) in parts.items() if layer in config.layers_with(tensor.mixer)}
+        yield from (entry(name, tensor, layer) for name, tensor in here.items())

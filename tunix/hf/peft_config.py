@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import some
 from tunix.lora.config import AdapterConfig, Table
+from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import read_json
 from tunix.models.quantization.modules import MODULES, PROJECTIONS, matched
@@ -67,7 +68,7 @@ class Described(NamedTuple):
     """Whether the adapter is a reward model's, which includes its scalar head."""
 
 
-def text(adapter: AdapterConfig, base: str, scores: bool, tied: bool) -> str:
+def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig) -> str:
     """The content of an adapter's adapter_config.json, as JSON text.
 
     Args:
@@ -75,12 +76,13 @@ def text(adapter: AdapterConfig, base: str, scores: bool, tied: bool) -> str:
             its scale.
         base: hub id or path of the base model, where PEFT will look for it.
         scores: whether the model is a reward model.
-        tied: whether the base's head is its embedding.
+        config: the base model.
     """
+    tied, targeted = config.tied, adapter.targeted_in(config)
     wider = 2 if adapter.start == "pissa" else 1
     louder = math.sqrt(wider) if adapter.rslora else wider
-    ranks = {name: adapter.modules[PROJECTIONS[name]].rank for name in adapter.targeted}
-    alphas = {name: adapter.alpha_of(name) for name in adapter.targeted}
+    ranks = {name: adapter.modules[PROJECTIONS[name]].rank for name in targeted}
+    alphas = {name: adapter.alpha_of(name) for name in targeted}
     whole = (["embed_tokens"] if tied and adapter.also else list(adapter.also)) + ([HEADS[0]] if scores else [])
     fields = {
         "peft_type": "LORA",
@@ -94,7 +96,7 @@ def text(adapter: AdapterConfig, base: str, scores: bool, tied: bool) -> str:
         "alpha_pattern": {name: louder * alpha for name, alpha in alphas.items() if alpha != adapter.alpha},
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
-        "target_modules": list(adapter.targeted),
+        "target_modules": list(targeted),
         "lora_dropout": adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,

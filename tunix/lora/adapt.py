@@ -27,6 +27,7 @@ from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
 from tunix.models.model import Model, Params, is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
+from tunix.models.quantization.modules import PROJECTIONS
 from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -55,7 +56,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     Raises:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
-    mine = adapter.modules
+    mine = adapter.modules_of(decoder)
     start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
     parts = "|".join(PARTS)
     rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in mine.items()]
@@ -63,7 +64,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         projections = block.projections()
-        for name, low in mine.items():
+        own = {name: low for name, low in mine.items() if name in projections}
+        for name, low in own.items():
             _check_rank(name, low, projections[name])
         for projection in projections.values():
             projection.watched = True
@@ -75,7 +77,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
-            if name in mine:
+            if name in own:
                 projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
                 _vary(projection, adapter, mine[name], number)
         return block
@@ -100,7 +102,11 @@ def _check_rank(name: str, low: Low, projection: Projection) -> None:
     shape, contracted = projection.w.shape, projection.contracted
     most = min(math.prod(shape[:contracted]), math.prod(shape[contracted:]))
     if low.rank > most:
-        raise UserError(f"adapter.rank: {low.rank} is above {most}, the most that {name}'s matrix can have: lower it")
+        (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if ours == name]
+        raise UserError(
+            f"adapter.rank: {low.rank} is above {most}, the most that {theirs}'s matrix can have: lower it, or set "
+            f"adapter.ranks: {{{theirs}: {most}}}"
+        )
 
 
 def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params, dtype: DType, mesh: Mesh) -> Params:
@@ -115,7 +121,7 @@ def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params
         frozen: the base.
         dtype: the dtype of the tables that train.
     """
-    names = [f"layers/{name}/w" for name in adapter.modules]
+    names = [f"layers/{name}/w" for name in adapter.modules_of(model.config)]
 
     def start(params: Params, base: Params) -> Params:
         new = dict(params)

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from tunix.config import BaseType, Config, Fraction, Positive
-from tunix.models.quantization.modules import PROJECTIONS, matched
+from tunix.errors import UserError
+from tunix.models.config import DecoderConfig
+from tunix.models.quantization.modules import PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
 
@@ -134,8 +136,24 @@ class AdapterConfig(Config):
 
     @property
     def modules(self) -> dict[str, Low]:
-        """Our name of each adapted module -> the rank and scale of its adapter."""
+        """Our name of each adapted module of any family -> the rank and scale of its adapter."""
         return {PROJECTIONS[name]: self._low(name) for name in self.targeted}
+
+    def targeted_in(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Those of the adapted modules that a model has, as `targeted`.
+
+        Raises:
+            UserError: a target means none of them.
+        """
+        there = projections_of(config.delta is not None)
+        for pattern in () if self.targets == "all-linear" else self.targets:
+            if not there.keys() & matched(pattern):
+                raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
+        return tuple(name for name in self.targeted if name in there)
+
+    def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
+        """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
+        return {PROJECTIONS[name]: self._low(name) for name in self.targeted_in(config)}
 
     def alpha_of(self, name: str) -> float:
         """The alpha of a module, given the last part of its name."""

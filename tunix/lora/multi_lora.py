@@ -102,13 +102,13 @@ def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple
     settings, stacked = mixture.settings, Params()
     pairs = [plain_pairs(own, one) for own, one in zip(params, settings, strict=True)]
     gains_of = [_gains(model, base, own) for model, own in zip(mixture.alone, params, strict=True)]
-    for name in {name: None for one in settings for name in one.modules}:
+    for name in {name: None for one in settings for name in one.modules_of(mixture.base.config)}:
         stem = f"{LAYERS}{name}/w_lora_"
         mine = [own for own in pairs if f"{stem}a" in own]
         stacked[f"{stem}a"] = jnp.concatenate([own[f"{stem}a"] for own in mine], axis=-1)
         stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in mine], axis=1)
         share = jnp.asarray(_share(settings, name))
-        stacked[f"{stem}share"] = jnp.broadcast_to(share, (mixture.base.config.num_layers, *share.shape))
+        stacked[f"{stem}share"] = jnp.broadcast_to(share, (len(stacked[f"{stem}b"]), *share.shape))
         if any(gains_of):
             ones = jnp.ones(stacked[f"{stem}b"].shape[:1] + stacked[f"{stem}b"].shape[2:])
             entries = [ones, *(gain.get(f"{stem}m", ones) for gain in gains_of)]
@@ -134,4 +134,5 @@ def _gains(model: Model, base: Weights, own: Params) -> Params:
     views = unstack(model, own).layers
     layers = tuple({**frozen, **mine} for frozen, mine in zip(base.layers, views, strict=True))
     by_layer = gains(model, base._replace(layers=layers))
-    return {f"{LAYERS}{name}": jnp.stack([layer[name] for layer in by_layer]) for name in by_layer[0]}
+    names = {name: None for layer in by_layer for name in layer}
+    return {f"{LAYERS}{name}": jnp.stack([layer[name] for layer in by_layer if name in layer]) for name in names}

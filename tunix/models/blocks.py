@@ -8,9 +8,10 @@ Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H h
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -20,7 +21,8 @@ from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.deltanet import GatedDeltaNet, Held, PieceStates, StepView
 from tunix.models.layers import Norm, Projection, TokenKeys, rotate
 
 PARTS = ("mixer", "ffn")
@@ -28,23 +30,28 @@ PARTS = ("mixer", "ffn")
 
 RopeTables = tuple[jax.Array, jax.Array]
 """cos and sin `[B T H/2]`."""
-View = Segments | ByKind | CachedView
+View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
+Cache = Pages | Held
+"""What a layer keeps of earlier tokens: keys and values, or states."""
 Auxiliary = dict[str, Float[Array, ""]]
 """Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
 
 
 class Mixer(Protocol):
-    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are."""
+    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are.
+
+    `view` is a `View` and `cache` a `Cache` of the mixer's own kind.
+    """
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         rope: RopeTables,
-        view: View,
-        cache: Pages | None = None,
+        view: Any,
+        cache: Any = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Pages | None]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """The mixed tokens for normed inputs, and the updated cache where one is given."""
         ...
 
@@ -60,13 +67,16 @@ class FeedForward(Protocol):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rope; with `qk_norm` each head's query and key are normed before rope."""
+    """Grouped-query attention with rope; with `qk_norm` each head's query and key are normed before rope.
+
+    With `output_gate` q's matrix has a second half for each head, whose sigmoid multiplies the head's output.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c, bias = config, config.qkv_bias
         d, n, k, h = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim
-        self.config = config
-        self.q = Projection("BTD,DNH->BTNH", (d, n, h), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
+        self.config, outputs = config, 2 * h if c.output_gate else h
+        self.q = Projection("BTD,DNH->BTNH", (d, n, outputs), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
         self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
         self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
         self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2)
@@ -78,19 +88,24 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         rope: RopeTables,
         view: View,
-        cache: Pages | None = None,
+        cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Pages | None]:
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
         q, k, v = self.q(x, dropout_keys), self.k(x, dropout_keys), self.v(x, dropout_keys)
+        q, gate = jnp.split(q, 2, axis=-1) if self.config.output_gate else (q, None)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
         how = {"scale": self.config.scale, "softcap": self.config.attention_softcap}
         if isinstance(view, Segments | ByKind):
-            return self.o(attend(q, k, v, view, **how), dropout_keys), None
-        assert cache is not None, "a view of pages comes with the pages"
-        mixed, cache = attend_cached(q, k, v, cache, view, **how)
+            mixed, cache = attend(q, k, v, view, **how), None
+        else:
+            assert isinstance(cache, Pages), "a view of pages comes with the pages"
+            assert isinstance(view, CachedView), "pages come with their view"
+            mixed, cache = attend_cached(q, k, v, cache, view, **how)
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(checkpoint_name(gate, "q"))
         return self.o(mixed, dropout_keys), cache
 
 
@@ -114,14 +129,17 @@ class GatedFFN(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One decoder layer: a mixer and an ffn, with their norms and residual connections."""
+    """One decoder layer: a mixer and an ffn, with their norms and residual connections.
+
+    A parameter has one shape in all layers that have it; layers of several mixers differ in which they have.
+    """
 
     mixer: Mixer
     ffn: FeedForward
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
         d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
-        self.mixer = MIXERS[config.mixer](config, rngs)
+        self.mixer = MIXERS[mixer](config, rngs)
         self.ffn = FEED_FORWARDS[config.feed_forward](config, rngs)
         self.pre_attn_norm = Norm(d, "embed", **norm)
         self.pre_mlp_norm = Norm(d, "embed", **norm)
@@ -133,9 +151,9 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         rope: RopeTables,
         view: View,
-        cache: Pages | None = None,
+        cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Pages | None, Auxiliary]:
+    ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
 
         Args:
@@ -158,7 +176,7 @@ class Block(nnx.Module):
         return {name: module for name, module in fields.items() if isinstance(module, Projection)}
 
 
-MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {"attention": Attention}
-"""`DecoderConfig.mixer` -> the class of the mixer."""
+MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {"attention": Attention, DELTANET: GatedDeltaNet}
+"""`LayerKind.mixer` -> the class of the mixer."""
 FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {"gated": GatedFFN}
 """`DecoderConfig.feed_forward` -> the class of the ffn."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+DELTANET = "deltanet"
+"""The mixer of layers with a state instead of keys and values."""
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
 """Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
 
@@ -29,6 +31,34 @@ class Rope:
     """yarn: dimensions that turn less often than this are divided by `factor`."""
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None for 0.1 ln(factor) + 1."""
+    share: float = 1.0
+    """The part of each head that is rotated, its first dimensions; e.g. 0.25 for Qwen 3.5."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of Gated DeltaNet layers (`models/deltanet.py`)."""
+
+    key_heads: int
+    """Heads of queries and keys, e.g. 16."""
+    value_heads: int
+    """Heads of values and states, e.g. 32: a multiple of `key_heads`."""
+    key_dim: int
+    """Width of a head's keys, e.g. 128."""
+    value_dim: int
+    """Width of a head's values, e.g. 128."""
+    taps: int = 4
+    """Tokens that the convolution before it sees, the present one included."""
+
+    @property
+    def channels(self) -> int:
+        """What the convolution mixes of each key head: its query and key, and the values of its value heads."""
+        return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
+
+    @property
+    def runs(self) -> tuple[int, int, int]:
+        """Axes of the channels: key heads, and for each so many runs as wide as its key: query, key and values."""
+        return self.key_heads, self.channels // self.key_dim, self.key_dim
 
 
 @dataclass(frozen=True)
@@ -38,6 +68,13 @@ class LayerKind:
     rope: Rope
     window: int | None = None
     """Positions that a token sees, itself included; None for all of its sequence."""
+    mixer: str = "attention"
+    """What mixes the tokens, by its name in `MIXERS` of `models/blocks.py`; it decides which weights a layer has."""
+
+    @property
+    def paged(self) -> bool:
+        """Whether decoding reads keys and values of earlier tokens from pages; else a state of constant size."""
+        return self.mixer != DELTANET
 
 
 @dataclass(frozen=True)
@@ -82,8 +119,14 @@ class DecoderConfig:
     """For each layer whether it is local; empty where none is."""
     rope_local: Rope | None = None
     """Gemma 3: rope of the local layers; None for `rope`."""
+    output_gate: bool = False
+    """Qwen 3.5: each head's output of attention is multiplied by a sigmoid, made by the other half of q's matrix."""
+    linear_layers: tuple[bool, ...] = ()
+    """For each layer whether it is a Gated DeltaNet; empty where none is."""
+    delta: DeltaNet | None = None
+    """The sizes of the Gated DeltaNet layers, where there are any."""
     mixer: str = "attention"
-    """The mixer of tokens, by its name in `MIXERS` of `models/blocks.py`."""
+    """The mixer of tokens of the other layers, by its name in `MIXERS` of `models/blocks.py`."""
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
     stops: Stops = ()
@@ -97,11 +140,44 @@ class DecoderConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        far = LayerKind(self.rope)
-        near = far if self.window is None else LayerKind(self.rope_local or self.rope, self.window)
-        return tuple(near if local else far for local in self.local_layers or (False,) * self.num_layers)
+        far = LayerKind(self.rope, mixer=self.mixer)
+        near = far if self.window is None else LayerKind(self.rope_local or self.rope, self.window, self.mixer)
+        none = (False,) * self.num_layers
+        linear = LayerKind(self.rope, mixer=DELTANET)
+        return tuple(
+            linear if delta else near if local else far
+            for delta, local in zip(self.linear_layers or none, self.local_layers or none, strict=True)
+        )
 
     @property
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
         """Each kind of layer once, in the order in which they first appear."""
         return tuple(dict.fromkeys(self.kinds))
+
+    @property
+    def paged_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers whose keys and values are kept in pages, each once."""
+        return tuple(kind for kind in self.distinct_kinds if kind.paged)
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Each mixer once, in the order in which they first appear."""
+        return tuple(dict.fromkeys(kind.mixer for kind in self.kinds))
+
+    def layers_with(self, mixer: str | None) -> tuple[int, ...]:
+        """The numbers of the layers with this mixer; None for all layers."""
+        return tuple(number for number, kind in enumerate(self.kinds) if mixer in (None, kind.mixer))
+
+    def kinds_with(self, mixer: str) -> tuple[LayerKind, ...]:
+        """The kinds of layers with this mixer, each once."""
+        return tuple(kind for kind in self.distinct_kinds if kind.mixer == mixer)
+
+    @property
+    def period(self) -> int:
+        """After how many layers their mixers repeat, e.g. 4 for three of one mixer and one of another."""
+        mixers = [kind.mixer for kind in self.kinds]
+        return next(
+            length
+            for length in range(1, self.num_layers + 1)
+            if self.num_layers % length == 0 and mixers == mixers[:length] * (self.num_layers // length)
+        )

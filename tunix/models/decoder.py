@@ -7,7 +7,9 @@ attention stays within it.
 Axes: B rows, T time, V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.layers import MATRICES, Norm, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
-from tunix.models.scan import Remat, over_layers
+from tunix.models.scan import Path, Remat, Weights, over_layers
 
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
@@ -48,8 +50,22 @@ def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"],
     return x * jnp.asarray(config.d_model**0.5, dtype) if config.scale_embeddings else x
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What layers with one mixer are made of."""
+
+    graph: nnx.GraphDef
+    """The structure of their block."""
+    paths: tuple[Path, ...]
+    """Where their weights are within the block."""
+
+    def block(self, weights: Mapping[Path, Any]) -> Block:
+        """The block with these weights."""
+        return nnx.merge(self.graph, nested(weights))
+
+
 class Decoder(nnx.Module):
-    """The whole model with its layers stacked `[L ...]`."""
+    """The whole model; each weight of the layers is stacked over those that have it."""
 
     def __init__(
         self,
@@ -84,20 +100,33 @@ class Decoder(nnx.Module):
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.value = ValueHead(config) if has_scalar_head else None
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Block:
-            block = Block(config, rngs)
+        def finished(block: Block, rngs: nnx.Rngs) -> Block:
             block = block if adapt is None else adapt(block, rngs)
             projections = block.projections()
             for name, rounding in (simulated or {}).items():
-                projections[name].simulate(name, rounding)
+                if name in projections:
+                    projections[name].simulate(name, rounding)
             if quantization is not None:
                 for name, projection in projections.items():
                     projection.quantize(name, quantization)
             return block
 
-        self.layers = stack(rngs)
+        def stack(mixer: str) -> Block:
+            @nnx.split_rngs(splits=len(config.layers_with(mixer)))
+            @nnx.vmap
+            def made(rngs: nnx.Rngs) -> Block:
+                return finished(Block(config, mixer, rngs), rngs)
+
+            return made(rngs)
+
+        parts = {mixer: nnx.split(stack(mixer)) for mixer in config.mixers}
+        self.layers = _joined([_flat(state) for _, state in parts.values()])
+        self.structures = {mixer: Structure(graph, tuple(_flat(state))) for mixer, (graph, state) in parts.items()}
+
+    def block(self, mixer: str) -> Block:
+        """The layers with this mixer as one block, whose weights are stacked over all layers that have them."""
+        flat = _flat(nnx.state(self.layers))
+        return self.structures[mixer].block({path: flat[path] for path in self.structures[mixer].paths})
 
     def __call__(
         self,
@@ -119,11 +148,12 @@ class Decoder(nnx.Module):
         if noise is not None:
             x = x + noise.astype(dtype)
         x = constrain(x, "rows", "time", None)
-        graph, stacked = nnx.split(self.layers)
-        projections, of_kind = self.layers.projections(), self._kinds(segments)
+        stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
+        order, of_kind = c.kinds[: c.period], self._kinds(segments)
+        projections = {name: one for mixer in c.mixers for name, one in self.block(mixer).projections().items()}
 
-        def cast(path: tuple, w: jax.Array) -> jax.Array:
-            module, name = path[-2].key, path[-1].key
+        def cast(path: Path, w: jax.Array) -> jax.Array:
+            module, name = path[-2:]
             if module in projections:
                 w = projections[module].on_grid(w) if name == "w" else w
                 # What `project` casts itself has a gradient in its own dtype.
@@ -131,24 +161,30 @@ class Decoder(nnx.Module):
                     return w
             return in_compute(name, w, dtype)
 
-        def layer(x: jax.Array, weights: dict, kind_and_number: tuple) -> tuple[jax.Array, Auxiliary]:
-            kind, number = kind_and_number
+        def layer(place: int, x: jax.Array, weights: Weights, kind_and_number: tuple) -> tuple[jax.Array, Auxiliary]:
+            (kind, number), mixer = kind_and_number, order[place].mixer
             layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
-            rope, view = of_kind(kind)
-            x, _, auxiliary = nnx.merge(graph, weights)(x, rope, view, dropout_keys=layer_keys)
+            rope, view = of_kind[mixer](kind)
+            x, _, auxiliary = self.structures[mixer].block(weights)(x, rope, view, dropout_keys=layer_keys)
             return x, auxiliary
 
-        kinds = jnp.asarray(list(map(c.distinct_kinds.index, c.kinds)))
+        kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
-        x, auxiliary = over_layers(layer, cast, x, nnx.to_pure_dict(stacked), (kinds, numbers), self.remat)
+        period = [self.structures[kind.mixer].paths for kind in order]
+        x, auxiliary = over_layers(layer, cast, x, stacked, (kinds, numbers), self.remat, period)
         # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
         norm = in_compute("norm/w", self.norm.w[...], dtype)
-        x = rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset)
-        return x, jax.tree.map(lambda term: jnp.sum(term, axis=0), auxiliary)
+        return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
-    def _kinds(self, segments: Segments) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
-        """A function from the index of a layer's kind to its rope tables and view: one block serves all kinds."""
-        kinds = self.config.distinct_kinds
+    def _kinds(self, segments: Segments) -> dict[str, Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]]:
+        """For each mixer a function from the index of a layer's kind, among those of the mixer, to its rope tables and
+        view: one block serves them all."""
+        return {mixer: self._kinds_with(mixer, segments) for mixer in self.config.mixers}
+
+    def _kinds_with(
+        self, mixer: str, segments: Segments
+    ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
+        kinds = self.config.kinds_with(mixer)
         tables = [rope_tables(segments.positions, kind.rope, self.config.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
@@ -156,3 +192,37 @@ class Decoder(nnx.Module):
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
         layers = tuple(self.config.kinds.count(kind) for kind in kinds)
         return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
+
+
+def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
+    return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def nested(flat: Mapping[Path, Any]) -> dict:
+    """A tree of dicts, from its leaves by their paths."""
+    found: dict = {}
+    for (*path, last), value in flat.items():
+        node = found
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return found
+
+
+def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
+    """The weights of all layers, each stacked over those that have it, in the order of their kinds."""
+    by_path: dict[Path, list[nnx.Variable]] = {}
+    for stack in stacks:
+        for path, variable in stack.items():
+            by_path.setdefault(path, []).append(variable)
+
+    def one(parts: list[nnx.Variable]) -> nnx.Variable:
+        if len(parts) == 1:
+            return parts[0]
+        return parts[0].replace(jnp.concatenate([part[...] for part in parts]))
+
+    return _dict(nested({path: one(parts) for path, parts in by_path.items()}))
+
+
+def _dict(tree: Any) -> Any:
+    return nnx.Dict({key: _dict(value) for key, value in tree.items()}) if isinstance(tree, dict) else tree

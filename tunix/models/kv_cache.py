@@ -1,7 +1,8 @@
-"""The decoder with a cache of keys and values: new tokens attend to earlier ones without recomputing them.
+"""The decoder with a cache of keys and values, or of states: new tokens see earlier ones without recomputing them.
 
 Weights are stored layer by layer (`unstack`), because layers run unrolled here: a scan would copy the caches. Each
-layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens.
+layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens. A DeltaNet
+has a state for each slot instead (`deltanet.py`).
 
 Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers.
 """
@@ -20,9 +21,10 @@ from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
-from tunix.models.blocks import RopeTables
-from tunix.models.config import DecoderConfig
+from tunix.models.blocks import Cache, RopeTables
+from tunix.models.config import DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
+from tunix.models.deltanet import Held, PieceStates, StepView
 from tunix.models.layers import rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import in_compute
@@ -58,9 +60,11 @@ def unstack(model: Model, params: Params) -> Weights:
 
     top = {name: view(name, params[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
+    places = {name: {layer: i for i, layer in enumerate(model.layers_with[name])} for name in stacked}
 
-    def layer(index: int) -> Params:
-        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name in stacked}
+    def layer(number: int) -> Params:
+        here = {name: at[number] for name, at in places.items() if number in at}
+        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name, index in here.items()}
 
     return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
 
@@ -80,31 +84,43 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     """DoRA's gains in each layer, for weights that do not change; decoding reads them in place of the magnitudes."""
     x = jnp.zeros((), model.dtype)
 
-    def of_layer(own: Params) -> Params:
-        projections = model.layer(own, settled=False).projections().items()
+    def of_layer(own: Params, kind: LayerKind) -> Params:
+        projections = model.layer(own, kind.mixer, settled=False).projections().items()
         return {f"{name}/w_lora_m": one.gain(x) for name, one in projections if one.adapter and one.adapter.magnitude}
 
-    return tuple(map(of_layer, weights.layers))
+    return tuple(map(of_layer, weights.layers, model.config.kinds))
 
 
 def empty(
-    config: DecoderConfig, numbers: Sequence[int], size: int, kind: CacheType, layout: type[Pages] = Columns
-) -> tuple[Pages, ...]:
-    """Empty pages, those of each layer.
+    config: DecoderConfig,
+    numbers: Sequence[int],
+    size: int,
+    kind: CacheType,
+    layout: type[Pages] = Columns,
+    *,
+    slots: int,
+    dtype: DType,
+) -> tuple[Cache, ...]:
+    """Empty pages or states, those of each layer.
 
     Args:
         config: of the decoder.
-        numbers: Pg for each kind of layer, over all shards of the rows.
+        numbers: Pg for each kind of layer with pages, over all shards of the rows.
         size: Pt.
         kind: what keys and values are kept in.
         layout: how they lie, as whoever decodes reads them (`attention/decoding.py`).
+        slots: Sl, of layers with states.
+        dtype: of the model, in which these hold the inputs of their convolutions.
     """
 
-    def one(number: int) -> Pages:
-        pages = layout.empty(number, config.num_kv_heads, config.head_dim, size, kind)
+    def one(of: LayerKind) -> Cache:
+        if not of.paged:
+            assert config.delta is not None, "its sizes come with the layers"
+            return Held.empty(config.delta, slots, dtype)
+        pages = layout.empty(numbers[config.paged_kinds.index(of)], config.num_kv_heads, config.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 
-    return tuple(one(numbers[config.distinct_kinds.index(kind)]) for kind in config.kinds)
+    return tuple(map(one, config.kinds))
 
 
 def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
@@ -121,7 +137,7 @@ def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheTyp
         dtype,
         cache,
         page,
-        tuple(kind.window for kind in config.distinct_kinds),
+        tuple(kind.window for kind in config.paged_kinds),
         config.attention_softcap,
         where,
         None if capability is None else float(capability),
@@ -131,18 +147,20 @@ def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheTyp
 def extend(
     model: Model,
     weights: Weights,
-    caches: tuple[Pages, ...],
+    caches: tuple[Cache, ...],
     tokens: Int[Array, "B C"],
     positions: Int[Array, "B C"],
     views: Sequence[CachedView],
+    states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
-) -> tuple[Float[Array, "B C D"], tuple[Pages, ...]]:
-    """Hidden states of new tokens after the final norm, and the pages with them.
+) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
+    """Hidden states of new tokens after the final norm, and the caches with them.
 
     Args:
         tokens: one new token of each slot, or packed pieces of prompts.
         positions: of each token in its sequence; states of padding mean nothing.
-        views: where the tokens are written and what they see, for each kind of layer.
+        views: where the tokens are written and what they see, for each kind of layer with pages.
+        states: the same for layers with states, where there are any.
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
     """
     c = model.config
@@ -150,32 +168,36 @@ def extend(
     x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
     new = []
     for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):
-        number = c.distinct_kinds.index(kind)
-        x, pages = _layer(model, platform(), own, x, ropes[number], views[number], cache, adapters)
-        new.append(pages)
+        view = views[c.paged_kinds.index(kind)] if kind.paged else states
+        assert view is not None, "layers with states have a view of them"
+        rope = ropes[c.distinct_kinds.index(kind)]
+        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, cache, adapters)
+        new.append(cache)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
 
-@partial(once, static=("model", "where"))
+@partial(once, static=("model", "where", "mixer"))
 def _layer(
     model: Model,
     where: str,
+    mixer: str,
     own: Params,
     x: Float[Array, "B C D"],
     rope: RopeTables,
-    view: CachedView,
-    cache: Pages,
+    view: CachedView | StepView | PieceStates,
+    cache: Cache,
     adapters: Int[Array, "B"] | None,
-) -> tuple[Float[Array, "B C D"], Pages]:
-    """A layer's output and its pages. As a program within another, it is traced once for each kind of layer.
+) -> tuple[Float[Array, "B C D"], Cache]:
+    """A layer's output and its cache. As a program within another, it is traced once for each kind of layer.
 
     Args:
         where: the platform, by which kernels are chosen: what was traced for one serves no other.
+        mixer: the layer's.
     """
     del where
-    x, pages, _ = model.layer(_of_rows(own, adapters))(x, rope, view, cache)
-    assert pages is not None, "a layer with a view of pages returns its pages"
-    return x, pages
+    x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache)
+    assert new is not None, "a layer with a view of its cache returns its cache"
+    return x, new
 
 
 def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:

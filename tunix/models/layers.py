@@ -283,10 +283,11 @@ def rms_norm(x: jax.Array, w: jax.Array, *, eps: float, offset: bool) -> jax.Arr
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """`[H / 2]` float32 frequencies after scaling, and the factor on cos and sin.
+    """`[h / 2]` float32 frequencies of the dimensions that are rotated, after scaling, and the factor on cos and sin.
 
     llama3: Dubey et al. 2024, https://arxiv.org/abs/2407.21783. yarn: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
     """
+    head_dim = int(head_dim * rope.share)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.kind == "default":
@@ -311,14 +312,16 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def rope_tables(positions: Int[Array, "B T"], rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin `[B T H/2]` in float32."""
+    """cos and sin `[B T h/2]` in float32, of the dimensions that are rotated."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of each head by their position's angle, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates the pairs (i, i + h) of each head by their position's angle, in float32; dimensions from 2 h on stay."""
+    width = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)

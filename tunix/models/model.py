@@ -23,7 +23,7 @@ from tunix.mesh import Axes, platform, sharding
 from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
-from tunix.models.decoder import Adapt, Decoder
+from tunix.models.decoder import Adapt, Decoder, nested
 from tunix.models.layers import Projection, TokenKeys
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
@@ -77,9 +77,18 @@ class Model:
     """Whether it gives log-probs; False for a reward model or a separate critic, which have the scalar head alone."""
 
     @cached_property
+    def _decoder(self) -> Decoder:
+        """The decoder without values."""
+        return nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
+
+    @property
+    def _layer_paths(self) -> list[Path]:
+        """Where the weights of layers are in their blocks."""
+        return [path[1:] for path in self._split[1] if path[0] == "layers"]
+
+    @cached_property
     def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
-        abstract = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
-        graph, state = nnx.split(abstract)
+        graph, state = nnx.split(self._decoder)
         return graph, {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
     @cached_property
@@ -93,8 +102,18 @@ class Model:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter; stacked ones start with L."""
+        """Shape of each parameter; stacked ones start with L, or with the number of layers that have it."""
         return {name: variable.shape for name, variable in self._variables.items()}
+
+    @cached_property
+    def layers_with(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the layers that have each stacked parameter, in the order in which it is stacked."""
+        by_mixer = self._decoder.structures.items()
+        having = {path: [mixer for mixer, one in by_mixer if path in one.paths] for path in self._layer_paths}
+        return {
+            name_of(("layers", *path)): tuple(n for n, kind in enumerate(self.config.kinds) if kind.mixer in mixers)
+            for path, mixers in having.items()
+        }
 
     @cached_property
     def quantized(self) -> tuple[str, ...]:
@@ -186,7 +205,7 @@ class Model:
         Dense models have none (`blocks.FeedForward`). To train on them, let the trainer's step call this instead of
         `hidden`, and add each term to the loss as a `Term`, scaled as the family prescribes.
         """
-        decoder = nnx.merge(self._split[0], _nest({self._paths[name]: x for name, x in params.items()}))
+        decoder = nnx.merge(self._split[0], nested({self._paths[name]: x for name, x in params.items()}))
         segments = Segments(segment_ids, positions, parents)
         return decoder(tokens, segments, dtype=self.dtype, noise=noise, dropout_keys=dropout_keys)
 
@@ -265,25 +284,32 @@ class Model:
     @cached_property
     def _simulating(self) -> dict[str, Projection]:
         """The projections with simulated rounding, by the name of their matrix."""
-        projections = self._layers.projections()
-        return {f"layers/{name}/w": projections[name] for name, _ in self.simulated}
+        simulated = dict(self.simulated)
+        return {f"layers/{name}/w": one for name, one in self.projections.items() if name in simulated}
 
     @cached_property
-    def _layers(self) -> Block:
-        return nnx.eval_shape(lambda: self._build(nnx.Rngs(0)).layers)
+    def projections(self) -> dict[str, Projection]:
+        """The projections of the layers by name, without their weights' values."""
+        return {name: one for block in self._blocks.values() for name, one in block.projections().items()}
 
     @cached_property
-    def _layer_graph(self) -> nnx.GraphDef:
-        return nnx.split(self._layers)[0]
+    def _blocks(self) -> dict[str, Block]:
+        """The block of the layers with each mixer, without values."""
+        return {mixer: self._decoder.block(mixer) for mixer in self.config.mixers}
 
-    def layer(self, weights: Params, settled: bool = True) -> Block:
+    @cached_property
+    def _graphs(self) -> dict[str, nnx.GraphDef]:
+        return {mixer: nnx.split(block)[0] for mixer, block in self._blocks.items()}
+
+    def layer(self, weights: Params, mixer: str, settled: bool = True) -> Block:
         """One block built from its weights, which are named as in `layers/` and have no axis L.
 
         Args:
+            mixer: the layer's (`LayerKind.mixer`).
             settled: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
         placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
-        block: Block = nnx.merge(self._layer_graph, _nest(placed))
+        block: Block = nnx.merge(self._graphs[mixer], nested(placed))
         for name, projection in block.projections().items():
             projection.settled, projection.turned = settled, name in self.turned
         return block
@@ -300,8 +326,8 @@ class Model:
     @cached_property
     def _wide(self) -> frozenset[str]:
         """Projections whose matrix has rows that are longer than a memory page."""
-        projections = self._layers.projections().items()
-        matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name, one in projections if one.contracted == 1}
+        narrow = [name for name, one in self.projections.items() if one.contracted == 1]
+        matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
         wide = [name for name, (inputs, *rest) in matrices.items() if math.prod(rest) > max(page, inputs)]
         return frozenset(name for name in wide if f"layers/{name}/w" not in self.quantized)
@@ -348,16 +374,6 @@ def _axes(name: str, variable: nnx.Variable) -> Axes:
 def name_of(path: Path) -> str:
     """The name of a parameter: its path in the module without the parts of a block, e.g. `layers/q/w`."""
     return "/".join(part for part in path if part not in PARTS)
-
-
-def _nest(flat: Mapping[Path, jax.Array]) -> dict:
-    nested: dict = {}
-    for (*path, last), value in flat.items():
-        node = nested
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return nested
 
 
 def _flatten(nested: dict, path: Path = ()) -> Params:

@@ -1,5 +1,8 @@
 """The scan over a decoder's layers: what it keeps for the backward pass, and where it keeps their weights' gradients.
 
+Layers that differ in their weights alternate in a period, such as three of one kind and one of another. The scan is
+over periods, so that a program grows with the layers of one and not with all.
+
 A layer's weights are cast to the compute dtype when it is its turn, so that float32 weights never exist a second time
 as a whole bfloat16 model. Their gradients are held as the products return them, and become float32 after the scan: no
 digit is lost, and they take half of the memory.
@@ -7,7 +10,7 @@ digit is lost, and they take half of the memory.
 Axes: B rows, T time, D model width, L layers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -34,8 +37,12 @@ KEEPS: Mapping[Remat, tuple[str, ...]] = {
 activations, which are faster recomputed than stored. Those of attention (`KEPT`) are always among them, so that no
 kernel's forward pass runs twice; `offload` keeps what `block` does in the host's memory."""
 
-Layer = Callable[[Float[Array, "B T D"], PyTree, PyTree], tuple[Float[Array, "B T D"], PyTree]]
-Cast = Callable[[tuple, jax.Array], jax.Array]
+Path = tuple[str, ...]
+"""Where a layer's weight is in its block, e.g. `("mixer", "q", "w")`."""
+Weights = Mapping[Path, jax.Array]
+Terms = dict[str, jax.Array]
+Layer = Callable[[int, Float[Array, "B T D"], Weights, PyTree], tuple[Float[Array, "B T D"], Terms]]
+Cast = Callable[[Path, jax.Array], jax.Array]
 
 
 def policy(remat: Remat) -> Callable[..., Any]:
@@ -51,37 +58,59 @@ def policy(remat: Remat) -> Callable[..., Any]:
 
 
 def over_layers(
-    layer: Layer, cast: Cast, x: Float[Array, "B T D"], weights: PyTree, others: PyTree, remat: Remat
-) -> tuple[Float[Array, "B T D"], PyTree]:
-    """`layer(x, weights, others)` for each layer in turn: the last one's x, and the second results, stacked.
+    layer: Layer,
+    cast: Cast,
+    x: Float[Array, "B T D"],
+    weights: Weights,
+    others: PyTree,
+    remat: Remat,
+    period: Sequence[Collection[Path]],
+) -> tuple[Float[Array, "B T D"], Terms]:
+    """`layer(place, x, weights, others)` for each layer in turn: the last one's x, and the second results, summed.
 
     Args:
-        layer: computes one layer with its cast weights.
-        cast: the weight that a layer uses, given its path in `weights` and its slice. Its gradient has to be that of
-            its result, as a cast's is.
-        weights: stacked `[L ...]`.
-        others: what differs between layers besides, stacked likewise; it has no gradient.
+        layer: computes the layer at a place of the period with its cast weights.
+        cast: the weight that a layer uses, given its path and its slice. Its gradient has to be that of its result, as
+            a cast's is.
+        weights: each stacked over the layers that have it.
+        others: what differs between layers besides, stacked over all; it has no gradient.
         remat: what is kept for the backward pass.
+        period: the weights that each layer of a period has.
     """
-    paths, tree = jax.tree_util.tree_flatten_with_path(weights)
-    casts = [partial(cast, path) for path, _ in paths]
-    stacked, dtypes = [w for _, w in paths], [w.dtype for _, w in paths]
-    used = [jax.eval_shape(one, w).dtype for one, w in zip(casts, stacked, strict=True)]
+    paths = list(weights)
+    casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
+    dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
+    each = [sum(path in members for members in period) for path in paths]
 
-    def run(x: jax.Array, stacked: list, sinks: list) -> tuple[jax.Array, PyTree]:
-        def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, PyTree]:
-            weights, sinks, others = inputs
-            leaves = [_cast(*each) for each in zip(casts, weights, sinks, strict=True)]
-            return layer(checkpoint_name(x, INPUT), jax.tree.unflatten(tree, leaves), others)
+    def run(x: jax.Array, stacked: list, sinks: list) -> tuple[jax.Array, Terms]:
+        def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
+            found: Terms = {}
+            for place, members in enumerate(period):
+                here = [number for number, path in enumerate(paths) if path in members]
+                turn = [sum(paths[number] in before for before in period[:place]) for number in here]
+                own = _at_place(inputs, here, turn, place) if len(period) > 1 else inputs
+                x, terms = jax.checkpoint(partial(one, place, here), policy=policy(remat))(x, *own)
+                found = {name: found.get(name, 0) + term for name, term in (found | terms).items()} if found else terms
+            return x, found
 
-        return jax.lax.scan(jax.checkpoint(body, policy=policy(remat)), x, (stacked, sinks, others))
+        def one(place: int, here: list[int], x: jax.Array, weights: list, sinks: list, others: PyTree) -> tuple:
+            leaves = [_cast(casts[number], *both) for number, *both in zip(here, weights, sinks, strict=True)]
+            own = {paths[number]: leaf for number, leaf in zip(here, leaves, strict=True)}
+            return layer(place, checkpoint_name(x, INPUT), own, others)
+
+        inputs = (stacked, sinks, others)
+        if len(period) > 1:
+            inputs = (*([_by_period(w, n) for w, n in zip(own, each, strict=True)] for own in inputs[:2]), others)
+            inputs = (*inputs[:2], jax.tree.map(lambda o: _by_period(o, len(period)), others))
+        x, terms = jax.lax.scan(body, x, inputs)
+        return x, jax.tree.map(lambda term: jnp.sum(term, axis=0), terms)
 
     nowhere = [None] * len(stacked)
     if used == dtypes:
         return run(x, stacked, nowhere)
 
     @jax.custom_vjp
-    def scanned(x: jax.Array, stacked: list) -> tuple[jax.Array, PyTree]:
+    def scanned(x: jax.Array, stacked: list) -> tuple[jax.Array, Terms]:
         return run(x, stacked, nowhere)
 
     def forward(x: Any, stacked: list) -> tuple[Any, Any]:
@@ -96,6 +125,31 @@ def over_layers(
 
     scanned.defvjp(forward, backward, symbolic_zeros=True)
     return scanned(x, stacked)
+
+
+def _used(cast: Callable[[jax.Array], jax.Array], stacked: jax.Array) -> jnp.dtype:
+    """The dtype in which layers use a stacked weight."""
+    return jax.eval_shape(cast, jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)).dtype
+
+
+def _by_period(x: jax.Array | None, each: int) -> jax.Array | None:
+    """Stacked weights `[n ...]` of which a period has so many, by periods."""
+    return None if x is None else x.reshape(-1, each, *x.shape[1:])
+
+
+def _at_place(inputs: tuple, here: list[int], turn: list[int], place: int) -> tuple[list, list, PyTree]:
+    """A layer's part of the weights, the sinks and the others of a period.
+
+    Args:
+        here: the weights that it has.
+        turn: for each of these how many layers before it in the period have it.
+    """
+    weights, sinks, others = inputs
+    own = [
+        [x if x is None else x[at] for x, at in zip((all[n] for n in here), turn, strict=True)]
+        for all in (weights, sinks)
+    ]
+    return own[0], own[1], jax.tree.map(lambda x: x[place], others)
 
 
 def _cast(cast: Callable[[jax.Array], jax.Array], w: jax.Array, sink: jax.Array | None) -> jax.Array:

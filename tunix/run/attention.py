@@ -62,6 +62,6 @@ def _specs(
         for heads in (config.num_heads, config.num_kv_heads)
     )
     ids = jnp.zeros((1, length), jnp.int32)
-    views = [Segments(ids, ids, ids if branched else None, kind.window) for kind in config.distinct_kinds]
+    views = [Segments(ids, ids, ids if branched else None, kind.window) for kind in config.paged_kinds]
     with jax.set_mesh(mesh):
         return [spec_of(q, k, view, config.attention_softcap) for view in views]

@@ -5,6 +5,7 @@ https://arxiv.org/abs/2001.08361), and attention 12 N H per layer and pair of to
 needs no gradients of its weights: 4 instead of 6. An adapter's A and B are additional trainable weights.
 """
 
+import math
 import resource
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DELTANET, DecoderConfig
 from tunix.types import Batch
 
 PEAK_FLOPS: dict[str, float] = {
@@ -60,22 +61,49 @@ def _by_name(table: Mapping[str, float], kind: str) -> float | None:
 
 def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
     """Number of weights that every token is multiplied by: all matrices and the head, not the embedding look-up."""
-    return config.num_layers * layer_weights(config) + head * config.vocab_size * config.d_model
+    layers = (
+        len(config.layers_with(mixer)) * sum(map(math.prod, of_layer.values()))
+        for mixer, of_layer in matrices(config).items()
+    )
+    return sum(layers) + head * config.vocab_size * config.d_model
+
+
+def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int]]]:
+    """Inputs and outputs of matrices by name, for each mixer's layers, and under None of those that all layers have."""
+    c, d, found = config, config.d_model, {}
+    if c.delta is not None:
+        values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
+        found[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
+        found[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
+    wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    found[c.mixer] = {"q": (d, wide * (1 + c.output_gate)), "k": (d, narrow), "v": (d, narrow), "o": (wide, d)}
+    return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
 
 
 def layer_weights(config: DecoderConfig) -> int:
-    """Number of weights in one layer's matrices."""
-    c = config
-    return c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.d_model * c.ffn
+    """Number of weights in one layer's matrices; the mean over layers where they differ."""
+    return matmul_weights(config, head=False) // config.num_layers
 
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
     """Number of weights in all A and B: `r (inputs + outputs)` of each adapted matrix."""
-    c = config
-    wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    sides = {"q": c.d_model + wide, "k": c.d_model + narrow, "v": c.d_model + narrow, "o": wide + c.d_model}
-    sides |= dict.fromkeys(("gate", "up", "down"), c.d_model + c.ffn)
-    return c.num_layers * sum(low.rank * sides[name] for name, low in adapter.modules.items())
+    lows = adapter.modules_of(config)
+    return sum(
+        len(config.layers_with(mixer)) * lows[name].rank * sum(sides)
+        for mixer, of_layer in matrices(config).items()
+        for name, sides in of_layer.items()
+        if name in lows
+    )
+
+
+def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:
+    """FLOPs of a forward pass between tokens: `4 N H` for a pair in a layer of attention (its score, its value), and
+    `6 Hv Dk Dv` for a token in a DeltaNet (it reads the state for its key and its query, and writes its value)."""
+    attention = 4 * len(config.layers_with(config.mixer)) * config.num_heads * config.head_dim * pairs
+    if config.delta is None:
+        return attention
+    state = config.delta.value_heads * config.delta.key_dim * config.delta.value_dim
+    return attention + 6 * len(config.layers_with(DELTANET)) * state * tokens
 
 
 def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig | None, head: bool = True) -> float:
@@ -88,21 +116,21 @@ def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig |
         head: whether there is a head of the vocabulary's size; False for a critic.
     """
     tokens, pairs = _tokens_and_pairs(batch)
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
+    mixing = 3 * mixing_flops(config, tokens, pairs)
     if adapter is None:
-        return 6 * matmul_weights(config, head) * tokens + attention
+        return 6 * matmul_weights(config, head) * tokens + mixing
     weights = 4 * matmul_weights(config, head) + 6 * adapter_weights(config, adapter)
     if adapter.start == "pissa":  # the initial A and B are frozen, and multiplied by as well
         weights += 4 * adapter_weights(config, adapter)
     if "lm_head" in adapter.also or (config.tied and adapter.also):
         weights += 2 * config.vocab_size * config.d_model
-    return weights * tokens + attention
+    return weights * tokens + mixing
 
 
 def forward_flops(config: DecoderConfig, batch: Batch) -> float:
     """FLOPs of one forward pass over a packed batch, without padding, e.g. of the reference."""
     tokens, pairs = _tokens_and_pairs(batch)
-    return 2 * matmul_weights(config) * tokens + 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return 2 * matmul_weights(config) * tokens + mixing_flops(config, tokens, pairs)
 
 
 @dataclass(frozen=True)

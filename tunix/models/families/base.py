@@ -36,6 +36,11 @@ class Tensor:
     """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is an axis that we leave out."""
     ours: str
     """Axes in our order: `D N H`; before them E, where each expert's is a tensor of its own: `E D F`."""
+    mixer: str | None = None
+    """The mixer whose layers have it (`LayerKind.mixer`); None where all layers do."""
+    runs: tuple[str, tuple[int, ...]] | None = None
+    """An axis that the file takes apart, and how many of it come first, then next: of `("U", (1, 1))` in `(Hk U Dk)`
+    the first of each head of all heads, the second of all heads, then the rest of all heads. None where it does not."""
 
     def key(self, layer: int | None, expert: int | None = None) -> str:
         """The name in the file."""
@@ -70,14 +75,36 @@ class Tensor:
         """
         axes = self.single.ours.split()
         sizes = dict(zip(axes, shape, strict=True))
-        order = self._order
+        order, runs = self._order, self.order_of_runs(shape)
+        array = array if runs is None else array.take(np.argsort(runs), self._taken_apart)
         return array.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
 
     def write(self, array: np.ndarray) -> np.ndarray:
         """Our weight, or one expert's part of it, in the file's layout."""
         axes = self.single.ours.split()
-        sizes = self.single.their_shape(array.shape)
-        return array.transpose([axes.index(axis) for axis in self._order]).reshape(sizes)
+        sizes, runs = self.single.their_shape(array.shape), self.order_of_runs(array.shape)
+        theirs = array.transpose([axes.index(axis) for axis in self._order]).reshape(sizes)
+        return theirs if runs is None else theirs.take(runs, self._taken_apart)
+
+    def order_of_runs(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        """For each place along the file's axis that takes `runs` apart the place in our order; None where none does.
+
+        Args:
+            shape: of the weight here, or of one expert's part of it.
+        """
+        if self.runs is None:
+            return None
+        (axis, first), group = self.runs, self.groups[self._taken_apart]
+        sizes = dict(zip(self.single.ours.split(), shape[-len(self.single.ours.split()) :], strict=True))
+        places = np.arange(math.prod(sizes[one] for one in group)).reshape([sizes[one] for one in group])
+        parts = np.split(places, np.cumsum(first), axis=group.index(axis))
+        return np.concatenate([part.reshape(-1) for part in parts])
+
+    @property
+    def _taken_apart(self) -> int:
+        """The file's axis that takes `runs` apart."""
+        assert self.runs is not None
+        return next(number for number, group in enumerate(self.groups) if self.runs[0] in group)
 
     @property
     def turned(self) -> "Tensor":
@@ -147,12 +174,19 @@ class FamilyText:
     """A tiny shape for `init: random` without a preset."""
     local: Callable[[int], tuple[bool, ...]] = lambda layers: ()
     """The published pattern of local layers for a number of layers."""
+    linear: Callable[[int], tuple[bool, ...]] = lambda layers: ()
+    """The published pattern of Gated DeltaNets for a number of layers."""
     whole_heads: bool = False
     """Whether transformers refuses a d_model that num_heads does not divide (nothing computes with the quotient)."""
     axes: Callable[[DecoderConfig], dict[str, int]] = axis_sizes
     """The size of each axis that `tensors` names."""
     prefixes: tuple[tuple[str, str | None], ...] = ()
     """Prefixes of tensors in multimodal folders -> those of a text folder; None for parts that are left out."""
+    passengers: tuple[str, ...] = ()
+    """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
+    loaded, such as a head that drafts several tokens."""
+    passenger_fields: tuple[str, ...] = ()
+    """Fields of config.json that belong to these tensors, and go with them."""
 
 
 class Shape(TypedDict):
@@ -221,10 +255,10 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return ["sliding_attention" if here else "full_attention" for here in local]
 
 
-def in_layers(table: Mapping[str, tuple[str, str, str]]) -> dict[str, Tensor]:
-    """Tensors by our full names, from a table by names within a layer."""
+def in_layers(table: Mapping[str, tuple[str, str, str]], mixer: str | None = None) -> dict[str, Tensor]:
+    """Tensors by our full names, from a table by names within a layer; of layers with this mixer, or of all."""
     return {
-        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes)
+        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes, mixer)
         for ours, (name, theirs, axes) in table.items()
     }
 

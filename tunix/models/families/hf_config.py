@@ -158,6 +158,7 @@ class Fields:
         layer_type: str | None = None,
         theta_field: str = "rope_theta",
         scaling_field: str | None = "rope_scaling",
+        share: float | None = None,
     ) -> Rope:
         """The rope of the model, or of one layer type, from both spellings.
 
@@ -167,6 +168,7 @@ class Fields:
             layer_type: key within `rope_parameters` (Gemma 3); None where it is flat.
             theta_field: the old spelling's field for the base.
             scaling_field: the old spelling's field for the stretch.
+            share: the part of a head that is rotated where the file names none; None where all of it always is.
         """
         stated = self.optional(theta_field)
         base = theta if stated is None else stated
@@ -177,8 +179,9 @@ class Fields:
         blocks = [(new, where)]
         if scaling_field is not None:
             blocks.append((self.mapping(scaling_field), f"{scaling_field}."))
-        ropes = [_read_rope(Fields(block, self.file, at), base, max_positions) for block, at in blocks if block]
-        ropes = ropes or [Rope(theta=base)]
+        parts = [Fields(block, self.file, at) for block, at in blocks if block]
+        ropes = [_read_rope(part, base, max_positions, share) for part in parts]
+        ropes = ropes or [Rope(theta=base, share=1.0 if share is None else share)]
         if any(rope != ropes[0] for rope in ropes) or (stated is not None and ropes[0].theta != stated):
             self.refuse("rope_parameters", f"contradicts {theta_field} or {scaling_field} in the same file.")
         return ropes[0]
@@ -192,12 +195,16 @@ class Fields:
                 self.refuse(name, "is a field that tunix does not know for this family, so the model could differ.")
 
 
-def _read_rope(block: Fields, theta: float, max_positions: int) -> Rope:
+def _read_rope(block: Fields, theta: float, max_positions: int, share: float | None) -> Rope:
     kind = block.get("rope_type", block.get("type", "default"))
     block.read.add("type")
     if kind not in KINDS:
         block.refuse("rope_type" if "rope_type" in block.raw else "type", f"is not supported; {', '.join(KINDS)} are.")
     rope = Rope(theta=block.number("rope_theta", theta), kind=kind)
+    if share is not None:
+        # With text alone a multimodal rope's sections have the same positions.
+        block.read |= {"mrope_section", "mrope_interleaved"}
+        rope = replace(rope, share=block.number("partial_rotary_factor", share))
     if kind != "default":
         rope = replace(rope, factor=block.number("factor"))
     if kind in ("llama3", "yarn"):

@@ -18,6 +18,7 @@ from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.hf_config import Fields
 from tunix.models.families.llama import LLAMA
 from tunix.models.families.qwen import QWEN2, QWEN3
+from tunix.models.families.qwen35 import QWEN35
 from tunix.models.quantization.schemes import SECTION, check_section
 from tunix.util.atomic_io import refuse_foreign
 
@@ -135,6 +136,8 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
         new = replace(new, head_dim=new.d_model // new.num_heads)
     if config.local_layers and "num_layers" in sizes:
         new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
+    if config.linear_layers and "num_layers" in sizes:
+        new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
     _check(new, "sizes")
     return new
 
@@ -180,5 +183,6 @@ FAMILIES: dict[str, FamilyText] = {
     "gemma3": GEMMA3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_5": QWEN35,
 }
 """What `model.family` may be in a recipe -> the family. A new one is one file in this folder, and one line here."""

@@ -16,12 +16,25 @@ MODULES = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "linear_attn.in_proj_qkv": "qkv",
+    "linear_attn.in_proj_z": "z",
+    "linear_attn.in_proj_b": "beta",
+    "linear_attn.in_proj_a": "decay",
+    "linear_attn.out_proj": "out",
 }
-"""Hugging Face's names of a layer's matrices -> ours."""
+"""Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them."""
+LINEAR = "linear_attn."
+"""What the names of the matrices of Gated DeltaNet layers begin with."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
 """The last part of Hugging Face's name -> ours."""
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
+
+
+def projections_of(linear: bool) -> dict[str, str]:
+    """The last part of Hugging Face's name -> ours, of the matrices of a model with or without Gated DeltaNets."""
+    there = (name for name in MODULES if linear or not name.startswith(LINEAR))
+    return {name.split(".")[-1]: MODULES[name] for name in there}
 
 
 def matched(pattern: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tunix.config import BaseType, Config
 from tunix.errors import UserError
-from tunix.models.quantization.modules import PROJECTIONS, matched
+from tunix.models.quantization.modules import PROJECTIONS, matched, projections_of
 from tunix.util.atomic_io import refuse_foreign
 
 ActivationType = Literal["int8", "fp8"]
@@ -107,11 +107,15 @@ class Rules(Config):
         """Whether activations are rounded."""
         return any(rule.activations for rule in self.modules.values())
 
-    @property
-    def summary(self) -> str:
-        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
-        kinds = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds]
-        return f"{len(self.modules)} of a layer's {len(PROJECTIONS)} matrices compute as {', '.join(kinds)}"
+    def summary(self, linear: bool) -> str:
+        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`.
+
+        Args:
+            linear: whether the model has Gated DeltaNets, whose matrices count too then.
+        """
+        kinds, there = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds], projections_of(linear)
+        rounded = set(there.values()) & self.modules.keys()
+        return f"{len(rounded)} of a layer's {len(there)} matrices compute as {', '.join(kinds)}"
 
     @property
     def kinds(self) -> list[tuple[BaseType | None, ActivationType | None]]:

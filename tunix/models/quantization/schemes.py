@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tunix.errors import UserError, nearest
-from tunix.models.quantization.modules import MODULES
+from tunix.models.quantization.modules import LINEAR, MODULES
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 
 SECTION, METHOD = "quantization_config", "compressed-tensors"
@@ -69,17 +69,20 @@ class Packing:
         return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
 
 
-def section(packing: Mapping[str, Packing], head: str) -> dict[str, Any]:
+def section(packing: Mapping[str, Packing], head: str, linear: bool) -> dict[str, Any]:
     """The value of SECTION in config.json.
 
     Args:
         packing: how each packed matrix of a layer is packed, by our name of it, e.g. `up`.
         head: the name of the head, which stays as it is.
+        linear: whether the model has Gated DeltaNets.
     """
     targets: dict[str, list[str]] = {}
     ignored = [head]
     schemes: dict[str, dict[str, Any]] = {}
     for theirs, ours in MODULES.items():
+        if theirs.startswith(LINEAR) and not linear:
+            continue
         target = f"re:.*{re.escape(theirs)}$"
         if ours not in packing:
             ignored.append(target)

@@ -255,7 +255,7 @@ class Batch:
             self.holdings.drop(self.holdings.shard(job.slot), job.reads)
         for key in [key for key, leader in self.leaders.items() if leader is job]:
             del self.leaders[key]
-            if self.expected[key]:
+            if self.expected[key] and self.sizes.chunk is None:  # states of a prompt's end would have to be kept too
                 self.holdings.keep(key, job.slot, job.start, logprobs)
 
     def _dispatch(self) -> bool:
@@ -312,9 +312,13 @@ class Batch:
                 return None
         last = [x for x in self.slots.taken.tolist() if self.holdings.shard(x) == shard and x not in self.replies][-1]
         self._unqueue(last)
-        self.waiting.appendleft(self.slots.park(last))
-        self.holdings.release(last)
+        self._wait_again(last)
         return last
+
+    def _wait_again(self, slot: int) -> None:
+        """Takes an episode out of its slot; it is the next to enter one, where all of its tokens are computed."""
+        self.waiting.appendleft(self.slots.park(slot))
+        self.holdings.release(slot)
 
     def _unqueue(self, slot: int) -> None:
         """Forgets what is queued for a slot; those that follow another came later, and have left before it."""
@@ -369,6 +373,12 @@ class Batch:
     def _observed(self, slot: int, episode: Episode, new: np.ndarray) -> None:
         """Queues the tokens `[T]` of an observation, unless the slot has to make room for others."""
         held, shard = int(self.slots.held[slot]), self.holdings.shard(slot)
+        if self.sizes.chunk is not None:
+            # States hold the last token already. They cannot go back to it, nor to the one before.
+            if self.slots.went_beyond(slot) or len(new) == 1:
+                self._wait_again(slot)
+                return
+            new = new[1:]
         while self.holdings.free(shard) < self.holdings.needs(slot, held):
             if self._make_room(shard) == slot:
                 return

@@ -7,12 +7,14 @@ Axes: Pt tokens of a page.
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.errors import UserError
 from tunix.models.attention.layouts import SCALE_BYTES, STORED
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.deltanet import Held
 from tunix.rollout.engine.shapes import Sizes, usual_slots
 
 MOST_SLOTS = 1024
@@ -31,10 +33,21 @@ class NoRoom(UserError):
 
 
 def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of a page (Pt) in all layers of each kind, on each device."""
+    """Bytes of a page (Pt) in all layers of each kind with pages, on each device."""
     token = config.head_dim * jnp.dtype(STORED[sizes.cache]).itemsize + (SCALE_BYTES if sizes.cache == "int8" else 0)
     layer = 2 * _heads(config, mesh) * sizes.page * token
-    return tuple(layer * config.kinds.count(kind) for kind in config.distinct_kinds)
+    return tuple(layer * config.kinds.count(kind) for kind in config.paged_kinds)
+
+
+def state_bytes(config: DecoderConfig, mesh: Mesh) -> int:
+    """Bytes of the states of a slot in all layers that have some, on each device, at most; 0 where none has."""
+    delta, tensor = config.delta, mesh.shape["tensor"]
+    if delta is None:
+        return 0
+    held = jax.eval_shape(lambda: Held.empty(delta, 1, "float32"))
+    each = sum(x.size * x.dtype.itemsize for x in held)
+    split = tensor if delta.key_heads % tensor == 0 else 1
+    return each // split * len(config.layers_with(DELTANET))
 
 
 def _heads(config: DecoderConfig, mesh: Mesh) -> int:
@@ -59,12 +72,13 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
         NoRoom: there is no room for one request.
     """
     kinds, times = range(len(sizes.windows)), 1 if sizes.in_place else 2
+    states = 2 * state_bytes(config, mesh)  # a dispatch takes those of its slots out
     each = [times * number for number in page_bytes(config, mesh, sizes)]
     local = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is not None)
     longest = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is None)
     if slots is None and room is not None:
         # Windows are never short, and a slot more has one (`Sizes.most_pages`).
-        slots = sizes.shards * max(1, min(int((room - local) / (local + longest / 2)), MOST_SLOTS))
+        slots = sizes.shards * max(1, min(int((room - local) / (local + states + longest / 2)), MOST_SLOTS))
     slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
     counted = MOST_NUMBERS // (_heads(config, mesh) * sizes.page * config.head_dim)
     # Layers with a window are never short of pages: slots give way (`Sizes.most_pages`).
@@ -74,6 +88,7 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     if room is None:
         return replace(sizes, slots=slots, pages=most)
     taken = sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    taken += slots // sizes.shards * states
     whole = [kind for kind in kinds if sizes.windows[kind] is None]
     pages = int((room - taken) / max(sum(each[kind] for kind in whole), 1))
     if room < taken or any(pages < sizes.columns(kind) for kind in whole):

@@ -19,6 +19,7 @@ from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import row_shards, sharding
 from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
+from tunix.models.deltanet import PIECE_CHUNK
 from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
@@ -74,7 +75,8 @@ class Engine:
 
         Raises:
             UserError: there is no room for one request, or these devices have no use for such a cache.
-            ValueError: a size is not positive, a piece or page is no power of two, or guesses are too many.
+            ValueError: a size is not positive, a piece or page is no power of two, or guesses are too many; or there
+                are guesses, or short pieces, for layers with states.
         """
         if (
             min(1 if slots is None else slots, length, piece, page, steps) < 1
@@ -89,7 +91,7 @@ class Engine:
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         self._bring = bring
-        windows = tuple(kind.window for kind in model.config.distinct_kinds)
+        windows = tuple(kind.window for kind in model.config.paged_kinds)
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
         cache = cache or model.dtype
@@ -99,7 +101,10 @@ class Engine:
                 f"rollout.cache_dtype: {cache} saves nothing on these devices ({spec.platform}): {reason}. Leave it out"
             )
         read_by = reader_here(spec, mesh).name
-        bare = Sizes(0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by)
+        chunk = chunk_of(model, piece, guesses)
+        bare = Sizes(
+            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk
+        )
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
         self.version = 0
@@ -308,6 +313,24 @@ class Engine:
                 "tokenizer's decode; use stop_ids, or give it one"
             )
         check_prompt(number, request.prompt, self.length, vocab)
+
+
+def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
+    """Tokens at whose multiples a sequence begins in a piece; None where it may begin anywhere.
+
+    Raises:
+        ValueError: the model has layers with states, and guesses or the piece do not fit them.
+    """
+    delta = model.config.delta
+    if delta is None:
+        return None
+    if piece < delta.taps:
+        raise ValueError(f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model")
+    if guesses:
+        raise ValueError(
+            f"guesses={guesses}: {model.config.family} has states, which cannot go back behind a wrong one"
+        )
+    return min(PIECE_CHUNK, piece)
 
 
 def _joined(model: Model, parts: Sequence[Weights]) -> Weights:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
-from tunix.rollout.engine.budget import page_bytes
+from tunix.rollout.engine.budget import page_bytes, state_bytes
 from tunix.rollout.engine.shapes import Sizes
 from tunix.types import Usage
 
@@ -29,6 +29,7 @@ class Meter:
         self._weights = sum(x.addressable_shards[0].data.nbytes for x in read)
         mesh = jax.sharding.get_mesh()
         self._token = [size / sizes.page for size in page_bytes(model.config, mesh, sizes)]
+        self._states = state_bytes(model.config, mesh)
         self._sizes, self._slots = sizes, min(sizes.slots, requests)
         self._tokens = self._steps = 0
         self._bytes = 0.0
@@ -42,7 +43,7 @@ class Meter:
         """
         steps = int(counts.max(initial=0))
         self._tokens, self._steps = self._tokens + int(counts.sum()), self._steps + steps
-        self._bytes += steps * self._weights
+        self._bytes += steps * self._weights + self._states * int(counts.sum()) / self._sizes.shards
         for window, each in zip(self._sizes.windows, self._token, strict=True):
             # A slot that samples c tokens from h on reads h + 1, ..., h + c of them: c h + c (c + 1) / 2.
             seen = counts * (held + (counts + 1) / 2)

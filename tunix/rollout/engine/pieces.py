@@ -19,6 +19,9 @@ from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
 from tunix.types import Sampling
 
+FIRST, CONTINUES = -1, -2
+"""In `States.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
+
 
 @dataclass
 class Job:
@@ -64,6 +67,17 @@ class Inputs(NamedTuple):
     """`[Sl]` the token, within the row of its shard, from whose state a slot samples next; -1 to leave the slot."""
     adapters: np.ndarray
     """`[s]` the adapter of each row."""
+    states: "States | None"
+    """What layers with states read; None where there are none."""
+
+
+class States(NamedTuple):
+    """Where the sequences of a piece begin and end; see `models.deltanet.PieceStates`."""
+
+    sources: np.ndarray
+    """`[s c]`."""
+    ends: np.ndarray
+    """`[Sl]`."""
 
 
 class Part(NamedTuple):
@@ -98,13 +112,17 @@ class Piece:
         touches = tuple(Touches(*x) for x in blank([length for _ in kinds], 4))
         copies = tuple(Copies(*x) for x in blank([sizes.slots_of_shard for _ in kinds], 2))
         last, adapters = np.full(sizes.slots, -1, np.int32), np.zeros(sizes.shards, np.int32)
-        self.inputs = Inputs(tokens, positions, ids, begins, visits, touches, copies, last, adapters)
+        states = None
+        if sizes.chunk is not None:
+            sources = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32)
+            states = States(sources, np.full(sizes.slots, -1, np.int32))
+        self.inputs = Inputs(tokens, positions, ids, begins, visits, touches, copies, last, adapters, states)
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
         passed: list[Job] = []
         while jobs and self._filled[row] < self.length:
-            job, begin = jobs[0], int(self._filled[row])
+            job, begin = jobs[0], int(self._filled[row])  # a multiple of the chunk, where there is one
             if begin and job.adapter != self.inputs.adapters[row]:
                 break
             number = min(len(job.tokens), self.length - begin)
@@ -127,7 +145,10 @@ class Piece:
         """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
         row, inputs = self.holdings.shard(job.slot), self.inputs
         (part,) = [part for part in self.parts if part.job is job]
-        inputs.last[[job.slot, *job.followers]] = part.begin + len(part.tokens) - 1
+        slots, end = [job.slot, *job.followers], part.begin + len(part.tokens) - 1
+        inputs.last[slots] = end
+        if inputs.states is not None:
+            inputs.states.ends[slots] = end
         for kind, source, target in (*job.copies, *copies):
             _append(inputs.copies[kind], row, source, target)
 
@@ -154,9 +175,14 @@ class Piece:
         if job.reads is None:
             for kind, window in enumerate(self.sizes.windows):
                 self._touch(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
+        if inputs.states is not None and self.sizes.chunk is not None:
+            own = job.slot % self.sizes.slots_of_shard
+            inputs.states.sources[row, begin // self.sizes.chunk] = own if job.start else FIRST
+            inputs.states.ends[job.slot] = begin + number - 1
         self.parts.append(Part(job, row, begin, job.tokens[:number]))
         job.tokens, job.start = job.tokens[number:], end
-        self._filled[row] += number
+        chunk = self.sizes.chunk or 1
+        self._filled[row] = -(-(begin + number) // chunk) * chunk
 
     def _touch(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""

@@ -32,6 +32,8 @@ from tunix.models.attention.pages import (
     brought_back,
     gathered,
 )
+from tunix.models.blocks import Cache
+from tunix.models.deltanet import Held, PieceStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.holdings import Reads
@@ -81,8 +83,8 @@ def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Foun
 class State(NamedTuple):
     """The slots' arrays on the device."""
 
-    caches: tuple[Pages, ...]
-    """Keys and values of each layer."""
+    caches: tuple[Cache, ...]
+    """Keys and values of each layer, or states."""
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
     progress: "Progress"
@@ -141,7 +143,9 @@ def blank(model: Model, sizes: Sizes) -> State:
     nothing = Progress(*(constrain(jnp.zeros(sizes.slots, jnp.int32), "rows") for _ in Progress._fields))
     layout = BY_NAME[sizes.reader].layout
     recent = constrain(jnp.full((sizes.slots, GRAM - 1), NONE), "rows", None)
-    return State(empty(model.config, numbers, sizes.page, sizes.cache, layout), hidden, nothing, recent)
+    of_states = {"slots": sizes.slots, "dtype": model.dtype}
+    caches = empty(model.config, numbers, sizes.page, sizes.cache, layout, **of_states)
+    return State(caches, hidden, nothing, recent)
 
 
 @compiled(static_argnames="model", donate_argnames="state")
@@ -151,9 +155,10 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     where = zip(new.visits, new.touches, new.copies, strict=True)
     views = [
         PieceView(new.ids, new.positions, new.begins, *own, kind.window)
-        for own, kind in zip(where, model.config.distinct_kinds, strict=True)
+        for own, kind in zip(where, model.config.paged_kinds, strict=True)
     ]
-    hidden, caches = extend(model, weights, state.caches, new.tokens, new.positions, views, new.adapters)
+    states = None if new.states is None else PieceStates(new.ids, *new.states)
+    hidden, caches = extend(model, weights, state.caches, new.tokens, new.positions, views, states, new.adapters)
     last = _by_shard(new.last, len(new.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     states = jnp.where(new.last[:, None] >= 0, found, state.hidden)
@@ -213,12 +218,15 @@ def decode(
     """
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
     held, left, drawn = _current(state.progress, flow)
-    keys, adapters, size = _request_keys(flow), jnp.asarray(flow.adapter), state.caches[0].size
+    keys, adapters = _request_keys(flow), jnp.asarray(flow.adapter)
+    size = next(cache.size for cache in state.caches if isinstance(cache, Pages))
     hidden, recent = state.hidden[flow.slots], _last_tokens(state.recent, flow)
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow.transform, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
-    kinds = [model.config.distinct_kinds.index(kind) for kind in model.config.kinds]
-    taken = tuple(_taken(cache, reads[kind]) for cache, kind in zip(state.caches, kinds, strict=True))
+    paged = model.config.paged_kinds
+    kinds = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
+    of_layer = [None if kind is None else reads[kind] for kind in kinds]
+    taken = tuple(_taken(cache, own, flow.slots) for cache, own in zip(state.caches, of_layer, strict=True))
     start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), recent, draws)
     ahead = 0 if flow.books is None else flow.books.entries.shape[-1]
 
@@ -233,11 +241,9 @@ def decode(
         if flow.books is not None:
             tokens = jnp.concatenate([tokens, guesses(flow.books, recent, new.tokens)], axis=1)
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
-        views = [
-            _view(own, positions, live, size, kind.window)
-            for own, kind in zip(reads, model.config.distinct_kinds, strict=True)
-        ]
-        states, caches = extend(model, weights, caches, jnp.maximum(tokens, 0), positions, views, adapters)
+        views = [_view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
+        tokens_in, step_view = jnp.maximum(tokens, 0), StepView(live)
+        states, caches = extend(model, weights, caches, tokens_in, positions, views, step_view, adapters)
         if flow.books is None:
             number, last, hidden = live.astype(count.dtype), tokens, states[:, 0]
             draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
@@ -257,7 +263,7 @@ def decode(
     after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
     places = [_written(own, held, steps, size) for own in reads]
     caches = tuple(
-        _brought_back(cache, mine, places[kind], reads[kind])
+        _with_states(cache, mine, flow.slots) if kind is None else _brought_back(cache, mine, places[kind], reads[kind])
         for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
     )
     return _with_slots(state._replace(caches=caches), flow, hidden, after, recent), Steps(draws, count)
@@ -352,12 +358,22 @@ def _written(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int[A
     return jnp.where(columns < reads.places.shape[1], places, -1)
 
 
-def _taken(cache: Pages, reads: Any) -> Pages:
-    """A layer's pages as the steps of a dispatch read and write them: gathered, or all of them in their places."""
+def _taken(cache: Any, reads: Any, slots: Any) -> Any:
+    """What a layer keeps, as the steps of a dispatch read and write it: states of its slots, and pages gathered, or all
+    of them in their places."""
+    if isinstance(cache, Held):
+        return Held(*(x[slots] for x in cache)).placed()
     return cache if reads.sources is None else at_each_device(gathered, cache, reads.sources)
 
 
-def _brought_back(cache: Pages, taken: Pages, places: jax.Array, reads: Any) -> Pages:
+def _with_states(cache: Any, taken: Any, slots: Any) -> Held:
+    """The states of all slots with those of a dispatch's."""
+    return Held(
+        *(all.at[slots].set(mine, unique_indices=True) for all, mine in zip(cache, taken, strict=True))
+    ).placed()
+
+
+def _brought_back(cache: Any, taken: Any, places: jax.Array, reads: Any) -> Pages:
     """A layer's pages with those that a dispatch has written to."""
 
     def part(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:

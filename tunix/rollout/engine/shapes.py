@@ -80,6 +80,8 @@ class Sizes:
     """What keys and values are kept in."""
     reader: str = "gathered"
     """Who reads pages while slots decode (`models/attention/decoding.py`)."""
+    chunk: int | None = None
+    """Where layers have states, tokens at whose multiples each sequence begins in a piece; None where none has."""
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
@@ -154,7 +156,7 @@ class Sizes:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Tokens of a piece, falling."""
-        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORTER, 1))))
+        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORTER, self.chunk or 1))))
 
     def piece_of(self, tokens: int) -> int:
         """The length of the next piece where so many tokens of a shard wait."""

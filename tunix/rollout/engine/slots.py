@@ -39,7 +39,7 @@ class Slots:
         self._tokens = np.empty((number, length), np.int32)
         self._logprobs = np.empty((number, length), np.float32)
         self._written, self._before = np.zeros((2, number), np.int32)
-        self._looked_at, self._waits, self._taken = np.zeros((3, number), bool)
+        self._looked_at, self._waits, self._taken, self._beyond = np.zeros((4, number), bool)
         self._order, self._turns = np.zeros((2, number), np.int64)
         self._entered = 0
 
@@ -101,6 +101,7 @@ class Slots:
         self._written[slot] = self._before[slot] = number
         self._tokens[slot, :number], self._logprobs[slot, :number] = parked.tokens, parked.logprobs
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
+        self._beyond[slot] = False
         progress.held[slot], progress.drawn[slot] = len(prompt) + number, parked.drawn
         progress.left[slot] = parked.left
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
@@ -201,6 +202,10 @@ class Slots:
             self._library.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - 1 : end].copy()
 
+    def went_beyond(self, slot: int) -> bool:
+        """Whether the devices have gone on behind the end of a turn, which they could not know: with a stop string."""
+        return bool(self._beyond[slot])
+
     def completion(self, slot: int, version: int) -> Completion:
         """The completion so far, whose current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
@@ -222,6 +227,7 @@ class Slots:
             found = episode.stop_text.find(self._tokens[slot, start:end], end - before)
         if found is not None:
             self._count(slot, start + found - end)
+            self._beyond[slot] = True
         kept = int(self._written[slot]) - before
         top = (np.asarray(of_step[:kept, row]) for of_step in (draws.top_ids, draws.top_logprobs))
         episode.keep_top(*top)

@@ -1,0 +1,310 @@
+"""The gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464): a state `S` per head in place of a cache.
+
+Each token decays the state, then replaces what is stored under its key by its value, as far as `beta` says:
+
+    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q.
+
+`recurrent` computes it token by token, `chunked` in chunks of tokens, whose products with each other are matrices (the
+WY form of section 3.3). In packed rows a segment never sees another: a chunk passes on the state of the segment that
+its last token belongs to, tokens of other segments neither read nor change it, and pairs of tokens of two segments are
+masked. A segment may continue an earlier one, as answers in one row continue their prompt (`types.Batch`): it starts
+from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start
+likewise. All of it is computed in float32.
+
+Axes: B rows, T time, C tokens at a time, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv width of a
+value.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+CHUNKS = {"cpu": 32, "gpu": 64, "tpu": 64}
+"""Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 times as long as 64
+(`benchmarks.mixers`)."""
+State = Float[Array, "B Hk Jv Dk Dv"]
+# On GPUs and TPUs float32 products are rounded to fewer bits otherwise, and states add the errors of all tokens up.
+_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Gates(NamedTuple):
+    """What each token does to the state."""
+
+    decay: Float[Array, "B T Hk Jv"]
+    """g: the logarithm of what is left of it; at most 0."""
+    beta: Float[Array, "B T Hk Jv"]
+    """How much of what is stored under the key is replaced, between 0 and 1."""
+
+
+class Branches(NamedTuple):
+    """Segments that continue another one, which several may: its state is kept beside the present one, for the latest
+    segment that is no branch (the root)."""
+
+    from_root: Bool[Array, "B c C"]
+    """Tokens that see the root's state from before the chunk, instead of the present one."""
+    root: Int[Array, "B c"]
+    """The last token of a root in the chunk, or some other where `any_root` is False."""
+    any_root: Bool[Array, "B c"]
+
+
+class Chunks(NamedTuple):
+    """Which tokens of chunks see each other and the state, as segments have it."""
+
+    pairs: Bool[Array, "B c C C"]
+    """Whether a token sees another of its chunk: an earlier one of its segment, or of that which it continues, or
+    itself."""
+    carried: Bool[Array, "B c C"]
+    """Tokens that see the state from before the chunk."""
+    branches: Branches | None = None
+
+    @classmethod
+    def packed(cls, ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None, size: int) -> "Chunks":
+        """Those of packed rows, whose length is a multiple of `size`; `parents` as in `types.Batch`."""
+        rows = ids.reshape(len(ids), -1, size)
+        earlier = jnp.tri(size, dtype=bool)
+        before = _before(rows[..., -1])
+        same = rows[..., :, None] == rows[..., None, :]
+        if parents is None:
+            return cls(same & earlier, rows == before)
+        above = parents.reshape(rows.shape)
+        carried = (rows == before) | (above == before)
+        last = _last_root(ids, parents).reshape(rows.shape)[..., -1]  # of the row up to each chunk's end
+        root = jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1)
+        from_root = ~carried & (above == _before(jnp.where(last >= 0, root, -1)))
+        here = last - jnp.arange(last.shape[1]) * size
+        branches = Branches(from_root, jnp.maximum(here, 0), here >= 0)
+        return cls((same | (above[..., :, None] == rows[..., None, :])) & earlier, carried, branches)
+
+    @classmethod
+    def aligned(cls, ids: Int[Array, "B T"], size: int) -> "Chunks":
+        """Those of segments that each begin with a chunk of their own; padding follows them."""
+        real = ids.reshape(len(ids), -1, size) > 0
+        return cls(real[..., None, :] & jnp.tri(size, dtype=bool), jnp.ones_like(real))
+
+
+def _before(of_chunk: Int[Array, "B c"]) -> Int[Array, "B c 1"]:
+    """For each chunk what the one before it has; -1 for the first."""
+    return jnp.pad(of_chunk[:, :-1], ((0, 0), (1, 0)), constant_values=-1)[..., None]
+
+
+def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The index of the last token up to each one whose segment is no branch; -1 where there is none."""
+    index = jnp.where((parents == ids) & (ids > 0), jnp.arange(ids.shape[1]), -1)
+    return jax.lax.cummax(index, axis=1)
+
+
+class Begins(NamedTuple):
+    """Chunks that begin a segment, with the state from before it."""
+
+    here: Bool[Array, "B c"]
+    states: Float[Array, "B c Hk Jv Dk Dv"]
+
+
+def chunked(
+    q: Float[Array, "B T Hk Dk"],
+    k: Float[Array, "B T Hk Dk"],
+    v: Float[Array, "B T Hk Jv Dv"],
+    gates: Gates,
+    chunks: Chunks,
+    begins: Begins | None = None,
+) -> tuple[Float[Array, "B T Hk Jv Dv"], Float[Array, "B c Hk Jv Dk Dv"] | None]:
+    """What each token reads; with `begins` also the state after each chunk.
+
+    Args:
+        q: scaled queries of unit length; T is a multiple of C.
+        k: keys of unit length.
+        v: values.
+        gates: of the tokens; of padding both are 0.
+        chunks: which tokens see each other.
+        begins: states of earlier tokens; without, all segments start with a state of zeros.
+    """
+    size = chunks.pairs.shape[-1]
+    q, k = (_heads_first(x, size, 1) for x in (q, k))
+    v, decay, beta = (_heads_first(x, size, 2) for x in (v, gates.decay, gates.beta))
+    pairs = chunks.pairs[:, :, None, None]
+    # [B c Hk Jv C]: the logarithm of what is left at a token of the state that it sees from before its chunk.
+    total = _product("BcKJij,BcKJj->BcKJi", jnp.broadcast_to(pairs, (*decay.shape, size)).astype(jnp.float32), decay)
+    between = jnp.exp(jnp.where(pairs, total[..., :, None] - total[..., None, :], -jnp.inf))
+    seen = _product("BcKid,BcKjd->BcKij", q, k)[:, :, :, None] * between
+    overlap = beta[..., None] * _product("BcKid,BcKjd->BcKij", k, k)[:, :, :, None] * between
+    left = jnp.exp(total) * _over_heads(chunks.carried)
+    if chunks.branches is not None:
+        left += jnp.exp(total) * _over_heads(chunks.branches.from_root)
+    wanted = jnp.concatenate([beta[..., None] * v, (beta * left)[..., None] * k[:, :, :, None]], axis=-1)
+    new, read = jnp.split(_solved(overlap, wanted), [v.shape[-1]], axis=-1)
+    inputs = (new, read, left[..., None] * q[:, :, :, None], seen, k, between, left, chunks.branches, begins)
+    start = jnp.zeros((v.shape[0], *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
+    kept = None if chunks.branches is None else start
+    _, (mixed, states) = jax.lax.scan(_chunk, (start, kept), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs))
+    mixed = mixed.transpose(1, 0, 4, 2, 3, 5)  # from [c B Hk Jv C Dv]
+    return mixed.reshape(len(mixed), -1, *mixed.shape[3:]), None if states is None else jnp.moveaxis(states, 0, 1)
+
+
+def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tuple[jax.Array, State | None]]:
+    """The states after a chunk, the present one and the root's, and what its tokens read."""
+    (state, root), (new, read, queries, seen, k, between, left, branches, begins) = states, inputs
+    if begins is not None:
+        state = _where(begins.here, begins.states, state)
+
+    def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
+        """Products with the state that each token sees."""
+        present = _product("BKJid,BKJdv->BKJiv", rows, state)
+        if branches is None or root is None:
+            return present
+        return jnp.where(
+            _over_heads(branches.from_root)[..., None], _product("BKJid,BKJdv->BKJiv", rows, root), present
+        )
+
+    new = new - seen_before(read)
+    mixed = seen_before(queries) + _product("BKJij,BKJjv->BKJiv", seen, new)
+
+    def after(at: Int[Array, "B"]) -> State:
+        """The state after a token of each row."""
+        index = at[:, None, None, None]
+        share = jnp.take_along_axis(between, index[..., None], axis=3)[..., 0, :]
+        start = state
+        if branches is not None and root is not None:
+            start = _where(jnp.take_along_axis(branches.from_root, at[:, None], axis=1)[:, 0], root, state)
+        keys = share[..., None] * k[:, :, None]
+        return jnp.take_along_axis(left, index, axis=3)[..., None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
+
+    last = after(jnp.full(len(k), k.shape[2] - 1))
+    if branches is not None and root is not None:
+        root = _where(branches.any_root, after(branches.root), root)
+    return (last, root), (mixed, None if begins is None else last)
+
+
+@jax.custom_vjp
+def _solved(below: Float[Array, "*at C C"], wanted: Float[Array, "*at C n"]) -> Float[Array, "*at C n"]:
+    """x of `(1 + below) x = wanted`, where only what is below the diagonal counts.
+
+    By products of matrices: XLA's triangular solve has waited for itself for ever in a program on a CPU with two cores.
+    """
+    return _product("...ij,...jn->...in", _inverse(below), wanted)
+
+
+def _solved_forward(below: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse(below)
+    found = _product("...ij,...jn->...in", inverse, wanted)
+    return found, (inverse, found)
+
+
+def _solved_backward(saved: tuple[jax.Array, jax.Array], d_found: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, found = saved
+    d_wanted = _product("...ji,...jn->...in", inverse, d_found)
+    return jnp.tril(-_product("...in,...jn->...ij", d_wanted, found), -1), d_wanted
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _inverse(below: Float[Array, "*at C C"]) -> Float[Array, "*at C C"]:
+    """The inverse of `1 + below`; C is a power of two.
+
+    From blocks to blocks twice as large, `[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]`: as exact as forward
+    substitution, unlike the product of the powers of `below`. Where keys repeat, these are large and cancel.
+    """
+    length = below.shape[-1]
+    assert length & (length - 1) == 0, "chunks are halved"
+    found, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1
+    while size < length:
+        blocks = below.reshape(*below.shape[:-2], length // (2 * size), 2 * size, length // (2 * size), 2 * size)
+        own = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corner = -_product("...ij,...jk,...kl->...il", second, own, first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        found = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return found[..., 0, :, :]
+
+
+def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
+    """A mask of tokens, for all heads."""
+    return mask[..., None, None, :]
+
+
+def _where(rows: Bool[Array, "B"], one: State, other: State) -> State:
+    """One state or the other, for each row."""
+    return jnp.where(rows[:, None, None, None, None], one, other)
+
+
+def _heads_first(x: Float[Array, "B T *heads_and_width"], size: int, heads: int) -> jax.Array:
+    """`[B T heads ...]` as `[B c heads C ...]` in float32: the tokens of a chunk stand after the heads."""
+    x = x.astype(jnp.float32).reshape(len(x), -1, size, *x.shape[2:])
+    return jnp.moveaxis(x, 2, 2 + heads)
+
+
+def recurrent(
+    q: Float[Array, "B Hk Dk"],
+    k: Float[Array, "B Hk Dk"],
+    v: Float[Array, "B Hk Jv Dv"],
+    decay: Float[Array, "B Hk Jv"],
+    beta: Float[Array, "B Hk Jv"],
+    state: State,
+) -> tuple[Float[Array, "B Hk Jv Dv"], State]:
+    """What one token of each row reads, and the state after it."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    state = jnp.exp(decay)[..., None, None] * state
+    stored = jnp.sum(state * k[:, :, None, :, None], axis=-2)
+    change = beta[..., None] * (v - stored)
+    state = state + k[:, :, None, :, None] * change[..., None, :]
+    return jnp.sum(state * q[:, :, None, :, None], axis=-2), state
+
+
+def unit(x: Float[Array, "*at Dk"]) -> jax.Array:
+    """Vectors of unit length, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def convolved(
+    x: Float[Array, "B T *channels"],
+    taps: Float[Array, "*channels n"],
+    ids: Int[Array, "B T"],
+    parents: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T *channels"]:
+    """Each channel's sum over its last `n` tokens of the same segment, times its taps, the present token's last.
+
+    Args:
+        x: the channels.
+        taps: of each channel.
+        ids: the segment of each token.
+        parents: see `types.Batch`: a branch is preceded by the tokens of its parent.
+    """
+    x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
+    index = jnp.broadcast_to(jnp.arange(x.shape[1]), ids.shape)
+    before = _index_before(ids, parents)
+    found, at = x32 * taps[..., -1], index
+    for lag in range(1, taps.shape[-1]):
+        at = jnp.where(at >= 0, jnp.take_along_axis(before, jnp.maximum(at, 0), axis=1), -1)
+        if parents is None:
+            earlier = jnp.pad(x32, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)))[:, : x.shape[1]]
+        else:
+            earlier = jnp.take_along_axis(x32, _over(jnp.maximum(at, 0), x), axis=1)
+        found += jnp.where(_over(at >= 0, x), earlier, 0.0) * taps[..., -1 - lag]
+    return found
+
+
+def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """The index of the token before each one in its sequence; -1 for a sequence's first token."""
+    index = jnp.arange(ids.shape[1])
+    continues = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1) == ids
+    start = -1 if parents is None else jnp.where(parents == ids, -1, _last_root(ids, parents))
+    return jnp.where(continues, index - 1, start)
+
+
+def convolved_after(
+    x: Float[Array, "B C *channels"], taps: Float[Array, "*channels n"], before: Float[Array, "B m *channels"]
+) -> Float[Array, "B C *channels"]:
+    """As `convolved`, for tokens of one segment a row whose `n - 1` earlier ones are `before`."""
+    whole, taps = jnp.concatenate([before, x], axis=1).astype(jnp.float32), taps.astype(jnp.float32)
+    lags = [whole[:, lag : lag + x.shape[1]] * taps[..., lag] for lag in range(taps.shape[-1])]
+    return jnp.sum(jnp.stack(lags), axis=0)
+
+
+def _over(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """A mask `[B T]` of tokens, or their indices, with as many axes as `x`."""
+    return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

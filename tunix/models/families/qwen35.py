@@ -1,0 +1,230 @@
+"""Qwen 3.5, and 3.6 and 3.8 of the same shape (https://huggingface.co/Qwen): three Gated DeltaNets to one attention.
+
+Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
+but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: their text part is read, an export is
+always a `qwen3_5_text` folder. Their heads that draft several tokens (`mtp.`) are taken along.
+
+Axes: D model width, N query heads, H head dim, Hg head dim and its gate's, Hk key heads, Hv value heads, U runs of a
+key head's channels, Dk width of a key, Dv width of a value, Ta taps.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from tunix.models.config import DELTANET, DecoderConfig, DeltaNet, Rope
+from tunix.models.families.base import (
+    QK_NORMS,
+    SHARED,
+    TWO_NORMS,
+    FamilyText,
+    Tensor,
+    axis_sizes,
+    in_layers,
+    sizes,
+    written,
+)
+from tunix.models.families.hf_config import Fields, write_rope
+
+VISION = frozenset(
+    ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+)
+"""Fields of a multimodal folder that concern its vision part."""
+DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+"""Fields of heads that draft several tokens, which nothing here computes with."""
+TYPES = {"linear_attention": True, "full_attention": False}
+
+
+def read_qwen35(fields: Fields) -> DecoderConfig:
+    """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
+    if "text_config" in fields.raw:
+        return read_multimodal(fields)
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias", False)
+    fields.only("attn_output_gate", True)
+    fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
+    fields.only("mlp_only_layers", [], None)
+    fields.read |= set(DRAFTING)
+    shape = sizes(fields, head_dim=256, max_position_embeddings=32_768)
+    share = fields.number("partial_rotary_factor", 0.25)
+    return DecoderConfig(
+        family="qwen3_5",
+        activation="silu",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_offset=True,
+        tied=fields.flag("tie_word_embeddings", False),
+        rope=fields.rope(10_000.0, shape["max_positions"], share=share),
+        qk_norm=True,
+        output_gate=True,
+        linear_layers=_linear_layers(fields, shape["num_layers"]),
+        delta=_delta(fields),
+        stops=fields.stops(),
+        **shape,
+    )
+
+
+def _delta(fields: Fields) -> DeltaNet:
+    delta = DeltaNet(
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        taps=fields.integer("linear_conv_kernel_dim", 4),
+    )
+    if delta.value_heads % delta.key_heads:
+        fields.refuse("linear_num_value_heads", f"is no multiple of linear_num_key_heads = {delta.key_heads}.")
+    if delta.value_heads // delta.key_heads * delta.value_dim % delta.key_dim:
+        fields.refuse("linear_value_head_dim", "gives a key head values that are no multiple of its keys' width.")
+    if delta.taps < 2:
+        fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
+    return delta
+
+
+def _linear_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers are Gated DeltaNets, from `layer_types` or else `full_attention_interval`."""
+    interval = fields.integer("full_attention_interval", 4)
+    types = fields.get("layer_types")
+    if types is None:
+        linear = tuple((layer + 1) % interval != 0 for layer in range(layers))
+    elif isinstance(types, list) and len(types) == layers and all(one in TYPES for one in types):
+        linear = tuple(TYPES[one] for one in types)
+    else:
+        fields.refuse("layer_types", f"must name {' or '.join(TYPES)} for each of the {layers} layers.")
+    if all(linear) or not any(linear):
+        fields.refuse("layer_types", "names one kind of layer only; this family alternates between the two.")
+    return linear
+
+
+def read_multimodal(fields: Fields) -> DecoderConfig:
+    """The text part of a `qwen3_5` config.json."""
+    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
+    config = read_qwen35(text)
+    text.finish()
+    fields.only("tie_word_embeddings", config.tied)
+    fields.read |= VISION
+    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `qwen3_5_text` folder."""
+    delta = config.delta
+    assert delta is not None, "the family has them"
+    fields = written(config)
+    for old in ("rope_theta", "rope_scaling"):  # which the family never had
+        del fields[old]
+    return fields | {
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_parameters": {**write_rope(config.rope), "partial_rotary_factor": config.rope.share},
+        "layer_types": ["linear_attention" if linear else "full_attention" for linear in config.linear_layers],
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.taps,
+    }
+
+
+def three_to_one(layers: int) -> tuple[bool, ...]:
+    """The published pattern: three DeltaNets, then attention; of fewer layers the last one is attention."""
+    return tuple((layer + 1) % min(4, layers) != 0 for layer in range(layers))
+
+
+def axes(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of the family's weights."""
+    delta = config.delta
+    assert delta is not None, "the family has them"
+    return {
+        **axis_sizes(config),
+        "Hg": 2 * config.head_dim,
+        "Hk": delta.key_heads,
+        "Hv": delta.value_heads,
+        "U": delta.channels // delta.key_dim,
+        "Dk": delta.key_dim,
+        "Dv": delta.value_dim,
+        "Ta": delta.taps,
+    }
+
+
+def _qwen35(
+    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool, **different: Any
+) -> DecoderConfig:
+    usual = {
+        "vocab_size": 248_320,
+        "max_positions": 262_144,
+        "head_dim": 256,
+        "rope": Rope(theta=10_000_000.0, share=0.25),
+        "delta": DeltaNet(16, value_heads, 128, 128),
+    }
+    return DecoderConfig(
+        family="qwen3_5",
+        d_model=d_model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn=ffn,
+        activation="silu",
+        norm_eps=1e-6,
+        norm_offset=True,
+        tied=tied,
+        qk_norm=True,
+        output_gate=True,
+        linear_layers=three_to_one(layers),
+        **{**usual, **different},
+    )
+
+
+_CHANNELS = ("U", (1, 1))
+"""A folder has the queries of all key heads first, then their keys, then the values."""
+_DELTA = in_layers(
+    {
+        "z/w": ("linear_attn.in_proj_z.weight", "(Hv Dv) D", "D Hv Dv"),
+        "beta/w": ("linear_attn.in_proj_b.weight", "Hv D", "D Hv"),
+        "decay/w": ("linear_attn.in_proj_a.weight", "Hv D", "D Hv"),
+        "out/w": ("linear_attn.out_proj.weight", "D (Hv Dv)", "Hv Dv D"),
+        "out_norm/w": ("linear_attn.norm.weight", "Dv", "Dv"),
+        "rate/a_log": ("linear_attn.A_log", "Hv", "Hv"),
+        "rate/bias": ("linear_attn.dt_bias", "Hv", "Hv"),
+    },
+    DELTANET,
+)
+_MIXED = {
+    "qkv/w": ("in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
+    "conv/w": ("conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
+}
+
+QWEN35 = FamilyText(
+    model_types=("qwen3_5_text", "qwen3_5"),
+    hub=r"qwen-?3\.[568]",
+    template="chatml",
+    architecture="Qwen3_5ForCausalLM",
+    classifier="Qwen3_5TextForSequenceClassification",
+    read=read_qwen35,
+    write=write,
+    tensors={
+        **{name: replace(one, mixer="attention" if name[7:8] in "qkvo" else None) for name, one in SHARED.items()},
+        **TWO_NORMS,
+        **{name: replace(one, mixer="attention") for name, one in QK_NORMS.items()},
+        **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
+        **_DELTA,
+        **{
+            f"layers/{ours}": Tensor(f"model.layers.{{layer}}.linear_attn.{name}", theirs, axes, DELTANET, _CHANNELS)
+            for ours, (name, theirs, axes) in _MIXED.items()
+        },
+    },
+    presets={
+        "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, 16, tied=True),
+        "qwen3.5-2b": _qwen35(2048, 6144, 24, 8, 2, 16, tied=True),
+        "qwen3.5-4b": _qwen35(2560, 9216, 32, 16, 4, 32, tied=True),
+        "qwen3.5-9b": _qwen35(4096, 12_288, 32, 16, 4, 32, tied=False),
+        "qwen3.5-27b": _qwen35(5120, 17_408, 64, 24, 4, 48, tied=False),
+    },
+    small=_qwen35(
+        64, 192, 4, 4, 2, 4, tied=True, vocab_size=512, max_positions=2048, head_dim=16, delta=DeltaNet(2, 4, 16, 16)
+    ),
+    linear=three_to_one,
+    axes=axes,
+    prefixes=(("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None)),
+    passengers=("mtp.",),
+    passenger_fields=DRAFTING,
+)
