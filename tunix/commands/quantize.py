@@ -68,7 +68,7 @@ def quantize(
     if setting is not None and before is not None:
         after = _loss_of(setting, out)
         numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
-    print(_shown(options, out, projections_of(inference.source.decoder), parsed, moved, numbers))
+    print(_shown(options, out, projections_of(inference.source.decoder.parts), parsed, moved, numbers))
     return numbers
 
 
@@ -110,6 +110,7 @@ def _written(
     model, params, _ = inference.weights()
     on_grid, moved = rounded(replace(model, simulated=simulated), params)
     settings = {"source": inference.source.files, "dtype": model.dtype, "scores": not model.has_lm_head, "rules": rules}
+    settings["base"] = inference.source.folder
     save_folder(out, model.config, params if packed else on_grid, packed=packed, **settings)
     return {name.split("/")[1]: error for name, error in moved.items()}
 

@@ -8,7 +8,7 @@ the unrounded model is never in memory. Writing: the same way back, into an atom
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,31 +19,30 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.distributed import processes
-from tunix.distributed.global_arrays import everywhere
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
-    Sent,
     Stored,
     check_tensors,
     some,
     tensors_of_folder,
     write_shards,
 )
+from tunix.hf.sending import sent, sent_scales, sent_values
 from tunix.hf.tensor_loading import Place, Read, load, target_of
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE, Tensor
 from tunix.models.families.table import FAMILIES, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
-from tunix.models.quantization.formats import Quantization, is_scale, quantize, tile_of
+from tunix.models.quantization.formats import is_scale, tile_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
-from tunix.util.exact import jit
 from tunix.util.object_store import url_of
 
 BESIDE_WEIGHTS = (
@@ -254,6 +253,7 @@ def save_folder(
     scores: bool = False,
     rules: Rules | None = None,
     packed: bool = False,
+    base: Path | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -269,6 +269,8 @@ def save_folder(
         scores: whether the value head is written, as for a reward model; a critic's is not part of a language model.
         rules: how the weights are rounded, which the folder records; None where they are not.
         packed: whether the weights are rounded here and written in few bits.
+        base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
+            with are taken along (`FamilyText.passengers`). None for none.
         max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
@@ -278,11 +280,15 @@ def save_folder(
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
     with shared_folder(path) as folder:
         packing = _packing(config, params, rules) if packed else {}
+        along = [] if base is None or scores else passengers(base, config.family)
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
+            if base is not None and along:
+                fields |= passenger_fields(base, config.family)
             if processes.lead():
                 _write_beside(folder.path, config, fields, source, scores, rules, packing)
-        write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
+        whole = [*_entries(config, params, dtype, packing), *map(as_it_is, along)]
+        write_shards(folder, whole, max_shard_bytes)
 
 
 def _write_beside(
@@ -306,7 +312,7 @@ def _write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), config.parts)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -336,7 +342,7 @@ def _entries(
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         if name in packed:
             values, scales = (
-                partial(send, params[name], place, tensor, packed[name]) for send in (_sent_values, _sent_scales)
+                partial(send, params[name], place, tensor, packed[name]) for send in (sent_values, sent_scales)
             )
             yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], values, scales)
         else:
@@ -354,44 +360,3 @@ def _entries(
                 yield from entry(name, layer, shape)
     for name, shape in sorted(ends.items(), reverse=True):
         yield from entry(name, None, shape)
-
-
-def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
-    """Sends one tensor of a stack to the host.
-
-    Args:
-        array: the stack, or a table.
-        place: index of the tensor in it.
-        write: lays it out as in a file.
-        dtype: in which it is sent.
-    """
-    there = everywhere(_taken(array, place).astype(dtype))
-    there.copy_to_host_async()
-    return lambda: write(np.asarray(there))
-
-
-def _sent_values(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
-    """Sends the rounded values of a layer's matrix."""
-    values = everywhere(_rounded(array, place, tensor, how)[0])
-    values.copy_to_host_async()
-    return lambda: tensor.write(np.asarray(values))
-
-
-def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
-    """Sends the scales of a layer's rounded matrix."""
-    scales = everywhere(_rounded(array, place, tensor, how)[1])
-    scales.copy_to_host_async()
-    return lambda: np.asarray(scales).reshape(len(scales), -1).T
-
-
-def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:
-    """Values and scales of a layer's matrix."""
-    assert how.rule.weights is not None
-    rounding = Quantization(how.rule.weights, how.tile)
-    return jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
-
-
-def _taken(array: jax.Array, place: Place) -> jax.Array:
-    for index in place:
-        array = jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
-    return array

@@ -145,7 +145,7 @@ class AdapterConfig(Config):
         Raises:
             UserError: a target means none of them.
         """
-        there = projections_of(config)
+        there = projections_of(config.parts)
         for pattern in () if self.targets == "all-linear" else self.targets:
             if not there.keys() & matched(pattern):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")

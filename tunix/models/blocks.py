@@ -22,7 +22,7 @@ from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView, SlotsView
 from tunix.models.config import DELTANET, EXPERTS, DecoderConfig
-from tunix.models.deltanet import GatedDeltaNet, Held, PieceStates, StepView
+from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
 from tunix.models.layers import Norm, Projection, TokenKeys, rotate
 from tunix.models.moe import MixtureOfExperts
 
@@ -33,7 +33,7 @@ RopeTables = tuple[jax.Array, jax.Array]
 """cos and sin `[B T H/2]`."""
 View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
-Cache = Pages | Held
+Cache = Pages | SlotStates
 """What a layer keeps of earlier tokens: keys and values, or states."""
 Auxiliary = dict[str, Float[Array, ""]]
 """Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""

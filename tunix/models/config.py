@@ -1,6 +1,7 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 DELTANET = "deltanet"
@@ -155,16 +156,15 @@ class DecoderConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`."""
+        linear, dense = self.delta is not None, self.experts is None
+        return ("self_attn", *(("linear_attn",) if linear else ()), *(("mlp",) if dense else ()))
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        far = LayerKind(self.rope, mixer=self.mixer)
-        near = far if self.window is None else LayerKind(self.rope_local or self.rope, self.window, self.mixer)
-        none = (False,) * self.num_layers
-        linear = LayerKind(self.rope, mixer=DELTANET)
-        return tuple(
-            linear if delta else near if local else far
-            for delta, local in zip(self.linear_layers or none, self.local_layers or none, strict=True)
-        )
+        return _kinds(self)
 
     @property
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
@@ -183,7 +183,7 @@ class DecoderConfig:
 
     def layers_with(self, mixer: str | None) -> tuple[int, ...]:
         """The numbers of the layers with this mixer; None for all layers."""
-        return tuple(number for number, kind in enumerate(self.kinds) if mixer in (None, kind.mixer))
+        return _layers_with(self, mixer)
 
     def kinds_with(self, mixer: str) -> tuple[LayerKind, ...]:
         """The kinds of layers with this mixer, each once."""
@@ -198,3 +198,20 @@ class DecoderConfig:
             for length in range(1, self.num_layers + 1)
             if self.num_layers % length == 0 and mixers == mixers[:length] * (self.num_layers // length)
         )
+
+
+# Kept: a folder's tensors ask for them by name and layer.
+@lru_cache(maxsize=64)
+def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
+    far = LayerKind(config.rope, mixer=config.mixer)
+    near = far if config.window is None else LayerKind(config.rope_local or config.rope, config.window, config.mixer)
+    linear, none = LayerKind(config.rope, mixer=DELTANET), (False,) * config.num_layers
+    return tuple(
+        linear if delta else near if local else far
+        for delta, local in zip(config.linear_layers or none, config.local_layers or none, strict=True)
+    )
+
+
+@lru_cache(maxsize=64)
+def _layers_with(config: DecoderConfig, mixer: str | None) -> tuple[int, ...]:
+    return tuple(number for number, kind in enumerate(config.kinds) if mixer in (None, kind.mixer))

@@ -55,9 +55,9 @@ class Structure:
     """What layers with one mixer are made of."""
 
     graph: nnx.GraphDef
-    """Of their block."""
+    """The structure of their block."""
     paths: tuple[Path, ...]
-    """Of their weights within the block."""
+    """Where their weights are within the block."""
 
     def block(self, weights: Mapping[Path, Any]) -> Block:
         """The block with these weights."""

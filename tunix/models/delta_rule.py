@@ -11,19 +11,21 @@ masked. A segment may continue an earlier one, as answers in one row continue th
 from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start
 likewise. All of it is computed in float32.
 
-Axes: B rows, T time, C tokens at a time, c chunks, Hk key heads, Jv value heads of a key head, Dk and Dv widths of
-keys and values, Ch channels.
+Axes: B rows, T time, C tokens at a time, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv width of a
+value.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-CHUNK = 64
-"""Tokens of a chunk in packed rows."""
+CHUNKS = {"cpu": 32, "gpu": 64, "tpu": 64}
+"""Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 times as long as 64
+(`benchmarks.mixers`)."""
 State = Float[Array, "B Hk Jv Dk Dv"]
 # On GPUs and TPUs float32 products are rounded to fewer bits otherwise, and states add the errors of all tokens up.
 _product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -123,9 +125,9 @@ def chunked(
     size = chunks.pairs.shape[-1]
     q, k = (_heads_first(x, size, 1) for x in (q, k))
     v, decay, beta = (_heads_first(x, size, 2) for x in (v, gates.decay, gates.beta))
-    pairs = chunks.pairs[:, :, None, None]
     # [B c Hk Jv C]: the logarithm of what is left at a token of the state that it sees from before its chunk.
-    total = _product("BcKJij,BcKJj->BcKJi", jnp.broadcast_to(pairs, (*decay.shape, size)).astype(jnp.float32), decay)
+    total = _product("Bcij,BcKJj->BcKJi", chunks.pairs.astype(jnp.float32), decay)
+    pairs = chunks.pairs[:, :, None, None]
     between = jnp.exp(jnp.where(pairs, total[..., :, None] - total[..., None, :], -jnp.inf))
     seen = _product("BcKid,BcKjd->BcKij", q, k)[:, :, :, None] * between
     overlap = beta[..., None] * _product("BcKid,BcKjd->BcKij", k, k)[:, :, :, None] * between
@@ -133,9 +135,7 @@ def chunked(
     if chunks.branches is not None:
         left += jnp.exp(total) * _over_heads(chunks.branches.from_root)
     wanted = jnp.concatenate([beta[..., None] * v, (beta * left)[..., None] * k[:, :, :, None]], axis=-1)
-    # Forward substitution, and no product of powers: where keys repeat, these are large and cancel.
-    solved = jax.lax.linalg.triangular_solve(overlap, wanted, left_side=True, lower=True, unit_diagonal=True)
-    new, read = jnp.split(solved, [v.shape[-1]], axis=-1)
+    new, read = jnp.split(_solved(overlap, wanted), [v.shape[-1]], axis=-1)
     inputs = (new, read, left[..., None] * q[:, :, :, None], seen, k, between, left, chunks.branches, begins)
     start = jnp.zeros((v.shape[0], *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
     kept = None if chunks.branches is None else start
@@ -148,7 +148,7 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     """The states after a chunk, the present one and the root's, and what its tokens read."""
     (state, root), (new, read, queries, seen, k, between, left, branches, begins) = states, inputs
     if begins is not None:
-        state = _where(begins.here, begins.states, state)
+        state = by_first(begins.here, begins.states, state)
 
     def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
         """Products with the state that each token sees."""
@@ -162,20 +162,65 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     new = new - seen_before(read)
     mixed = seen_before(queries) + _product("BKJij,BKJjv->BKJiv", seen, new)
 
-    def after(at: Int[Array, "B"]) -> State:
-        """The state after a token of each row."""
-        index = at[:, None, None, None]
-        share = jnp.take_along_axis(between, index[..., None], axis=3)[..., 0, :]
+    def after(of_token: Callable[[Array], Array]) -> State:
+        """The state after a token of each row, which a function takes out of `[B C ...]`."""
+        shares, lasts = (of_token(jnp.moveaxis(x, 3, 1)) for x in (between, left))
         start = state
         if branches is not None and root is not None:
-            start = _where(jnp.take_along_axis(branches.from_root, at[:, None], axis=1)[:, 0], root, state)
-        keys = share[..., None] * k[:, :, None]
-        return jnp.take_along_axis(left, index, axis=3)[..., None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
+            start = by_first(of_token(branches.from_root), root, state)
+        keys = shares[..., None] * k[:, :, None]
+        return lasts[..., None, None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
 
-    last = after(jnp.full(len(k), k.shape[2] - 1))
+    last = after(lambda x: x[:, -1])
     if branches is not None and root is not None:
-        root = _where(branches.any_root, after(branches.root), root)
+        at = branches.root[:, None]
+        ended = after(lambda x: jnp.take_along_axis(x, widened(at, x), axis=1)[:, 0])
+        root = by_first(branches.any_root, ended, root)
     return (last, root), (mixed, None if begins is None else last)
+
+
+@jax.custom_vjp
+def _solved(below: Float[Array, "*at C C"], wanted: Float[Array, "*at C n"]) -> Float[Array, "*at C n"]:
+    """x of `(1 + below) x = wanted`, where only what is below the diagonal counts.
+
+    By products of matrices: XLA's triangular solve has waited for itself for ever in a program on a CPU with two cores.
+    """
+    return _solved_forward(below, wanted)[0]
+
+
+def _solved_forward(below: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse(below)
+    found = _product("...ij,...jn->...in", inverse, wanted)
+    return found, (inverse, found)
+
+
+def _solved_backward(saved: tuple[jax.Array, jax.Array], d_found: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, found = saved
+    d_wanted = _product("...ji,...jn->...in", inverse, d_found)
+    return jnp.tril(-_product("...in,...jn->...ij", d_wanted, found), -1), d_wanted
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _inverse(below: Float[Array, "*at C C"]) -> Float[Array, "*at C C"]:
+    """The inverse of `1 + below`; C is a power of two.
+
+    From blocks to blocks twice as large, `[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]`: as exact as forward
+    substitution, unlike the product of the powers of `below`. Where keys repeat, these are large and cancel.
+    """
+    length = below.shape[-1]
+    assert length & (length - 1) == 0, "chunks are halved"
+    found, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1
+    while size < length:
+        blocks = below.reshape(*below.shape[:-2], length // (2 * size), 2 * size, length // (2 * size), 2 * size)
+        own = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corner = -_product("...ij,...jk,...kl->...il", second, own, first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        found = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return found[..., 0, :, :]
 
 
 def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
@@ -183,9 +228,14 @@ def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
     return mask[..., None, None, :]
 
 
-def _where(rows: Bool[Array, "B"], one: State, other: State) -> State:
-    """One state or the other, for each row."""
-    return jnp.where(rows[:, None, None, None, None], one, other)
+def widened(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The same with as many axes as another array, of which the last have one place."""
+    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
+
+
+def by_first(condition: jax.Array, one: jax.Array, other: jax.Array | float) -> jax.Array:
+    """`jnp.where` for a condition of the first axes alone."""
+    return jnp.where(widened(condition, one), one, other)
 
 
 def _heads_first(x: Float[Array, "B T *heads_and_width"], size: int, heads: int) -> jax.Array:
@@ -232,25 +282,28 @@ def convolved(
         parents: see `types.Batch`: a branch is preceded by the tokens of its parent.
     """
     x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
-    index = jnp.broadcast_to(jnp.arange(x.shape[1]), ids.shape)
-    before = _index_before(ids, parents)
-    found, at = x32 * taps[..., -1], index
+    found = x32 * taps[..., -1]
+    before = at = None if parents is None else _index_before(ids, parents)
     for lag in range(1, taps.shape[-1]):
-        at = jnp.where(at >= 0, jnp.take_along_axis(before, jnp.maximum(at, 0), axis=1), -1)
-        if parents is None:
-            earlier = jnp.pad(x32, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)))[:, : x.shape[1]]
+        if before is None or at is None:
+            same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
         else:
-            earlier = jnp.take_along_axis(x32, _over(jnp.maximum(at, 0), x), axis=1)
-        found += jnp.where(_over(at >= 0, x), earlier, 0.0) * taps[..., -1 - lag]
+            same, index = at >= 0, jnp.maximum(at, 0)
+            earlier = jnp.take_along_axis(x32, widened(index, x), axis=1)
+            at = jnp.where(same, jnp.take_along_axis(before, index, axis=1), -1)
+        found += by_first(same, earlier, 0.0) * taps[..., -1 - lag]
     return found
 
 
-def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The index of the token before each one in its sequence; -1 for a sequence's first token."""
-    index = jnp.arange(ids.shape[1])
-    continues = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1) == ids
-    start = -1 if parents is None else jnp.where(parents == ids, -1, _last_root(ids, parents))
-    return jnp.where(continues, index - 1, start)
+    start = jnp.where(parents == ids, -1, _last_root(ids, parents))
+    return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+
+
+def _later(x: Shaped[Array, "B T *rest"], lag: int, first: int) -> Shaped[Array, "B T *rest"]:
+    """Each token's place has what stood so many tokens before it."""
+    return jnp.pad(x, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)), constant_values=first)[:, : x.shape[1]]
 
 
 def convolved_after(
@@ -260,8 +313,3 @@ def convolved_after(
     whole, taps = jnp.concatenate([before, x], axis=1).astype(jnp.float32), taps.astype(jnp.float32)
     lags = [whole[:, lag : lag + x.shape[1]] * taps[..., lag] for lag in range(taps.shape[-1])]
     return jnp.sum(jnp.stack(lags), axis=0)
-
-
-def _over(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """A mask `[B T]` of tokens, or their indices, with as many axes as `x`."""
-    return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

@@ -6,8 +6,8 @@ that decodes holds a state and the last inputs of the convolution, however long 
 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
 
-Axes: B rows, T time, C tokens at a time, c chunks, D model width, Sl slots, Hk key heads, Jv value heads of a key head,
-Dk and Dv widths of keys and values, U runs of a key head's channels, s shards of the rows.
+Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads, Jv value heads of a key head, Dk width
+of a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
 """
 
 from typing import NamedTuple
@@ -19,19 +19,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.config import DType
-from tunix.mesh import constrain
+from tunix.mesh import Axes, constrain, platform
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig, DeltaNet
 from tunix.models.delta_rule import (
-    CHUNK,
+    CHUNKS,
     Begins,
     Chunks,
     Gates,
+    by_first,
     chunked,
     convolved,
     convolved_after,
     recurrent,
     unit,
+    widened,
 )
 from tunix.models.layers import Norm, Projection, TokenKeys
 
@@ -39,7 +41,7 @@ PIECE_CHUNK = 32
 """Tokens of a chunk in a piece of prompts, in which each segment begins with a chunk of its own."""
 
 
-class Held(NamedTuple):
+class SlotStates(NamedTuple):
     """What slots hold of their sequences in one layer."""
 
     inputs: Float[Array, "Sl m Hk U Dk"]
@@ -48,19 +50,20 @@ class Held(NamedTuple):
     """In float32."""
 
     @classmethod
-    def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "Held":
-        """Of sequences without tokens."""
+    def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "SlotStates":
+        """What slots hold of sequences without tokens."""
         heads, of_head = sizes.key_heads, sizes.value_heads // sizes.key_heads
         inputs = jnp.zeros((slots, sizes.taps - 1, *sizes.runs), dtype)
         states = jnp.zeros((slots, heads, of_head, sizes.key_dim, sizes.value_dim), jnp.float32)
         return cls(inputs, states).placed()
 
-    def placed(self) -> "Held":
+    def placed(self) -> "SlotStates":
         """The same, split over the devices as slots and heads are."""
-        return Held(
-            constrain(self.inputs, "rows", None, "heads", None, None),
-            constrain(self.states, "rows", "heads", None, None, None),
-        )
+        return SlotStates(*(constrain(x, *axes) for x, axes in zip(self, STATE_AXES, strict=True)))
+
+
+STATE_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "heads", None, None, None))
+"""The logical axes of the arrays of `SlotStates`."""
 
 
 class StepView(NamedTuple):
@@ -96,7 +99,7 @@ class GatedDeltaNet(nnx.Module):
         self.z = Projection("BTD,Dhv->BThv", (d, *values), heads, rngs, contracted=1)
         self.beta = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
         self.decay = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
-        self.out = Projection("BThv,hvD->BTD", (*values, d), ("heads", None, "embed"), rngs, contracted=2)
+        self.out = Projection("BThv,hvD->BTD", (*values, d), ("heads", "head", "embed"), rngs, contracted=2)
         self.conv = Taps(c, rngs)
         self.rate = Rate(c, rngs)
         self.out_norm = Norm(c.value_dim, "head", eps=config.norm_eps, offset=False)
@@ -106,9 +109,9 @@ class GatedDeltaNet(nnx.Module):
         x: Float[Array, "B T D"],
         rope: tuple[jax.Array, jax.Array],
         view: View,
-        cache: Held | None = None,
+        cache: SlotStates | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Held | None]:
+    ) -> tuple[Float[Array, "B T D"], SlotStates | None]:
         """The mixed tokens for normed inputs, and what the slots hold then; `rope` plays no part."""
         mixed_in = checkpoint_name(self.qkv(x, dropout_keys), "q")
         z = checkpoint_name(self.z(x, dropout_keys), "gate")
@@ -145,7 +148,7 @@ class GatedDeltaNet(nnx.Module):
     def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, view: Segments) -> jax.Array:
         """The mixed tokens of packed rows, in which every segment is a whole sequence."""
         length = mixed.shape[1]
-        size = min(CHUNK, length)
+        size = min(CHUNKS[platform()], 1 << (length - 1).bit_length())
         over = -length % size
         # A row's chunks follow each other: a device has all of them, however the tokens are split elsewhere.
         mixed = constrain(mixed, "rows", None, "heads", None, None)
@@ -157,8 +160,8 @@ class GatedDeltaNet(nnx.Module):
         return found[:, :length]
 
     def _piece(
-        self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: Held
-    ) -> tuple[jax.Array, Held]:
+        self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: SlotStates
+    ) -> tuple[jax.Array, SlotStates]:
         """The mixed tokens of pieces, and what the slots hold after them."""
         rows, length = view.ids.shape
         size, own = length // view.sources.shape[1], len(held.states) // rows
@@ -168,7 +171,7 @@ class GatedDeltaNet(nnx.Module):
         blocks = mixed.reshape(rows, -1, size, *mixed.shape[2:])
         lags = before.shape[2]
         follow = jnp.pad(blocks[:, :-1, size - lags :], ((0, 0), (1, 0), *((0, 0),) * 4))
-        before = _where(begins, before, follow)
+        before = by_first(begins, before, follow)
         whole = jnp.concatenate([before, blocks], axis=2)
         flat = (blocks.reshape(-1, *blocks.shape[2:]), before.reshape(-1, *before.shape[2:]))
         q, k, v = self._heads(convolved_after(flat[0], self.conv.w[...], flat[1]).astype(mixed.dtype))
@@ -178,24 +181,24 @@ class GatedDeltaNet(nnx.Module):
         assert after is not None, "chunks that begin with states have states after them"
         ends = view.ends.reshape(rows, own)
         chunk, place = jnp.maximum(ends, 0) // size, jnp.maximum(ends, 0) % size
-        last = jnp.take_along_axis(whole, _wide(chunk, whole), axis=1)
-        columns = _wide(place[..., None] + 1 + jnp.arange(lags), whole)
-        new = Held(
+        last = jnp.take_along_axis(whole, widened(chunk, whole), axis=1)
+        columns = widened(place[..., None] + 1 + jnp.arange(lags), whole)
+        new = SlotStates(
             jnp.take_along_axis(last, columns, axis=2),
-            jnp.take_along_axis(after, _wide(chunk, after), axis=1),
+            jnp.take_along_axis(after, widened(chunk, after), axis=1),
         )
-        kept = [_where(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
-        return found, Held(*kept).placed()
+        kept = [by_first(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
+        return found, SlotStates(*kept).placed()
 
     def _step(
-        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: Held
-    ) -> tuple[jax.Array, Held]:
+        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
+    ) -> tuple[jax.Array, SlotStates]:
         """The mixed token of each slot, and what the slots hold after it."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
         found, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
         inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
-        new = (_where(view.live, x, y) for x, y in zip((inputs, states), held, strict=True))
-        return found[:, None], Held(*new).placed()
+        new = (by_first(view.live, x, y) for x, y in zip((inputs, states), held, strict=True))
+        return found[:, None], SlotStates(*new).placed()
 
 
 class Taps(nnx.Module):
@@ -225,14 +228,4 @@ def _masked(gates: Gates, real: Bool[Array, "B T"]) -> Gates:
 
 def _of_slots(x: Float[Array, "s own *rest"], sources: Int[Array, "s c"]) -> Float[Array, "s c *rest"]:
     """What the slots of a row's chunks hold; zeros where no slot is named."""
-    return _where(sources >= 0, jnp.take_along_axis(x, _wide(jnp.maximum(sources, 0), x), axis=1), 0.0)
-
-
-def _wide(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The same with as many axes, of which the last have one place."""
-    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
-
-
-def _where(condition: jax.Array, x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """`jnp.where`, by the first axes."""
-    return jnp.where(_wide(condition, x), x, y)
+    return by_first(sources >= 0, jnp.take_along_axis(x, widened(jnp.maximum(sources, 0), x), axis=1), 0.0)

@@ -24,7 +24,7 @@ from tunix.models.attention.pages import CachedView
 from tunix.models.blocks import Cache, RopeTables
 from tunix.models.config import DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
-from tunix.models.deltanet import Held, PieceStates, StepView
+from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import in_compute
@@ -59,7 +59,8 @@ def unstack(model: Model, params: Params) -> Weights:
         return constrain(jnp.copy(w), *view_axes(model, name))
 
     top = {name: view(name, params[name]) for name in TOP if name in params}
-    places = {name: {layer: i for i, layer in enumerate(model.layers_with[name])} for name in params if name not in top}
+    stacked = [name for name in params if name.startswith(LAYERS)]
+    places = {name: {layer: i for i, layer in enumerate(model.layers_of[name])} for name in stacked}
 
     def layer(number: int) -> Params:
         here = {name: at[number] for name, at in places.items() if number in at}
@@ -115,7 +116,7 @@ def empty(
     def one(of: LayerKind) -> Cache:
         if not of.paged:
             assert config.delta is not None, "its sizes come with the layers"
-            return Held.empty(config.delta, slots, dtype)
+            return SlotStates.empty(config.delta, slots, dtype)
         pages = layout.empty(numbers[config.paged_kinds.index(of)], config.num_kv_heads, config.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 

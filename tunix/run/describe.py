@@ -36,7 +36,7 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
     if (rounding := learner.spec.model.quantization) is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(learner.frozen):.3f} bytes a weight"
     if rules is not None:
-        weights += f"; {rules.summary(learner.spec.model.config)}"
+        weights += f"; {rules.summary(learner.spec.model.config.parts)}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "

@@ -5,9 +5,9 @@ one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a 
 """
 
 import re
+from collections.abc import Collection
 
 from tunix.errors import nearest
-from tunix.models.config import DecoderConfig
 
 MODULES = {
     "self_attn.q_proj": "q",
@@ -24,21 +24,24 @@ MODULES = {
     "linear_attn.out_proj": "out",
 }
 """Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them."""
-LINEAR = "linear_attn."
-"""What the names of the matrices of Gated DeltaNet layers begin with."""
-MLP = "mlp."
-"""What the names of the matrices of a feed-forward part begin with that has no experts."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
 """The last part of Hugging Face's name -> ours."""
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
 
-def projections_of(config: DecoderConfig) -> dict[str, str]:
-    """The last part of Hugging Face's name -> ours, of the matrices that a model has."""
-    parts = [part for part, there in ((LINEAR, config.delta is not None), (MLP, config.experts is None)) if not there]
-    there = (name for name in MODULES if not name.startswith(tuple(parts)))
-    return {name.split(".")[-1]: MODULES[name] for name in there}
+def modules_of(parts: Collection[str]) -> dict[str, str]:
+    """Hugging Face's name -> ours, of the matrices of a model whose layers have these parts.
+
+    Args:
+        parts: as `DecoderConfig.parts`, e.g. `("self_attn", "mlp")`.
+    """
+    return {name: ours for name, ours in MODULES.items() if name.rpartition(".")[0] in parts}
+
+
+def projections_of(parts: Collection[str]) -> dict[str, str]:
+    """As `modules_of`, by the last part of Hugging Face's name."""
+    return {name.split(".")[-1]: ours for name, ours in modules_of(parts).items()}
 
 
 def matched(pattern: str) -> tuple[str, ...]:

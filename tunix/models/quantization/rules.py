@@ -5,7 +5,7 @@ rules in `tunix_quantization.json`; a program that does not read that file loads
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,6 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tunix.config import BaseType, Config
 from tunix.errors import UserError
-from tunix.models.config import DecoderConfig
 from tunix.models.quantization.modules import PROJECTIONS, matched, projections_of
 from tunix.util.atomic_io import refuse_foreign
 
@@ -108,9 +107,13 @@ class Rules(Config):
         """Whether activations are rounded."""
         return any(rule.activations for rule in self.modules.values())
 
-    def summary(self, config: DecoderConfig) -> str:
-        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
-        kinds, there = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds], projections_of(config)
+    def summary(self, parts: Collection[str]) -> str:
+        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`.
+
+        Args:
+            parts: of the model's layers, as `DecoderConfig.parts`.
+        """
+        kinds, there = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds], projections_of(parts)
         rounded = set(there.values()) & self.modules.keys()
         return f"{len(rounded)} of a layer's {len(there)} matrices compute as {', '.join(kinds)}"
 

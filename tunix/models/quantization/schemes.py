@@ -7,13 +7,13 @@ Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tunix.errors import UserError, nearest
-from tunix.models.quantization.modules import MODULES
+from tunix.models.quantization.modules import modules_of
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 
 SECTION, METHOD = "quantization_config", "compressed-tensors"
@@ -69,17 +69,18 @@ class Packing:
         return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
 
 
-def section(packing: Mapping[str, Packing], head: str) -> dict[str, Any]:
+def section(packing: Mapping[str, Packing], head: str, parts: Collection[str]) -> dict[str, Any]:
     """The value of SECTION in config.json.
 
     Args:
         packing: how each packed matrix of a layer is packed, by our name of it, e.g. `up`.
         head: the name of the head, which stays as it is.
+        parts: of the model's layers, as `DecoderConfig.parts`.
     """
     targets: dict[str, list[str]] = {}
     ignored = [head]
     schemes: dict[str, dict[str, Any]] = {}
-    for theirs, ours in MODULES.items():
+    for theirs, ours in modules_of(parts).items():
         target = f"re:.*{re.escape(theirs)}$"
         if ours not in packing:
             ignored.append(target)
