@@ -15,7 +15,7 @@ from tunix.errors import UserError
 from tunix.mesh import build_mesh
 from tunix.models import expert_products
 from tunix.models.config import EXPERTS, Experts
-from tunix.models.expert_products import product
+from tunix.models.expert_products import from_experts, routes, to_experts
 from tunix.models.families.table import preset, small
 from tunix.models.model import Model
 from tunix.models.moe import MixtureOfExperts
@@ -111,24 +111,34 @@ def test_bfloat16_stays_near_float32():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_are_the_products_of_ragged_dot(monkeypatch, dtype):
-    """Runs of no row, of less than a block, of exactly one and of several, and rows that belong to none."""
-    sizes = jnp.asarray([0, 5, 8, 0, 75, 33, 0], jnp.int32)
-    rows = jax.random.normal(jax.random.key(0), (130, 12), dtype)
+@pytest.mark.parametrize("product", [to_experts, from_experts])
+def test_experts_in_turns_are_the_products_of_ragged_dot(monkeypatch, dtype, product):
+    """Experts with no row, with less than a step, with more than the largest number of rows at once, and pairs that
+    are not computed."""
+    few = np.repeat([1, 2, 4, 5, 9], [5, 8, 275, 33, 79])  # 9 stands for pairs of other devices
+    experts = jnp.asarray(np.random.default_rng(0).permutation(few).reshape(200, 2), jnp.int32)
+    here = experts < 7
+
+    def gradients(x, matrices):
+        where = routes(experts, 7, here)
+        computed = jnp.arange(len(where.pairs)) < where.sizes.sum()
+
+        def loss(x, matrices):
+            by_row = product is to_experts
+            y = product(x if by_row else jnp.pad(x, ((0, len(where.pairs) - len(x)), (0, 0))), matrices, where)
+            y = jnp.where(computed[:, None], y, 0)[:400] if by_row else y
+            return jnp.sum(jax.random.normal(jax.random.key(2), y.shape, dtype) * y).astype(jnp.float32)
+
+        return jax.value_and_grad(loss, (0, 1))(x, matrices)
+
+    assert routes(experts, 7, here).blocks[-1] < 275
+    x = jax.random.normal(jax.random.key(0), (200 if product is to_experts else 321, 12), dtype)
     matrices = jax.random.normal(jax.random.key(1), (7, 12, 6), dtype)
-    aim = jax.random.normal(jax.random.key(2), (130, 6), dtype)
-
-    def gradients(rows, matrices):
-        return jax.value_and_grad(lambda *both: jnp.sum(aim * product(*both, sizes)).astype(jnp.float32), (0, 1))(
-            rows, matrices
-        )
-
-    found = jax.jit(gradients)(rows, matrices)
+    found = jax.jit(gradients)(x, matrices)
     monkeypatch.setattr(expert_products, "platform", lambda: "gpu")
-    expected = jax.jit(gradients)(rows, matrices)
+    expected = jax.jit(gradients)(x, matrices)
     as_float = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
     assert_near(as_float(found), as_float(expected), 1e-5 if dtype == "float32" else 0.02)
-    np.testing.assert_array_equal(found[1][0][121:], 0)
 
 
 MESHES = [

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import Axes, constrain, partition
 from tunix.models.config import DecoderConfig, Experts
-from tunix.models.expert_products import product
+from tunix.models.expert_products import from_experts, in_rows, routes, to_experts
 from tunix.models.layers import TokenKeys, weight
 
 SPLIT = ("expert", "tensor")
@@ -142,60 +142,17 @@ def _mixed(
     downs: Float[Array, "E F D"],
 ) -> Float[Array, "B T D"]:
     """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing."""
-    number, active = len(gates), choice.experts.shape[-1]
+    active, width = choice.experts.shape[-1], x.shape[-1]
     experts = choice.experts - first
-    here = real[..., None] & (experts >= 0) & (experts < number)
-    # Pairs that are not computed come last, after those of all experts.
-    groups = jnp.where(here, experts, number).reshape(-1)
-    order = jnp.argsort(groups, stable=True)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    sizes = jnp.bincount(groups, length=number + 1)[:number].astype(jnp.int32)
-
-    rows = _sorted(active, x.reshape(-1, x.shape[-1]), order, places)
-    gate = checkpoint_name(product(rows, gates, sizes), "gate")
-    up = checkpoint_name(product(rows, ups, sizes), "up")
+    here = real[..., None] & (experts >= 0) & (experts < len(gates))
+    where = routes(experts.reshape(-1, active), len(gates), here.reshape(-1, active))
+    tokens = x.reshape(-1, width)
+    gate = checkpoint_name(to_experts(tokens, gates, where), "gate")
+    up = checkpoint_name(to_experts(tokens, ups, where), "up")
     gate = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    found = _returned(product(gate * up, downs, sizes), order, places).reshape(*choice.experts.shape, -1)
-    weights = jnp.where(here, choice.weights, 0.0)
-    return jnp.einsum("BTkD,BTk->BTD", found.astype(jnp.float32), weights).astype(x.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sorted(active: int, x: Float[Array, "n D"], order: Int[Array, "m"], places: Int[Array, "m"]) -> jax.Array:
-    """Each token once for each of its `active` experts, sorted by expert: row i is that of pair `order[i]`.
-
-    Its gradient sums a token's rows where they are gathered from; JAX's own would scatter them one by one.
-    """
-    return x[order // active]
-
-
-def _sorted_forward(active: int, x: jax.Array, order: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _sorted(active, x, order, places), places
-
-
-def _sorted_backward(active: int, places: jax.Array, d: jax.Array) -> tuple[jax.Array, None, None]:
-    by_token = d[places].reshape(-1, active, d.shape[-1])
-    return jnp.sum(by_token.astype(jnp.float32), axis=1).astype(d.dtype), None, None
-
-
-_sorted.defvjp(_sorted_forward, _sorted_backward)
-
-
-@jax.custom_vjp
-def _returned(y: Float[Array, "m D"], order: Int[Array, "m"], places: Int[Array, "m"]) -> jax.Array:
-    """Sorted rows in the order of the pairs; its gradient is gathered, as no two pairs share a row."""
-    return y[places]
-
-
-def _returned_forward(y: jax.Array, order: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return y[places], order
-
-
-def _returned_backward(order: jax.Array, d: jax.Array) -> tuple[jax.Array, None, None]:
-    return d[order], None, None
-
-
-_returned.defvjp(_returned_forward, _returned_backward)
+    weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
+    mixed = from_experts((gate * up * weights).astype(x.dtype), downs, where)
+    return mixed.reshape(x.shape)
 
 
 def _balance(scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int) -> Float[Array, ""]:
