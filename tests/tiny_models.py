@@ -179,6 +179,30 @@ CASES |= {
             "num_key_value_heads": 1,
         },
     ),
+    "qwen3_5_moe-five-of-two": Case(
+        "qwen3_5_moe_text",
+        {
+            **DELTA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
+    "qwen3_5_moe-one-of-four-tied": Case(
+        "qwen3_5_moe_text",
+        {
+            **DELTA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral-five": Case("mixtral", {"num_local_experts": 5}),
     "mixtral-all-of-three-tied": Case(
         "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True}
@@ -194,6 +218,7 @@ EACH = (
     "qwen3-wide-heads-tied",
     "qwen3_5-wide-values-tied",
     "qwen3_moe-seven-of-three",
+    "qwen3_5_moe-five-of-two",
     "mixtral-five",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
@@ -294,7 +319,8 @@ def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:
     return found
 
 
-MERGED = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
+LLAMAS = ("gate_proj", "up_proj", "down_proj")
+MERGED = {"qwen3_moe": LLAMAS, "qwen3_5_moe_text": LLAMAS, "mixtral": ("w1", "w3", "w2")}
 """What the matrices of an expert are called in a folder, where transformers has one parameter for all experts."""
 
 

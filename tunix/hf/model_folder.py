@@ -175,8 +175,24 @@ def named_tensors(folder: Path, family: str) -> dict[str, Stored]:
     for key, tensor in unpacked(tensors_of_folder(folder)).items():
         name = rename(key, FAMILIES[family].prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
-            named[name] = tensor
+            named |= dict(apart(name, tensor, FAMILIES[family].stacked))
     return named
+
+
+def apart(name: str, tensor: Stored, stacked: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Stored]]:
+    """A tensor under its name, or the matrices of all experts that it holds, each at its place in the file.
+
+    Args:
+        stacked: as `FamilyText.stacked`.
+    """
+    end = next((end for end in stacked if name.endswith(end)), None)
+    if end is None or len(tensor.shape) != 3 or tensor.shape[1] % len(stacked[end]):
+        return [(name, tensor)]
+    number, rows, width = tensor.shape
+    shape = (rows // len(stacked[end]), width)
+    keys = [f"{name.removesuffix(end)}.{expert}{own}" for expert in range(number) for own in stacked[end]]
+    size = tensor.size // len(keys)
+    return [(key, replace(tensor, shape=shape, begin=tensor.begin + at * size)) for at, key in enumerate(keys)]
 
 
 def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:

@@ -270,13 +270,16 @@ def adapted(
         rules: how the model is rounded while it trains; None where it is not.
 
     Raises:
-        UserError: this device cannot compute with the type that the base, or the model, is rounded to.
+        UserError: this device cannot compute with the type that the base, or the model, is rounded to; or
+            `router_aux_loss_coef` is set for a model without experts.
     """
     adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    settings = {"dtype": config.dtype, "attention": config.attention, "gradient_sums": config.gradient_sums}
+    if config.router_aux_loss_coef and decoder.experts is None:
+        raise UserError(f"model.router_aux_loss_coef: {decoder.family} has no experts whose use it would even out")
+    settings = config.model_dump(include={"dtype", "attention", "gradient_sums", "router_aux_loss_coef"})
     return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
 
 

@@ -23,6 +23,7 @@ from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView, SlotsView
 from tunix.models.config import DELTANET, EXPERTS, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
+from tunix.models.gated_ffn import GatedFFN
 from tunix.models.layers import Norm, Projection, TokenKeys, rotate
 from tunix.models.moe import MixtureOfExperts
 
@@ -35,8 +36,8 @@ View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
 Cache = Pages | SlotStates
 """What a layer keeps of earlier tokens: keys and values, or states."""
-Auxiliary = dict[str, Float[Array, ""]]
-"""Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
+Auxiliary = dict[str, Float[Array, "..."]]
+"""What a layer returns with its output, such as the load-balance loss of a router; stacked over layers."""
 
 
 class Mixer(Protocol):
@@ -115,28 +116,6 @@ class Attention(nnx.Module):
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(checkpoint_name(gate, "q"))
         return self.o(mixed, dropout_keys), cache
-
-
-class GatedFFN(nnx.Module):
-    """`down(act(gate x) * up x)` (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        d, f = config.d_model, config.ffn
-        self.activation = config.activation
-        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        dropout_keys: TokenKeys | None = None,
-        real: Bool[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        gate, up = self.gate(x, dropout_keys), self.up(x, dropout_keys)
-        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * up, dropout_keys), {}
 
 
 class Block(nnx.Module):

@@ -74,6 +74,8 @@ class Experts:
     """How many each token uses, e.g. 8."""
     renormalise: bool = True
     """Whether the weights of those that a token uses are divided by their sum."""
+    shared: int = 0
+    """Width of a further expert that all tokens use, with a gate of its own; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,9 @@ class DecoderConfig:
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`."""
-        linear, dense = self.delta is not None, self.experts is None
-        return ("self_attn", *(("linear_attn",) if linear else ()), *(("mlp",) if dense else ()))
+        shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
+        linear = () if self.delta is None else ("linear_attn",)
+        return ("self_attn", *linear, *(("mlp",) if self.experts is None else shared))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, summed.
+        """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, stacked.
 
         Args:
             noise: added to the embeddings (NEFTune).

@@ -4,8 +4,8 @@
 
 where w_e is s_e, or s_e divided by the sum of s over C (`Experts.renormalise`). That is the mixture of Shazeer et al.
 2017 (https://arxiv.org/abs/1701.06538) with the softmax before the choice, as Qwen 3 and Mixtral have it (renormalised,
-both orders give the same). No expert has a capacity: no token is dropped, and none depends
-on the others.
+both orders give the same). Qwen 3.5 adds a shared expert, that all tokens use, times sigmoid(g x) (`Experts.shared`).
+No expert has a capacity: no token is dropped, and none depends on the others.
 
 Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
 (`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
@@ -27,8 +27,11 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.mesh import Axes, constrain, partition
 from tunix.models.config import DecoderConfig, Experts
 from tunix.models.expert_products import from_experts, in_rows, routes, to_experts
+from tunix.models.gated_ffn import activated, gated, projections
 from tunix.models.layers import TokenKeys, weight
 
+BALANCE, ROWS = "load_balance", "rows"
+"""The auxiliary terms of a layer."""
 SPLIT = ("expert", "tensor")
 """Mesh axes over which the experts' results are summed."""
 
@@ -54,6 +57,16 @@ class Bank(nnx.Module):
         self.w = weight(rngs, shape, axes, std=shape[1] ** -0.5)
 
 
+class SharedGate(nnx.Module):
+    """The sigmoid that weighs the shared expert, one number for each token."""
+
+    def __init__(self, d: int, rngs: nnx.Rngs):
+        self.w = weight(rngs, (d,), ("embed",), std=d**-0.5)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
+        return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.w[...])[..., None])
+
+
 class Choice(NamedTuple):
     """Which experts each token uses."""
 
@@ -74,18 +87,21 @@ class MixtureOfExperts(nnx.Module):
         self.gates = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
         self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
         self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs)
+        if config.experts.shared:
+            self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
+            self.shared_gate = SharedGate(d, rngs)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
-        """The mixed results of each token's experts, zeros for padding, and how evenly they are used.
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "..."]]]:
+        """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
 
-        The auxiliary term `load_balance` is E times the sum over experts of the share of choices and the mean
-        probability: 1 where all are used alike, E where one is used alone (Fedus et al. 2021,
-        https://arxiv.org/abs/2101.03961, equation 4).
+        The auxiliary term `rows` counts the tokens that chose each expert. `load_balance` is E times the sum over
+        experts of the share of choices and the mean probability: 1 where all are used alike, E where one is used alone
+        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4).
 
         Args:
             real: which tokens are not padding; None where all are.
@@ -94,7 +110,10 @@ class MixtureOfExperts(nnx.Module):
         scores = self.router(x)
         choice = self.chosen(scores)
         y = self._spread(x, choice, real)
-        return y, {"load_balance": _balance(scores, choice, real, self.experts.number)}
+        if self.experts.shared:
+            shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
+            y = y + self.shared_gate(x) * shared
+        return y, _usage(scores, choice, real, self.experts.number)
 
     def chosen(self, scores: Float[Array, "B T E"]) -> Choice:
         """The experts with the largest scores. The choice has no gradient; the weights have that of their scores."""
@@ -149,16 +168,17 @@ def _mixed(
     tokens = x.reshape(-1, width)
     gate = checkpoint_name(to_experts(tokens, gates, where), "gate")
     up = checkpoint_name(to_experts(tokens, ups, where), "up")
-    gate = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
-    mixed = from_experts((gate * up * weights).astype(x.dtype), downs, where)
+    mixed = from_experts((activated(activation, gate) * up * weights).astype(x.dtype), downs, where)
     return mixed.reshape(x.shape)
 
 
-def _balance(scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int) -> Float[Array, ""]:
-    """The term `load_balance` of one layer."""
+def _usage(
+    scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int
+) -> dict[str, Float[Array, "..."]]:
+    """The auxiliary terms of one layer."""
     tokens = jnp.maximum(jnp.sum(real), 1)
     shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
-    shares = jnp.bincount(shown, length=number + 1)[:number] / (tokens * choice.experts.shape[-1])
+    rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
     means = jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1)) / tokens
-    return number * jnp.sum(shares * means)
+    return {BALANCE: number * jnp.sum(rows / (tokens * choice.experts.shape[-1]) * means), ROWS: rows}

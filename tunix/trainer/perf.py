@@ -83,7 +83,10 @@ def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int
     if c.experts is None:
         return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
     used = c.experts.active * c.ffn
-    return found | {None: {"router": (d, c.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}}
+    mixed = {"router": (d, c.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
+    if shared := c.experts.shared:
+        mixed |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d), "shared_gate": (d, 1)}
+    return found | {None: mixed}
 
 
 def idle_weights(config: DecoderConfig) -> int:

@@ -173,14 +173,14 @@ def test_an_expert_is_turned_as_a_matrix_is():
 
 
 def test_auxiliary_terms_reach_whoever_calls_the_model(sparse):
-    """Two layers, whose terms are added, with gradients; a dense model has none."""
+    """Two layers, each with its term, with gradients; a dense model has none."""
     params = sparse.init(jax.random.key(0), dict.fromkeys(sparse.shapes, "float32"), one_device())
     tokens = jnp.arange(3, 11)[None]
     rows = (tokens, jnp.arange(8)[None], jnp.ones_like(tokens))
 
     @jax.jit
     def terms(params):
-        return sparse.forward(params, *rows)[1]["size"]
+        return jnp.sum(sparse.forward(params, *rows)[1]["size"])
 
     # Without its down matrices a layer adds nothing to the stream, and its term is 0.
     last_off = {**params, "layers/downs/w": params["layers/downs/w"].at[-1].set(0)}

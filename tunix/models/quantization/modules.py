@@ -17,6 +17,9 @@ MODULES = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "mlp.shared_expert.gate_proj": "gate",
+    "mlp.shared_expert.up_proj": "up",
+    "mlp.shared_expert.down_proj": "down",
     "linear_attn.in_proj_qkv": "qkv",
     "linear_attn.in_proj_z": "z",
     "linear_attn.in_proj_b": "beta",
@@ -66,4 +69,4 @@ def matched(pattern: str) -> tuple[str, ...]:
     if not names:
         hint = nearest(pattern, [*PROJECTIONS, *MODULES])
         raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
