@@ -191,13 +191,13 @@ CASES |= {
             "shared_expert_intermediate_size": 28,
         },
     ),
-    "qwen3_5_moe-one-of-four-tied": Case(
+    "qwen3_5_moe-three-of-four-tied": Case(
         "qwen3_5_moe_text",
         {
             **DELTA,
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "num_experts": 4,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 12,
             "tie_word_embeddings": True,
