@@ -14,8 +14,10 @@ from tunix.config import MeshConfig, ModelConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.hf.source import adapted
+from tunix.lora.config import AdapterConfig
 from tunix.models.config import Experts
 from tunix.models.families.table import small
+from tunix.models.quantization.rules import QuantizationConfig
 from tunix.trainer.expert_load import COUNTS, load_metrics, load_sums
 
 SFT_LOSS = SFT(SFTConfig()).objective
@@ -85,3 +87,30 @@ def test_the_recipe_field_reaches_the_model_and_is_refused_without_experts():
     assert adapted(CONFIG, config, None).router_aux_loss_coef == 0.001
     with pytest.raises(UserError, match=r"model.router_aux_loss_coef: llama has no experts"):
         adapted(small("llama"), config, None)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({}, r"all-linear does not adapt the experts \(mlp.experts\).* \[q_proj, k_proj, v_proj, o_proj\]"),
+        ({"targets": ["q_proj"], "kind": "qlora"}, r"adapter.kind: qlora would leave the experts \(mlp.experts\)"),
+        ({"targets": ["gate_proj"]}, r"qwen3_moe has no gate_proj"),
+    ],
+)
+def test_experts_are_never_left_out_silently(section, message):
+    config = ModelConfig(init="random", family="qwen3_moe")
+    with pytest.raises(UserError, match=message):
+        adapted(CONFIG, config, AdapterConfig(**section))
+    assert adapted(CONFIG, config, AdapterConfig(targets=("q_proj",))).adapt is not None
+    with pytest.raises(UserError, match=r"quantization: the 4 experts of each layer"):
+        adapted(
+            CONFIG,
+            config,
+            None,
+            QuantizationConfig.model_validate({"mode": "qat", "rules": [{"module": ".*", "weights": "int8"}]}),
+        )
+
+
+def test_a_shared_expert_is_adapted_by_the_names_of_a_dense_one():
+    config = small("qwen3_5_moe")
+    assert AdapterConfig(targets=("gate_proj", "out_proj")).targeted_in(config) == ("gate_proj", "out_proj")
