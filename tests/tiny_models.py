@@ -162,6 +162,30 @@ CASES |= {
     ),
 }
 
+# Far from their tokens, global layers are told apart by the ropes of few pairs: a small theta turns them here.
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "hidden_size_per_layer_input": 0}
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+CASES |= {
+    "gemma4-keys-are-values": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "rope_parameters": GEMMA4_ROPE,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma4-last-layer-global-untied": Case(
+        "gemma4_text", {**GEMMA4, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    ),
+}
+
 EACH = (
     "llama-multiquery-linear-wide-heads",
     "gemma-multiquery",
@@ -170,20 +194,28 @@ EACH = (
     "qwen2-biases-grouped",
     "qwen3-wide-heads-tied",
     "qwen3_5-wide-values-tied",
+    "gemma4-keys-are-values",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start."""
+    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start. So too the
+    numbers that do not train but are saved."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in [*model.parameters(), *saved_buffers(model).values()]:
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 1:
                 weight.add_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The numbers of a model that do not train but are in its folder."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def reference_model(case: Case) -> Any:

@@ -70,7 +70,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
             projection.watched = True
         x = jnp.zeros((1, 1, decoder.d_model))
         here = jnp.zeros((1, 1), jnp.int32)
-        rope = rope_tables(here, decoder.rope, decoder.head_dim)
+        kind = decoder.kinds_with(block.mixer_name)[0]
+        rope = rope_tables(here, kind.rope, kind.head_dim)
         segments = Segments(here, here)
         adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, rngs=rngs))
         made = adapted.projections()

@@ -1,10 +1,12 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
+GLOBAL = "global"
+"""The mixer of global layers whose heads have other sizes than those of local ones (`DecoderConfig.global_heads`)."""
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
 """Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
 
@@ -15,10 +17,11 @@ class Rope:
 
     theta: float = 10_000.0
     """Base of the frequencies."""
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """How frequencies are scaled beyond the original length."""
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
+    """How frequencies are scaled beyond the original length; proportional: they are those of a head that is rotated
+    whole, and the last ones are 0."""
     factor: float = 1.0
-    """Divides the frequencies: all of them (linear), or the low ones (llama3, yarn)."""
+    """Divides the frequencies: all of them (linear, proportional), or the low ones (llama3, yarn)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_length / this are divided by `factor`."""
     high_freq_factor: float = 4.0
@@ -32,7 +35,8 @@ class Rope:
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None for 0.1 ln(factor) + 1."""
     share: float = 1.0
-    """The part of each head that is rotated, its first dimensions; e.g. 0.25 for Qwen 3.5."""
+    """The part of each head that is rotated, its first dimensions, e.g. 0.25 for Qwen 3.5; proportional: the first of
+    its pairs (i, i + H/2)."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class GlobalHeads:
+    """The heads of global layers, where they differ from those of local ones."""
+
+    kv_heads: int
+    """K, e.g. 4 where local layers have 16."""
+    head_dim: int
+    """H, e.g. 512 where local layers have 256."""
+    keys_are_values: bool = False
+    """Whether values are made of the keys before their norm and rope: then these layers have no v."""
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """The settings in which layers of one decoder differ. Known while a program is traced: never an array."""
 
@@ -70,6 +86,10 @@ class LayerKind:
     """Positions that a token sees, itself included; None for all of its sequence."""
     mixer: str = "attention"
     """What mixes the tokens, by its name in `MIXERS` of `models/blocks.py`; it decides which weights a layer has."""
+    head_dim: int = 0
+    """H of its queries, keys and values, e.g. 128; 0 where it has none."""
+    kv_heads: int = 0
+    """K, e.g. 8; 0 where it has no keys and values."""
 
     @property
     def paged(self) -> bool:
@@ -119,6 +139,12 @@ class DecoderConfig:
     """For each layer whether it is local; empty where none is."""
     rope_local: Rope | None = None
     """Gemma 3: rope of the local layers; None for `rope`."""
+    global_heads: GlobalHeads | None = None
+    """Gemma 4: the heads of the global layers; None where all layers have the same."""
+    value_norm: bool = False
+    """Gemma 4: each head's value is divided by its root mean square, as `qk_norm` does without a weight."""
+    output_factor: bool = False
+    """Gemma 4: what a layer returns is multiplied by a number that the folder has for it, and that does not train."""
     output_gate: bool = False
     """Qwen 3.5: each head's output of attention is multiplied by a sigmoid, made by the other half of q's matrix."""
     linear_layers: tuple[bool, ...] = ()
@@ -140,8 +166,10 @@ class DecoderConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        far = LayerKind(self.rope, mixer=self.mixer)
-        near = far if self.window is None else LayerKind(self.rope_local or self.rope, self.window, self.mixer)
+        far = LayerKind(self.rope, None, self.mixer, self.head_dim, self.num_kv_heads)
+        near = far if self.window is None else replace(far, rope=self.rope_local or self.rope, window=self.window)
+        if own := self.global_heads:
+            far = replace(far, mixer=GLOBAL, head_dim=own.head_dim, kv_heads=own.kv_heads)
         none = (False,) * self.num_layers
         linear = LayerKind(self.rope, mixer=DELTANET)
         return tuple(
@@ -158,6 +186,13 @@ class DecoderConfig:
     def paged_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers whose keys and values are kept in pages, each once."""
         return tuple(kind for kind in self.distinct_kinds if kind.paged)
+
+    @property
+    def mean_widths(self) -> tuple[float, float]:
+        """Numbers of all queries and of all keys of a token, the mean over layers that have some, e.g. 4096 and 1024."""
+        heads = [(self.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim) for kind in self.kinds if kind.paged]
+        wide, narrow = map(sum, zip(*heads, strict=True))
+        return wide / len(heads), narrow / len(heads)
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from tunix.config import DType, GradientSums
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import Auxiliary, Block, RopeTables
+from tunix.models.blocks import Auxiliary, Block
 from tunix.models.config import DecoderConfig
-from tunix.models.layers import MATRICES, Norm, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
+from tunix.models.layers import MATRICES, Norm, RopeTables, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
 from tunix.models.scan import Path, Remat, Weights, over_layers
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         self, mixer: str, segments: Segments
     ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
         kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(segments.positions, kind.rope, self.config.head_dim) for kind in kinds]
+        tables = [rope_tables(segments.positions, kind.rope, kind.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])

@@ -21,11 +21,11 @@ from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
-from tunix.models.blocks import Cache, RopeTables
+from tunix.models.blocks import Cache
 from tunix.models.config import DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
 from tunix.models.deltanet import Held, PieceStates, StepView
-from tunix.models.layers import rms_norm, rope_tables
+from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import in_compute
 from tunix.util.exact import once
@@ -116,31 +116,39 @@ def empty(
         if not of.paged:
             assert config.delta is not None, "its sizes come with the layers"
             return Held.empty(config.delta, slots, dtype)
-        pages = layout.empty(numbers[config.paged_kinds.index(of)], config.num_kv_heads, config.head_dim, size, kind)
+        pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 
     return tuple(map(one, config.kinds))
 
 
-def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
-    """What is read on each device of a mesh: pages of `page` tokens by queries of this dtype."""
+def decode_specs(
+    config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int
+) -> tuple[DecodeSpec, ...]:
+    """What is read on each device of a mesh, for each shape of the heads: pages of `page` tokens by queries of this
+    dtype."""
     device = mesh.devices.flat[0]
     where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     capability = getattr(device, "compute_capability", None) if where == "gpu" else None
-    split = partition(("kv_heads",), (config.num_kv_heads,), mesh)[0] is not None
-    parts = mesh.shape["tensor"] if split else 1
-    return DecodeSpec(
-        config.num_heads // parts,
-        config.num_kv_heads // parts,
-        config.head_dim,
-        dtype,
-        cache,
-        page,
-        tuple(kind.window for kind in config.paged_kinds),
-        config.attention_softcap,
-        where,
-        None if capability is None else float(capability),
-    )
+
+    def one(kv_heads: int, head_dim: int) -> DecodeSpec:
+        split = partition(("kv_heads",), (kv_heads,), mesh)[0] is not None
+        parts = mesh.shape["tensor"] if split else 1
+        return DecodeSpec(
+            config.num_heads // parts,
+            kv_heads // parts,
+            head_dim,
+            dtype,
+            cache,
+            page,
+            tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
+            config.attention_softcap,
+            where,
+            None if capability is None else float(capability),
+        )
+
+    kinds = config.paged_kinds
+    return tuple(one(*shape) for shape in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
 
 
 def extend(
@@ -163,7 +171,7 @@ def extend(
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
     """
     c = model.config
-    ropes = [rope_tables(positions, kind.rope, c.head_dim) for kind in c.distinct_kinds]
+    ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
     x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
     new = []
     for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):

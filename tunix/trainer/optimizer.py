@@ -47,7 +47,7 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def decays(name: str) -> bool:
     """Whether weight decay applies to a parameter: not to norms, biases and magnitudes, nor to frozen parameters."""
-    exempt = ("/b", "_lora_m", "_lora_a0", "_lora_b0")
+    exempt = ("/b", "_lora_m", "_lora_a0", "_lora_b0", "/factor")
     return not (name.endswith(exempt) or name.split("/")[-2].endswith("norm"))
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.config import DELTANET, GLOBAL, DecoderConfig
 from tunix.types import Batch
 
 PEAK_FLOPS: dict[str, float] = {
@@ -77,6 +77,10 @@ def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int
         found[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
     wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found[c.mixer] = {"q": (d, wide * (1 + c.output_gate)), "k": (d, narrow), "v": (d, narrow), "o": (wide, d)}
+    if own := c.global_heads:
+        wide, narrow = c.num_heads * own.head_dim, own.kv_heads * own.head_dim
+        found[GLOBAL] = {"global_q": (d, wide), "global_k": (d, narrow), "global_o": (wide, d)}
+        found[GLOBAL] |= {} if own.keys_are_values else {"global_v": (d, narrow)}
     return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
 
 
@@ -99,7 +103,7 @@ def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
 def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:
     """FLOPs of a forward pass between tokens: `4 N H` for a pair in a layer of attention (its score, its value), and
     `6 Hv Dk Dv` for a token in a DeltaNet (it reads the state for its key and its query, and writes its value)."""
-    attention = 4 * len(config.layers_with(config.mixer)) * config.num_heads * config.head_dim * pairs
+    attention = 4 * config.num_heads * sum(kind.head_dim for kind in config.kinds) * pairs
     if config.delta is None:
         return attention
     state = config.delta.value_heads * config.delta.key_dim * config.delta.value_dim
