@@ -20,11 +20,11 @@ a single place needs has a small-letter name.
     G   group: the completions of one prompt
     Gs  guesses
     H   head dim
-    Hw  head dim of global layers, where it is another
+    Hw  head dim of global layers: where it is another than in local ones
     I   inputs: all contracted axes of a projection, flattened
     J   query heads of a kv head: N / K of them
     K   kv heads
-    Kw  kv heads of global layers, where there are others
+    Kw  kv heads of global layers: where there are others than in local ones
     L   layers
     M   micro-batches
     N   query heads

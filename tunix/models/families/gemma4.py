@@ -46,7 +46,7 @@ MULTIMODAL = frozenset(
 EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 """Fields of layers with experts, which mean nothing where no layer has some."""
 ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
-"""Of global layers, where a folder does not say."""
+"""The rope of global layers where a folder does not state any."""
 
 
 def read_gemma4(fields: Fields) -> DecoderConfig:
@@ -85,6 +85,8 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
 def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Which layers are local: the last one never is, whatever the folder says."""
     stated = fields.local_layers(layers, every(6, layers)) or (False,) * layers
+    if not any(stated[:-1]):
+        fields.refuse("layer_types", "names no local layer; this family has both kinds.")
     return (*stated[:-1], False)
 
 
@@ -228,7 +230,7 @@ _GLOBAL = in_layers(
 GEMMA4 = FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
     hub="gemma-?4",
-    template="gemma",
+    template="gemma4",
     architecture="Gemma4ForCausalLM",
     classifier="Gemma4ForSequenceClassification",
     read=read_gemma4,

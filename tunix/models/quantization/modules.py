@@ -5,37 +5,51 @@ one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a 
 """
 
 import re
+from typing import TYPE_CHECKING
 
 from tunix.errors import nearest
-from tunix.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from tunix.models.config import DecoderConfig
 
 MODULES = {
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-    "linear_attn.in_proj_qkv": "qkv",
-    "linear_attn.in_proj_z": "z",
-    "linear_attn.in_proj_b": "beta",
-    "linear_attn.in_proj_a": "decay",
-    "linear_attn.out_proj": "out",
+    "self_attn.q_proj": ("q", "global_q"),
+    "self_attn.k_proj": ("k", "global_k"),
+    "self_attn.v_proj": ("v", "global_v"),
+    "self_attn.o_proj": ("o", "global_o"),
+    "mlp.gate_proj": ("gate",),
+    "mlp.up_proj": ("up",),
+    "mlp.down_proj": ("down",),
+    "linear_attn.in_proj_qkv": ("qkv",),
+    "linear_attn.in_proj_z": ("z",),
+    "linear_attn.in_proj_b": ("beta",),
+    "linear_attn.in_proj_a": ("decay",),
+    "linear_attn.out_proj": ("out",),
 }
-"""Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them."""
+"""Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them. Several are ours
+where the matrix has another shape in some layers: what is said of it holds for all."""
 LINEAR = "linear_attn."
 """What the names of the matrices of Gated DeltaNet layers begin with."""
+GLOBAL = "global_"
+"""What the names of the matrices of global layers begin with, where they have other shapes than those of local ones."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
 """The last part of Hugging Face's name -> ours."""
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
 
-def projections_of(config: DecoderConfig) -> dict[str, str]:
+def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """The last part of Hugging Face's name -> ours, of the matrices that a model has."""
     there = (name for name in MODULES if config.delta is not None or not name.startswith(LINEAR))
-    return {name.split(".")[-1]: MODULES[name] for name in there}
+    return {name.split(".")[-1]: tuple(ours for ours in MODULES[name] if _has(config, ours)) for name in there}
+
+
+def _has(config: "DecoderConfig", ours: str) -> bool:
+    """Whether a model has this one among our names of a matrix."""
+    if not ours.startswith(GLOBAL):
+        return True
+    own = config.global_heads
+    return own is not None and not (own.keys_are_values and ours == f"{GLOBAL}v")
 
 
 def matched(pattern: str) -> tuple[str, ...]:

@@ -81,11 +81,14 @@ def section(packing: Mapping[str, Packing], head: str) -> dict[str, Any]:
     schemes: dict[str, dict[str, Any]] = {}
     for theirs, ours in MODULES.items():
         target = f"re:.*{re.escape(theirs)}$"
-        if ours not in packing:
+        found = [packing[one] for one in ours if one in packing]
+        if not found:
             ignored.append(target)
             continue
-        name = json.dumps(packing[ours].scheme)
-        schemes[name] = packing[ours].scheme
+        # Where shapes differ, the tile may be a whole row of the narrower ones: its size is stated for all.
+        scheme = max((one for one in found), key=lambda one: one.shape[1]).scheme
+        name = json.dumps(scheme)
+        schemes[name] = scheme
         targets.setdefault(name, []).append(target)
     groups = {f"group_{i}": {"targets": targets[name], **scheme} for i, (name, scheme) in enumerate(schemes.items())}
     formats = {scheme["format"] for scheme in schemes.values()}
