@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.marks import slow
 from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder, reference_model, rows_of, tokens
+from tests.trainers import PLAIN
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base
 from tunix.hf.peft_adapter import load_adapter, save_adapter
@@ -34,9 +35,17 @@ ADAPTERS = {
         rank=3, alpha=5.0, rslora=True, ranks={"o_proj": 5}, alphas={"k_proj": 2.0}, also=("embed_tokens", "lm_head")
     ),
     "qwen3-wide-heads-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, rslora=True, ranks={"v_proj": 4}),
+    "qwen3_5-wide-values-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"in_proj_qkv": 3, "in_proj_b": 1}),
+    "gemma4-keys-are-values": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"q_proj": 3, "v_proj": 1}),
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
-FOR_ALL = ("llama-multiquery-linear-wide-heads", "gemma2-windows-caps", "qwen2-biases-grouped")
+FOR_ALL = (
+    "llama-multiquery-linear-wide-heads",
+    "gemma2-windows-caps",
+    "qwen2-biases-grouped",
+    "qwen3_5-wide-values-tied",
+    "gemma4-keys-are-values",
+)
 parity = pytest.mark.parametrize("name", [*FOR_ALL, *slow(name for name in ADAPTERS if name not in FOR_ALL)])
 """Patterns, magnitudes, and tables that train."""
 SPREAD = 0.2
@@ -82,7 +91,7 @@ def test_our_adapter_loads_in_peft(name, tmp_path):
     assert np.abs(ours - their_logits(theirs)).max() < 1e-4
     assert np.abs(ours - their_logits(base)).max() > 0.1  # the adapter does something
     again, arrays = load_adapter(tmp_path / "adapter", model.config)
-    assert again.modules == settings.modules
+    assert again.modules_of(model.config) == settings.modules_of(model.config)
     assert (again.rslora, again.dora) == (settings.rslora, settings.dora)
     assert set(arrays) == set(fresh)
     for key, array in arrays.items():
@@ -93,7 +102,7 @@ def test_our_adapter_loads_in_peft(name, tmp_path):
 def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
     reference_folder(CASES[name], tmp_path / "base")
     settings = ADAPTERS[name]
-    tied = read_config(tmp_path / "base").tied
+    config = read_config(tmp_path / "base")
     torch.manual_seed(0)  # PEFT draws A
     theirs = get_peft_model(
         reference_model(CASES[name]),
@@ -104,9 +113,9 @@ def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
             alpha_pattern=settings.alphas,
             use_rslora=settings.rslora,
             use_dora=settings.dora,
-            target_modules=list(settings.targeted),
+            target_modules=list(settings.targeted_in(config)),
             modules_to_save=["embed_tokens", "lm_head"] if settings.also else None,
-            ensure_weight_tying=tied and bool(settings.also),
+            ensure_weight_tying=config.tied and bool(settings.also),
             task_type="CAUSAL_LM",
         ),
     ).eval()
@@ -152,7 +161,7 @@ def test_ranks_and_scales_by_hand():
     ],
 )
 def test_targets_by_name_and_pattern(targets, means):
-    assert AdapterConfig(targets=targets).targeted == means
+    assert AdapterConfig(targets=targets).targeted_in(PLAIN) == means
 
 
 @pytest.mark.parametrize(

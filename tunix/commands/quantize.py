@@ -110,6 +110,7 @@ def _written(
     model, params, _ = inference.weights()
     on_grid, moved = rounded(replace(model, simulated=simulated), params)
     settings = {"source": inference.source.files, "dtype": model.dtype, "scores": not model.has_lm_head, "rules": rules}
+    settings["base"] = inference.source.folder
     save_folder(out, model.config, params if packed else on_grid, packed=packed, **settings)
     return {name.split("/")[1]: error for name, error in moved.items()}
 

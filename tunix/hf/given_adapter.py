@@ -22,6 +22,7 @@ from tunix.hf.safetensors_io import some
 from tunix.hf.source import Source, exported
 from tunix.lora.adapt import quantization
 from tunix.lora.config import AdapterConfig
+from tunix.models.config import DecoderConfig
 from tunix.models.model import Model, Params
 
 KEY = "adapter.from"
@@ -50,7 +51,7 @@ def settled(adapter: AdapterConfig | None, source: Source) -> tuple[AdapterConfi
         source = replace(source, merged=None, rounding=None)
     assert source.folder is not None, "the recipe is checked: there is a model.path"
     # Checked before the base's numbers are read, because it costs nothing.
-    whole = _whole(adapter, folder, source.decoder.tied)
+    whole = _whole(adapter, folder, source.decoder)
     if doubt := foreign_base(folder, source.name, source.folder, source.decoder):
         print(doubt, file=sys.stderr)
     return whole, source
@@ -94,13 +95,13 @@ def _folder(path: str) -> Path:
     return folder
 
 
-def _whole(section: AdapterConfig, folder: Path, tied: bool) -> AdapterConfig:
+def _whole(section: AdapterConfig, folder: Path, config: DecoderConfig) -> AdapterConfig:
     """The settings in the folder, with those of the section that a folder does not record (dropout, rounding)."""
-    theirs = described(folder / CONFIG, tied).adapter
+    theirs = described(folder / CONFIG, config.tied).adapter
     given = section.model_fields_set
     for key in ("rank", "alpha", "ranks", "alphas", "targets", "rslora", "dora", "also"):
         mine = getattr(section, key)
-        if key in given and _differs(theirs, key, mine):
+        if key in given and _differs(theirs, key, mine, config):
             raise UserError(
                 f"adapter.{key}: {mine} contradicts {folder}, which {KEY} names: its {key} is "
                 f"{getattr(theirs, key)}. Leave {key} out"
@@ -117,9 +118,9 @@ def _whole(section: AdapterConfig, folder: Path, tied: bool) -> AdapterConfig:
     return theirs.model_copy(update={**base, "dropout": section.dropout, "source": str(folder)})
 
 
-def _differs(theirs: AdapterConfig, key: str, mine: object) -> bool:
+def _differs(theirs: AdapterConfig, key: str, mine: object, config: DecoderConfig) -> bool:
     """Whether this value of a key would change the adapter; different patterns may select the same modules."""
     if key in ("rslora", "dora", "also"):
         return getattr(theirs, key) != mine
     other = theirs.model_copy(update={key: mine})
-    return other.targeted != theirs.targeted or other.modules != theirs.modules
+    return other.modules_of(config) != theirs.modules_of(config)

@@ -24,6 +24,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
@@ -254,6 +255,7 @@ def save_folder(
     scores: bool = False,
     rules: Rules | None = None,
     packed: bool = False,
+    base: Path | None = None,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -269,6 +271,8 @@ def save_folder(
         scores: whether the value head is written, as for a reward model; a critic's is not part of a language model.
         rules: how the weights are rounded, which the folder records; None where they are not.
         packed: whether the weights are rounded here and written in few bits.
+        base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
+            with are taken along (`FamilyText.passengers`). None for none.
         max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
@@ -278,11 +282,15 @@ def save_folder(
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
     with shared_folder(path) as folder:
         packing = _packing(config, params, rules) if packed else {}
+        along = [] if base is None or scores else passengers(base, config.family)
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
+            if base is not None and along:
+                fields |= passenger_fields(base, config.family)
             if processes.lead():
                 _write_beside(folder.path, config, fields, source, scores, rules, packing)
-        write_shards(folder, list(_entries(config, params, dtype, packing)), max_shard_bytes)
+        whole = [*_entries(config, params, dtype, packing), *map(as_it_is, along)]
+        write_shards(folder, whole, max_shard_bytes)
 
 
 def _write_beside(

@@ -96,7 +96,7 @@ class GatedDeltaNet(nnx.Module):
         self.z = Projection("BTD,Dhv->BThv", (d, *values), heads, rngs, contracted=1)
         self.beta = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
         self.decay = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
-        self.out = Projection("BThv,hvD->BTD", (*values, d), ("heads", None, "embed"), rngs, contracted=2)
+        self.out = Projection("BThv,hvD->BTD", (*values, d), ("heads", "head", "embed"), rngs, contracted=2)
         self.conv = Taps(c, rngs)
         self.rate = Rate(c, rngs)
         self.out_norm = Norm(c.value_dim, "head", eps=config.norm_eps, offset=False)

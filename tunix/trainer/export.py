@@ -29,6 +29,8 @@ class Exporter:
     """Rounding that was simulated during training (QAT)."""
     base: str = ""
     """The base model that an exported adapter names: a hub id or an absolute path."""
+    folder: Path | None = None
+    """The folder that the base was loaded from; see `base` of `hf.model_folder.save_folder`."""
     fingerprint: str | None = None
     """Fingerprint of that base (`hf.base_fingerprint`), as text; None where no folder holds the base."""
 
@@ -74,7 +76,7 @@ class Exporter:
         params = {**frozen, **params}
         whole, moved = (params, None) if packed else _merged(spec, params)
         about = {"source": self.files, "dtype": spec.model.dtype, "scores": scores, "rules": self.rules}
-        save_folder(path, spec.model.config, whole, packed=packed, **about)
+        save_folder(path, spec.model.config, whole, packed=packed, base=self.folder, **about)
         return moved
 
 

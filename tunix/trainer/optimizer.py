@@ -46,8 +46,9 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a parameter: not to norms, biases and magnitudes, nor to frozen parameters."""
-    exempt = ("/b", "_lora_m", "_lora_a0", "_lora_b0", "/factor")
+    """Whether weight decay applies to a parameter: not to norms, biases, rates of decay and magnitudes, nor to frozen
+    parameters."""
+    exempt = ("/b", "/bias", "/a_log", "/factor", "_lora_m", "_lora_a0", "_lora_b0")
     return not (name.endswith(exempt) or name.split("/")[-2].endswith("norm"))
 
 
@@ -126,18 +127,22 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
     An outlier gradient in one layer must neither shrink the updates of the others nor enter their statistics.
     """
 
-    def parts(tree: Any) -> tuple[Any, Any]:
+    def parts(tree: Any) -> tuple[Any, ...]:
+        """What is not stacked, then the stacked parameters, those of as many layers together."""
         stacked = {name: x for name, x in tree.items() if axes[name][0] == "layers"}
-        return {name: x for name, x in tree.items() if name not in stacked}, stacked
+        numbers = sorted({len(x) for x in stacked.values()}, reverse=True) or [0]
+        of = [{name: x for name, x in stacked.items() if len(x) == number} for number in numbers]
+        return {name: x for name, x in tree.items() if name not in stacked}, *of
 
     def init(params: Any) -> Any:
-        rest, stacked = parts(params)
-        return inner.init(rest), jax.vmap(inner.init)(stacked) if stacked else inner.init({})
+        rest, *stacked = parts(params)
+        return inner.init(rest), *(jax.vmap(inner.init)(one) if one else inner.init({}) for one in stacked)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        (rest, stacked), (rest_params, stacked_params) = parts(updates), parts(params)
-        each = jax.vmap(inner.update) if stacked else inner.update
-        results: list[Any] = [inner.update(rest, state[0], rest_params), each(stacked, state[1], stacked_params)]
+        (rest, *stacked), (rest_params, *stacked_params) = parts(updates), parts(params)
+        results: list[Any] = [inner.update(rest, state[0], rest_params)]
+        for one, own, of_params in zip(stacked, state[1:], stacked_params, strict=True):
+            results.append((jax.vmap(inner.update) if one else inner.update)(one, own, of_params))
         merged = {name: x for scaled, _ in results for name, x in scaled.items()}
         return {name: merged[name] for name in updates}, tuple(new_state for _, new_state in results)
 
@@ -169,8 +174,8 @@ def _muon(
 
 def _matrix(name: str, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
     """The axes of a stacked parameter that are a matrix's rows and columns; None if it is no matrix of a layer."""
-    if axes[0] != "layers" or len(axes) < 3 or not decays(name):
-        return None
+    if axes[0] != "layers" or len(axes) < 3 or "embed" not in axes or not decays(name):
+        return None  # also the taps of a convolution, which mix no channels
     # Contracted axes come first; `o` contracts heads and head, all others one axis.
     contracted = 2 if axes[1:3] == ("heads", "head") else 1
     return optax.contrib.MuonDimensionNumbers(

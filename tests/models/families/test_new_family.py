@@ -69,7 +69,7 @@ def test_a_new_family_is_told_by_a_folder_and_is_unknown_without_its_line(monkey
     (tmp_path / "rows.jsonl").write_text(ROW)
     (tmp_path / "config.json").write_text('{"model_type": "toyling"}')
     sections = {"model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path / "rows.jsonl")}, "output": "run"}
-    with pytest.raises(UserError, match=r"does not tell it; set it to one of llama, .*qwen3$"):
+    with pytest.raises(UserError, match=r"does not tell it; set it to one of llama, .*qwen3_5$"):
         Recipe.build(sections).tiny()
     with pytest.raises(UserError, match=r"model.family: 'gema' is not one of 'llama', .* Did you mean 'gemma'\?"):
         Recipe.build({**sections, "model": {"init": "random", "family": "gema"}})

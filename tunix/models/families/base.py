@@ -185,6 +185,8 @@ class FamilyText:
     passengers: tuple[str, ...] = ()
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
     loaded, such as a head that drafts several tokens."""
+    passenger_fields: tuple[str, ...] = ()
+    """Fields of config.json that belong to these tensors, and go with them."""
 
 
 class Shape(TypedDict):

@@ -226,4 +226,5 @@ QWEN35 = FamilyText(
     axes=axes,
     prefixes=(("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None)),
     passengers=("mtp.",),
+    passenger_fields=DRAFTING,
 )
