@@ -181,6 +181,16 @@ CASES |= {
             "final_logit_softcapping": 4.0,
         },
     ),
+    "gemma4-inputs-of-layers": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
     "gemma4-last-layer-global-untied": Case(
         "gemma4_text", {**GEMMA4, "num_key_value_heads": 1, "tie_word_embeddings": False}
     ),

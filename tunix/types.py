@@ -14,6 +14,7 @@ a single place needs has a small-letter name.
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
     D   model width
+    Dp  width of inputs of layers: of the embeddings that a token has for each layer
     E   experts
     En  entries of a book
     F   ffn width

@@ -148,7 +148,7 @@ def test_ranks_and_scales_by_hand():
     assert plain.modules["k"] == (4, 8.0)  # the first pattern counts
     assert plain.modules["v"] == (16, 2.0)  # 32 / 16
     assert plain.modules["up"] == (16, 0.5)  # 8 / 16
-    assert stable.modules == {"v": (16, 8.0)}  # 32 / sqrt(16)
+    assert stable.modules_of(PLAIN) == {"v": (16, 8.0)}  # 32 / sqrt(16)
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,8 @@ def _render(
 
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{tokenizer.name} has no chat template: set data.chat_template to gemma, gemma4, llama3, chatml or a .jinja "
-            "file, or give rows of prompt and completion strings, or text"
+            f"{tokenizer.name} has no chat template: set data.chat_template to gemma, gemma4, llama3, chatml or a "
+            ".jinja file, or give rows of prompt and completion strings, or text"
         )
     try:
         return tokenizer.apply_template(messages, add_generation_prompt, **template_kwargs)

@@ -1,7 +1,7 @@
 """Chat templates for tokenizers that have none, and the marker tokens that each template needs.
 
-They write the format that the families were trained on (Gemma's turns and Gemma 4's, Llama 3's headers, ChatML's im_start) and no
-more: no default system prompt, no tools, no thinking blocks. A folder's own template takes precedence.
+They write the format that the families were trained on (Gemma's turns and Gemma 4's, Llama 3's headers, ChatML's
+im_start) and no more: no default system prompt, no tools, no thinking blocks. A folder's own template takes precedence.
 """
 
 from typing import Literal, get_args

@@ -72,8 +72,8 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         here = jnp.zeros((1, 1), jnp.int32)
         kind = decoder.kinds_with(block.mixer_name)[0]
         rope = rope_tables(here, kind.rope, kind.head_dim)
-        segments = Segments(here, here)
-        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, rngs=rngs))
+        segments, given = Segments(here, here), jnp.zeros((1, 1, decoder.layer_inputs))
+        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, given=given, rngs=rngs))
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False

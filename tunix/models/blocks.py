@@ -4,7 +4,7 @@ The config names which mixer and which ffn (`MIXERS` and `FEED_FORWARDS` at the 
 same call, and one line there. Training, prefill and decoding share this code: with a cache the mixer
 first writes its new tokens there, then attends to what the cache holds.
 
-Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim.
+Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim, Dp width of inputs of layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,10 @@ from tunix.models.attention.pages import CachedView
 from tunix.models.config import DELTANET, GLOBAL, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, Held, PieceStates, StepView
 from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
+from tunix.models.per_layer import InputGate
 from tunix.models.self_attention import Attention, GlobalAttention
 
-PARTS = ("mixer", "ffn")
+PARTS = ("mixer", "ffn", "own_input")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
 
 View = Segments | ByKind | CachedView | StepView | PieceStates
@@ -110,6 +111,8 @@ class Block(nnx.Module):
         self.pre_mlp_norm = Norm(d, "embed", **norm)
         self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
         self.post_mlp_norm = Norm(d, "embed", **norm) if config.post_norms else None
+        self.own_input = InputGate(config, rngs) if config.layer_inputs else None
+        self.post_input_norm = Norm(d, "embed", **norm) if config.layer_inputs else None
         self.output = Factor() if config.output_factor else None
 
     def __call__(
@@ -119,6 +122,7 @@ class Block(nnx.Module):
         view: View,
         cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
+        given: Float[Array, "B T Dp"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
 
@@ -128,18 +132,23 @@ class Block(nnx.Module):
             view: which tokens see each other, within this layer's window.
             cache: the mixer's pages of earlier tokens, only with a `CachedView`.
             dropout_keys: a key for each token, by which adapters drop inputs.
+            given: the layer's own inputs, where layers have some.
         """
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
         y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        if self.own_input is not None and self.post_input_norm is not None:
+            assert given is not None, "layers with inputs of their own are given them"
+            x = x + self.post_input_norm(self.own_input(x, given, dropout_keys))
         x = x if self.output is None else self.output(x)
         return constrain(x, "rows", "time", None), cache, auxiliary
 
     def projections(self) -> dict[str, Projection]:
         """The projections of the layer by name, the mixer's first."""
-        fields = {**vars(self.mixer), **vars(self.ffn)}
+        parts = [self.mixer, self.ffn, *([] if self.own_input is None else [self.own_input])]
+        fields = {name: module for part in parts for name, module in vars(part).items()}
         return {name: module for name, module in fields.items() if isinstance(module, Projection)}
 
 

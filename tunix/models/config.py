@@ -145,6 +145,9 @@ class DecoderConfig:
     """Gemma 4: each head's value is divided by its root mean square, as `qk_norm` does without a weight."""
     output_factor: bool = False
     """Gemma 4: what a layer returns is multiplied by a number that the folder has for it, and that does not train."""
+    layer_inputs: int = 0
+    """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`per_layer.py`), e.g. 256; 0 where
+    it has none."""
     output_gate: bool = False
     """Qwen 3.5: each head's output of attention is multiplied by a sigmoid, made by the other half of q's matrix."""
     linear_layers: tuple[bool, ...] = ()
@@ -189,7 +192,7 @@ class DecoderConfig:
 
     @property
     def mean_widths(self) -> tuple[float, float]:
-        """Numbers of all queries and of all keys of a token, the mean over layers that have some, e.g. 4096 and 1024."""
+        """Numbers of a token's queries and of its keys, the mean over layers that have some, e.g. (4096.0, 1024.0)."""
         heads = [(self.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim) for kind in self.kinds if kind.paged]
         wide, narrow = map(sum, zip(*heads, strict=True))
         return wide / len(heads), narrow / len(heads)

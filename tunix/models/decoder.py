@@ -4,7 +4,8 @@ Tokens -> embeddings -> a scan over stacked blocks -> final norm -> hidden state
 these into log-probs without ever holding all logits. Inputs are packed rows: in each segment positions restart, and
 attention stays within it.
 
-Axes: B rows, T time, V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers.
+Axes: B rows, T time, V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers,
+Dp width of inputs of layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,10 @@ from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.blocks import Auxiliary, Block
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import MATRICES, Norm, RopeTables, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
+from tunix.models.per_layer import LayerInputs, layer_inputs
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
-from tunix.models.scan import Path, Remat, Weights, over_layers
+from tunix.models.scan import Others, Path, Remat, Weights, over_layers
 
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
@@ -55,9 +57,9 @@ class Structure:
     """What layers with one mixer are made of."""
 
     graph: nnx.GraphDef
-    """Of their block."""
+    """The structure of their block."""
     paths: tuple[Path, ...]
-    """Of their weights within the block."""
+    """Where their weights are within the block."""
 
     def block(self, weights: Mapping[Path, Any]) -> Block:
         """The block with these weights."""
@@ -96,6 +98,7 @@ class Decoder(nnx.Module):
         self.config, self.attention, self.gradient_sums = config, attention, gradient_sums
         self.remat: Remat = remat
         self.embed = Table(config, rngs)
+        self.inputs = LayerInputs(config, rngs) if config.layer_inputs else None
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.value = ValueHead(config) if has_scalar_head else None
@@ -161,20 +164,31 @@ class Decoder(nnx.Module):
                     return w
             return in_compute(name, w, dtype)
 
-        def layer(place: int, x: jax.Array, weights: Weights, kind_and_number: tuple) -> tuple[jax.Array, Auxiliary]:
-            (kind, number), mixer = kind_and_number, order[place].mixer
+        def layer(place: int, x: jax.Array, weights: Weights, others: Others) -> tuple[jax.Array, Auxiliary]:
+            (kind, number), mixer = others.plain, order[place].mixer
             layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
             rope, view = of_kind[mixer](kind)
-            x, _, auxiliary = self.structures[mixer].block(weights)(x, rope, view, dropout_keys=layer_keys)
+            x, _, auxiliary = self.structures[mixer].block(weights)(
+                x, rope, view, dropout_keys=layer_keys, given=others.given
+            )
             return x, auxiliary
 
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         period = [self.structures[kind.mixer].paths for kind in order]
-        x, auxiliary = over_layers(layer, cast, x, stacked, (kinds, numbers), self.remat, period)
+        others = Others((kinds, numbers), self._layer_inputs(tokens, x))
+        x, auxiliary = over_layers(layer, cast, x, stacked, others, self.remat, period)
         # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
         norm = in_compute("norm/w", self.norm.w[...], dtype)
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
+
+    def _layer_inputs(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T Dp"] | None:
+        """The inputs of each layer's own, where layers have some, for embedded tokens."""
+        if self.inputs is None:
+            return None
+        embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
+        context, norm = (in_compute("w", w, x.dtype) for w in (context, norm))
+        return layer_inputs(self.config, embed, context, norm, tokens, x)
 
     def _kinds(self, segments: Segments) -> dict[str, Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]]:
         """For each mixer a function from the index of a layer's kind, among those of the mixer, to its rope tables and

@@ -4,12 +4,13 @@ Weights are stored layer by layer (`unstack`), because layers run unrolled here:
 layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens. A DeltaNet
 has a state for each slot instead (`deltanet.py`).
 
-Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers.
+Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers,
+Dp width of inputs of layers.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,11 @@ from tunix.models.decoder import embedded
 from tunix.models.deltanet import Held, PieceStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
+from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
 from tunix.util.exact import once
 
-TOP = ("embed/w", "head/w", "norm/w")
+TOP = ("embed/w", "head/w", "norm/w", *NAMES)
 """The parameters outside of the layers that decoding reads."""
 LAYERS = "layers/"
 BY_ADAPTER = ("_lora_share", "_lora_gain")
@@ -173,12 +175,16 @@ def extend(
     c = model.config
     ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
     x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
+    given: Any = [None] * c.num_layers
+    if c.layer_inputs:
+        table, context, norm = (weights.top[name] for name in NAMES)
+        given = layer_inputs(c, table, context, norm, tokens, x)
     new = []
-    for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):
+    for kind, own, cache, mine in zip(c.kinds, weights.layers, caches, given, strict=True):
         view = views[c.paged_kinds.index(kind)] if kind.paged else states
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
-        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, cache, adapters)
+        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, cache, mine, adapters)
         new.append(cache)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
@@ -193,6 +199,7 @@ def _layer(
     rope: RopeTables,
     view: CachedView | StepView | PieceStates,
     cache: Cache,
+    given: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B C D"], Cache]:
     """A layer's output and its cache. As a program within another, it is traced once for each kind of layer.
@@ -202,7 +209,7 @@ def _layer(
         mixer: the layer's.
     """
     del where
-    x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache)
+    x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
     assert new is not None, "a layer with a view of its cache returns its cache"
     return x, new
 

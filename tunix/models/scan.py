@@ -12,7 +12,7 @@ Axes: B rows, T time, D model width, L layers.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,20 @@ Path = tuple[str, ...]
 """Where a layer's weight is in its block, e.g. `("mixer", "q", "w")`."""
 Weights = Mapping[Path, jax.Array]
 Terms = dict[str, jax.Array]
-Layer = Callable[[int, Float[Array, "B T D"], Weights, PyTree], tuple[Float[Array, "B T D"], Terms]]
+
+
+class Others(NamedTuple):
+    """What layers read besides the stream and their weights."""
+
+    plain: PyTree = None
+    """Stacked over all layers; it has no gradient."""
+    given: PyTree = None
+    """The same with a gradient."""
+    shared: PyTree = None
+    """Read by all layers alike, with a gradient."""
+
+
+Layer = Callable[[int, Float[Array, "B T D"], Weights, Others], tuple[Float[Array, "B T D"], Terms]]
 Cast = Callable[[Path, jax.Array], jax.Array]
 
 
@@ -62,7 +75,7 @@ def over_layers(
     cast: Cast,
     x: Float[Array, "B T D"],
     weights: Weights,
-    others: PyTree,
+    others: Others,
     remat: Remat,
     period: Sequence[Collection[Path]],
 ) -> tuple[Float[Array, "B T D"], Terms]:
@@ -73,7 +86,7 @@ def over_layers(
         cast: the weight that a layer uses, given its path and its slice. Its gradient has to be that of its result, as
             a cast's is.
         weights: each stacked over the layers that have it.
-        others: what differs between layers besides, stacked over all; it has no gradient.
+        others: what else layers read; each gets its part of what is stacked.
         remat: what is kept for the backward pass.
         period: the weights that each layer of a period has.
     """
@@ -82,49 +95,53 @@ def over_layers(
     dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
     each = [sum(path in members for members in period) for path in paths]
 
-    def run(x: jax.Array, stacked: list, sinks: list) -> tuple[jax.Array, Terms]:
+    def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
             found: Terms = {}
             for place, members in enumerate(period):
                 here = [number for number, path in enumerate(paths) if path in members]
                 turn = [sum(paths[number] in before for before in period[:place]) for number in here]
                 own = _at_place(inputs, here, turn, place) if len(period) > 1 else inputs
-                x, terms = jax.checkpoint(partial(one, place, here), policy=policy(remat))(x, *own)
-                found = {name: found.get(name, 0) + term for name, term in (found | terms).items()} if found else terms
+                x, terms = jax.checkpoint(partial(one, place, here), policy=policy(remat))(x, shared, *own)
+                found |= {name: found[name] + term if name in found else term for name, term in terms.items()}
             return x, found
 
-        def one(place: int, here: list[int], x: jax.Array, weights: list, sinks: list, others: PyTree) -> tuple:
+        def one(
+            place: int, here: list[int], x: jax.Array, shared: PyTree, weights: list, sinks: list, stacked: PyTree
+        ) -> tuple:
             leaves = [_cast(casts[number], *both) for number, *both in zip(here, weights, sinks, strict=True)]
             own = {paths[number]: leaf for number, leaf in zip(here, leaves, strict=True)}
-            return layer(place, checkpoint_name(x, INPUT), own, others)
+            return layer(place, checkpoint_name(x, INPUT), own, Others(stacked[0], stacked[1], shared))
 
-        inputs = (stacked, sinks, others)
+        inputs = (stacked, sinks, (others.plain, given))
         if len(period) > 1:
-            inputs = (*([_by_period(w, n) for w, n in zip(own, each, strict=True)] for own in inputs[:2]), others)
-            inputs = (*inputs[:2], jax.tree.map(lambda o: _by_period(o, len(period)), others))
+            parts = ([_by_period(w, n) for w, n in zip(own, each, strict=True)] for own in inputs[:2])
+            inputs = (*parts, jax.tree.map(lambda o: _by_period(o, len(period)), inputs[2]))
         x, terms = jax.lax.scan(body, x, inputs)
         return x, jax.tree.map(lambda term: jnp.sum(term, axis=0), terms)
 
     nowhere = [None] * len(stacked)
+    more = (others.given, others.shared)
     if used == dtypes:
-        return run(x, stacked, nowhere)
+        return run(x, stacked, nowhere, *more)
 
     @jax.custom_vjp
-    def scanned(x: jax.Array, stacked: list) -> tuple[jax.Array, Terms]:
-        return run(x, stacked, nowhere)
+    def scanned(x: jax.Array, stacked: list, more: tuple) -> tuple[jax.Array, Terms]:
+        return run(x, stacked, nowhere, *more)
 
-    def forward(x: Any, stacked: list) -> tuple[Any, Any]:
+    def forward(x: Any, stacked: list, more: tuple) -> tuple[Any, Any]:
         # Zeros that nobody reads, so that nobody makes them: their gradients are the weights', as the products are.
         sinks = [jnp.zeros(w.value.shape, kind) if w.perturbed else None for w, kind in zip(stacked, used, strict=True)]
         values = [w.value for w in stacked]
-        return jax.vjp(lambda x, sinks: run(x, values, sinks), x.value, sinks)
+        others = jax.tree.map(lambda leaf: leaf.value, more)
+        return jax.vjp(lambda x, sinks, more: run(x, values, sinks, *more), x.value, sinks, others)
 
-    def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list]:
-        d_x, d_sinks = pull(jax.tree.map(_instantiated, d_results, is_leaf=_is_zero))
-        return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)]
+    def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list, tuple]:
+        d_x, d_sinks, d_more = pull(jax.tree.map(_instantiated, d_results, is_leaf=_is_zero))
+        return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)], d_more
 
     scanned.defvjp(forward, backward, symbolic_zeros=True)
-    return scanned(x, stacked)
+    return scanned(x, stacked, more)
 
 
 def _used(cast: Callable[[jax.Array], jax.Array], stacked: jax.Array) -> jnp.dtype:

@@ -125,6 +125,4 @@ class GlobalAttention(_Attention):
 
     def heads(self) -> Heads:
         """The modules that compute it."""
-        return Heads(
-            self.global_q, self.global_k, self.global_v, self.global_o, self.global_q_norm, self.global_k_norm
-        )
+        return Heads(self.global_q, self.global_k, self.global_v, self.global_o, self.global_q_norm, self.global_k_norm)

@@ -91,7 +91,7 @@ def answers_per_row(
     # Operations of a layer for a token; attention's two products span half of a row on average.
     weights, attention = 2 * layer_weights(config), 2 * SCORES * config.mean_widths[0]
 
-    def cost(together: int) -> int:
+    def cost(together: int) -> float:
         length = row_length(together, longest, completion)
         return -(-number // (together * shards)) * length * (weights + attention * length)
 

@@ -65,7 +65,8 @@ def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
         len(config.layers_with(mixer)) * sum(map(math.prod, of_layer.values()))
         for mixer, of_layer in matrices(config).items()
     )
-    return sum(layers) + head * config.vocab_size * config.d_model
+    inputs = config.d_model * config.num_layers * config.layer_inputs
+    return sum(layers) + inputs + head * config.vocab_size * config.d_model
 
 
 def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int]]]:
@@ -81,7 +82,10 @@ def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int
         wide, narrow = c.num_heads * own.head_dim, own.kv_heads * own.head_dim
         found[GLOBAL] = {"global_q": (d, wide), "global_k": (d, narrow), "global_o": (wide, d)}
         found[GLOBAL] |= {} if own.keys_are_values else {"global_v": (d, narrow)}
-    return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
+    found[None] = {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}
+    if width := c.layer_inputs:
+        found[None] |= {"input_gate": (d, width), "input_out": (width, d)}
+    return found
 
 
 def layer_weights(config: DecoderConfig) -> int:

@@ -6,7 +6,8 @@ their values are made of their keys. Queries and keys are normed, and values wit
 scale. Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those of the
 config.json files under https://huggingface.co/google (gemma-4-12B, gemma-4-31B).
 
-Axes: D model width, N query heads, Kw kv heads of global layers, Hw head dim of global layers.
+Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
+Dp width of inputs of layers.
 """
 
 from dataclasses import replace
@@ -58,11 +59,9 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     fields.only("enable_moe_block", False, None)
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
-    fields.read |= {*EXPERTS, "vocab_size_per_layer_input"}
+    fields.read |= set(EXPERTS)
     fields.only("num_kv_shared_layers", 0)
     fields.read.add("use_double_wide_mlp")  # only layers that share keys and values have wide ones
-    if fields.get("hidden_size_per_layer_input", 256):
-        fields.refuse("hidden_size_per_layer_input", "is not supported here; only 0 is.")
     shape = sizes(fields, **GEMMA4_DEFAULTS)
     local = _local_layers(fields, shape["num_layers"])
     return DecoderConfig(
@@ -73,6 +72,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         rope=_global_rope(fields, shape["max_positions"]),
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
         global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
+        layer_inputs=_layer_inputs(fields, shape["vocab_size"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
         window=fields.integer("sliding_window", 512),
         local_layers=local,
@@ -80,6 +80,14 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         **ALWAYS,
         **shape,
     )
+
+
+def _layer_inputs(fields: Fields, vocab_size: int) -> int:
+    """The width of inputs of each layer's own; 0 where there are none."""
+    width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
+    if fields.integer("vocab_size_per_layer_input", 262_144) != vocab_size and width:
+        fields.refuse("vocab_size_per_layer_input", f"must be vocab_size = {vocab_size}.")
+    return width
 
 
 def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
@@ -111,7 +119,9 @@ def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_d
     each, wanted = fields.mapping("per_layer_config"), {str(n) for n, here in enumerate(local) if not here}
     own = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
     if set(each) != wanted or len(own) != 1:
-        fields.refuse("per_layer_config", f"must be the same for the global layers ({', '.join(sorted(wanted))}) alone.")
+        fields.refuse(
+            "per_layer_config", f"must be the same for the global layers ({', '.join(sorted(wanted))}) alone."
+        )
     one = Fields(dict(own.pop()), fields.file, "per_layer_config.")
     found = GlobalHeads(one.integer("num_key_value_heads", kv_heads), one.integer("head_dim", head_dim), shared)
     one.finish()
@@ -150,7 +160,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "num_global_key_value_heads": own.kv_heads,
         "attention_k_eq_v": own.keys_are_values,
         "final_logit_softcapping": config.logit_softcap,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": config.layer_inputs,
+        "vocab_size_per_layer_input": config.vocab_size,
         "num_kv_shared_layers": 0,
     }
 
@@ -164,7 +175,7 @@ def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
     own = config.global_heads
     assert own is not None, "the family has them"
-    return {**axis_sizes(config), "Kw": own.kv_heads, "Hw": own.head_dim}
+    return {**axis_sizes(config), "Kw": own.kv_heads, "Hw": own.head_dim, "Dp": config.layer_inputs}
 
 
 ALWAYS: dict[str, Any] = {
@@ -226,6 +237,18 @@ _GLOBAL = in_layers(
     },
     GLOBAL,
 )
+_INPUTS = {
+    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "V (L Dp)", "V L Dp"),
+    "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
+    "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
+    **in_layers(
+        {
+            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
+            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
+            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
+        }
+    ),
+}
 
 GEMMA4 = FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
@@ -239,6 +262,7 @@ GEMMA4 = FamilyText(
         **_LOCAL,
         **FOUR_NORMS,
         **_GLOBAL,
+        **_INPUTS,
         "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
     },
     presets={
@@ -247,7 +271,10 @@ GEMMA4 = FamilyText(
     },
     small=_gemma4(
         *(64, 192, 6, 4, 2, GlobalHeads(1, 64, keys_are_values=True)),
-        **{"vocab_size": 512, "max_positions": 2048, "head_dim": 32, "window": 256},
+        vocab_size=512,
+        max_positions=2048,
+        head_dim=32,
+        window=256,
     ),
     local=five_to_one,
     axes=axes,

@@ -20,6 +20,8 @@ MODULES = {
     "mlp.gate_proj": ("gate",),
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
+    "per_layer_input_gate": ("input_gate",),
+    "per_layer_projection": ("input_out",),
     "linear_attn.in_proj_qkv": ("qkv",),
     "linear_attn.in_proj_z": ("z",),
     "linear_attn.in_proj_b": ("beta",),
@@ -28,8 +30,8 @@ MODULES = {
 }
 """Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them. Several are ours
 where the matrix has another shape in some layers: what is said of it holds for all."""
-LINEAR = "linear_attn."
-"""What the names of the matrices of Gated DeltaNet layers begin with."""
+LINEAR, OWN_INPUT = "linear_attn.", "per_layer_"
+"""What the names of the matrices of Gated DeltaNet layers begin with, and of those of inputs of each layer's own."""
 GLOBAL = "global_"
 """What the names of the matrices of global layers begin with, where they have other shapes than those of local ones."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
@@ -40,7 +42,9 @@ MOST_LAYERS = 128
 
 def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """The last part of Hugging Face's name -> ours, of the matrices that a model has."""
-    there = (name for name in MODULES if config.delta is not None or not name.startswith(LINEAR))
+    kinds = ((LINEAR, config.delta is None), (OWN_INPUT, not config.layer_inputs))
+    without = tuple(start for start, lacking in kinds if lacking)
+    there = (name for name in MODULES if not name.startswith(without))
     return {name.split(".")[-1]: tuple(ours for ours in MODULES[name] if _has(config, ours)) for name in there}
 
 
