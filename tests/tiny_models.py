@@ -191,6 +191,31 @@ CASES |= {
             "vocab_size_per_layer_input": 97,
         },
     ),
+    "gemma4-shared-keys": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,  # transformers computes no such model without
+            "vocab_size_per_layer_input": 97,
+            "rope_parameters": GEMMA4_ROPE,
+        },
+    ),
+    "gemma4-shared-keys-wide-ffn": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
     "gemma4-last-layer-global-untied": Case(
         "gemma4_text", {**GEMMA4, "num_key_value_heads": 1, "tie_word_embeddings": False}
     ),
@@ -210,16 +235,24 @@ EACH = (
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start. So too the
-    numbers that do not train but are saved."""
+    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start.
+
+    So too what does not train but is saved, such as a factor on a whole layer, which would amplify errors near 0. Where
+    attention has no scale, norms of queries have it, as in trained models: softmaxes would be sharp and amplify too.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in [*model.parameters(), *saved_buffers(model).values()]:
+        for buffer in saved_buffers(model).values():
+            buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
+        for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 1:
                 weight.add_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0:
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ a single place needs has a small-letter name.
     E   experts
     En  entries of a book
     F   ffn width
+    Fw  wider ffn width: where some layers have a wider one
     G   group: the completions of one prompt
     Gs  guesses
     H   head dim

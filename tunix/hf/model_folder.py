@@ -225,6 +225,7 @@ def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, S
                 "Set tie_word_embeddings to false there, or remove the tensor."
             )
         extra = [name for name in extra if name != head]
+    extra = [name for name in extra if not FAMILIES[config.family].spare(config, name)]
     if not extra:
         return
     beyond = [

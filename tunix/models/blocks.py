@@ -20,19 +20,19 @@ from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView
-from tunix.models.config import DELTANET, GLOBAL, DecoderConfig
+from tunix.models.config import DELTANET, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, Held, PieceStates, StepView
 from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
 from tunix.models.per_layer import InputGate
-from tunix.models.self_attention import Attention, GlobalAttention
+from tunix.models.self_attention import Attention, GlobalAttention, GlobalSharedAttention, Kept, SharedAttention
 
 PARTS = ("mixer", "ffn", "own_input")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
 
 View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
-Cache = Pages | Held
-"""What a layer keeps of earlier tokens: keys and values, or states."""
+Cache = Pages | Held | Kept
+"""What a layer keeps of earlier tokens: keys and values, or states; `Kept` where layers read those of others."""
 Auxiliary = dict[str, Float[Array, ""]]
 """Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
 
@@ -79,9 +79,30 @@ class GatedFFN(nnx.Module):
         self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         gate, up = self.gate(x, dropout_keys), self.up(x, dropout_keys)
-        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * up, dropout_keys), {}
+        return self.down(gated(self.activation, gate, up), dropout_keys), {}
+
+
+class WideFFN(nnx.Module):
+    """`GatedFFN` of twice the width, whose parameters have names of their own: a parameter has one shape."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, f = config.d_model, 2 * config.ffn
+        self.activation = config.activation
+        self.wide_gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.wide_up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.wide_down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        gate, up = self.wide_gate(x, dropout_keys), self.wide_up(x, dropout_keys)
+        return self.wide_down(gated(self.activation, gate, up), dropout_keys), {}
+
+
+def gated(activation: str, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    """`act(gate) * up`."""
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
 class Factor(nnx.Module):
@@ -106,7 +127,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
         d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
         self.mixer_name, self.mixer = mixer, MIXERS[mixer](config, rngs)
-        self.ffn = FEED_FORWARDS[config.feed_forward](config, rngs)
+        self.ffn = WideFFN(config, rngs) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
         self.pre_attn_norm = Norm(d, "embed", **norm)
         self.pre_mlp_norm = Norm(d, "embed", **norm)
         self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
@@ -155,6 +176,7 @@ class Block(nnx.Module):
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
     "attention": Attention,
     GLOBAL: GlobalAttention,
+    **{mixer: GlobalSharedAttention if source == GLOBAL else SharedAttention for mixer, source in SHARED.items()},
     DELTANET: GatedDeltaNet,
 }
 """`LayerKind.mixer` -> the class of the mixer."""

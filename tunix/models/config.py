@@ -1,12 +1,16 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
 GLOBAL = "global"
 """The mixer of global layers whose heads have other sizes than those of local ones (`DecoderConfig.global_heads`)."""
+SHARED = {"shared": "attention", "shared_wide": "attention", "global_shared": GLOBAL, "global_shared_wide": GLOBAL}
+"""The mixers of layers without keys and values of their own -> the mixer of the layers whose they read. Those that are
+called wide come with an ffn that is twice as wide."""
+WIDE = tuple(mixer for mixer in SHARED if mixer.endswith("_wide"))
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
 """Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
 
@@ -93,8 +97,24 @@ class LayerKind:
 
     @property
     def paged(self) -> bool:
-        """Whether decoding reads keys and values of earlier tokens from pages; else a state of constant size."""
-        return self.mixer != DELTANET
+        """Whether keys and values of earlier tokens are kept in pages; else a state of constant size, or nothing."""
+        return self.mixer != DELTANET and self.mixer not in SHARED
+
+    @property
+    def source(self) -> "LayerKind":
+        """The kind of the layers whose keys and values it reads: itself where it has some."""
+        return replace(self, mixer=SHARED.get(self.mixer, self.mixer))
+
+
+class Stage(NamedTuple):
+    """Layers, one after the other, that are computed by one scan."""
+
+    start: int
+    """The number of the first one."""
+    stop: int
+    """One after the number of the last one."""
+    period: int
+    """After how many layers their mixers repeat, e.g. 4 for three of one mixer and one of another."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +165,11 @@ class DecoderConfig:
     """Gemma 4: each head's value is divided by its root mean square, as `qk_norm` does without a weight."""
     output_factor: bool = False
     """Gemma 4: what a layer returns is multiplied by a number that the folder has for it, and that does not train."""
+    shared_layers: int = 0
+    """Gemma 4 E2B and E4B: so many layers at the end have no keys and values; each reads those of the last layer before
+    them that sees as far, e.g. 20."""
+    shared_wide: bool = False
+    """Gemma 4 E2B: the ffn of these layers is twice as wide."""
     layer_inputs: int = 0
     """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`per_layer.py`), e.g. 256; 0 where
     it has none."""
@@ -175,10 +200,13 @@ class DecoderConfig:
             far = replace(far, mixer=GLOBAL, head_dim=own.head_dim, kv_heads=own.kv_heads)
         none = (False,) * self.num_layers
         linear = LayerKind(self.rope, mixer=DELTANET)
-        return tuple(
+        every = [
             linear if delta else near if local else far
             for delta, local in zip(self.linear_layers or none, self.local_layers or none, strict=True)
-        )
+        ]
+        first = self.num_layers - self.shared_layers
+        own = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == self.shared_wide}
+        return (*every[:first], *(replace(kind, mixer=own[kind.mixer]) for kind in every[first:]))
 
     @property
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
@@ -202,20 +230,40 @@ class DecoderConfig:
         """Each mixer once, in the order in which they first appear."""
         return tuple(dict.fromkeys(kind.mixer for kind in self.kinds))
 
-    def layers_with(self, mixer: str | None) -> tuple[int, ...]:
-        """The numbers of the layers with this mixer; None for all layers."""
-        return tuple(number for number, kind in enumerate(self.kinds) if mixer in (None, kind.mixer))
+    def layers_with(self, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
+        """The numbers of the layers with this mixer, or with one of several; None for all layers."""
+        wanted = (mixer,) if isinstance(mixer, str) else mixer
+        return tuple(number for number, kind in enumerate(self.kinds) if wanted is None or kind.mixer in wanted)
 
     def kinds_with(self, mixer: str) -> tuple[LayerKind, ...]:
         """The kinds of layers with this mixer, each once."""
         return tuple(kind for kind in self.distinct_kinds if kind.mixer == mixer)
 
     @property
-    def period(self) -> int:
-        """After how many layers their mixers repeat, e.g. 4 for three of one mixer and one of another."""
-        mixers = [kind.mixer for kind in self.kinds]
+    def stages(self) -> tuple[Stage, ...]:
+        """The scans that compute the layers in turn: one, but where layers read the keys and values of others. Then the
+        period that has these others is a stage of its own, from which they are handed on."""
+        first = self.num_layers - self.shared_layers
+        if not self.shared_layers:
+            return (Stage(0, first, self._period(0, first)),)
+        period = self._period(0, first)
+        before = Stage(0, first - period, period)
+        last = Stage(first, self.num_layers, self._period(first, self.num_layers))
+        return (*((before,) if before.stop else ()), Stage(first - period, first, period), last)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The numbers of the layers whose keys and values later layers read, e.g. (13, 14)."""
+        own = self.kinds[: self.num_layers - self.shared_layers]
+        read = {kind.source for kind in self.kinds[len(own) :]}
+        return tuple(number for number, kind in enumerate(own) if kind in read and kind not in own[number + 1 :])
+
+    def _period(self, start: int, stop: int) -> int:
+        """After how many of these layers their mixers repeat."""
+        mixers = [kind.mixer for kind in self.kinds[start:stop]]
+        number = len(mixers)
         return next(
             length
-            for length in range(1, self.num_layers + 1)
-            if self.num_layers % length == 0 and mixers == mixers[:length] * (self.num_layers // length)
+            for length in range(1, number + 1)
+            if number % length == 0 and mixers == mixers[:length] * (number // length)
         )

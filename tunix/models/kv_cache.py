@@ -23,13 +23,14 @@ from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
 from tunix.models.blocks import Cache
-from tunix.models.config import DecoderConfig, LayerKind
+from tunix.models.config import SHARED, DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
 from tunix.models.deltanet import Held, PieceStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
+from tunix.models.self_attention import Kept
 from tunix.util.exact import once
 
 TOP = ("embed/w", "head/w", "norm/w", *NAMES)
@@ -101,8 +102,8 @@ def empty(
     *,
     slots: int,
     dtype: DType,
-) -> tuple[Cache, ...]:
-    """Empty pages or states, those of each layer.
+) -> tuple[Cache | None, ...]:
+    """Empty pages or states, those of each layer; None where a layer reads the keys and values of another.
 
     Args:
         config: of the decoder.
@@ -114,7 +115,9 @@ def empty(
         dtype: of the model, in which these hold the inputs of their convolutions.
     """
 
-    def one(of: LayerKind) -> Cache:
+    def one(of: LayerKind) -> Cache | None:
+        if of.mixer in SHARED:
+            return None
         if not of.paged:
             assert config.delta is not None, "its sizes come with the layers"
             return Held.empty(config.delta, slots, dtype)
@@ -156,13 +159,13 @@ def decode_specs(
 def extend(
     model: Model,
     weights: Weights,
-    caches: tuple[Cache, ...],
+    caches: tuple[Cache | None, ...],
     tokens: Int[Array, "B C"],
     positions: Int[Array, "B C"],
     views: Sequence[CachedView],
     states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
-) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
+) -> tuple[Float[Array, "B C D"], tuple[Cache | None, ...]]:
     """Hidden states of new tokens after the final norm, and the caches with them.
 
     Args:
@@ -179,12 +182,15 @@ def extend(
     if c.layer_inputs:
         table, context, norm = (weights.top[name] for name in NAMES)
         given = layer_inputs(c, table, context, norm, tokens, x)
-    new = []
+    new, kept = [], {}
     for kind, own, cache, mine in zip(c.kinds, weights.layers, caches, given, strict=True):
-        view = views[c.paged_kinds.index(kind)] if kind.paged else states
+        view = views[c.paged_kinds.index(kind.source)] if kind.source.paged else states
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
-        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, cache, mine, adapters)
+        read = kept[kind.source] if kind.mixer in SHARED else cache
+        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, read, mine, adapters)
+        if isinstance(cache, Kept):
+            kept[kind], cache = cache, cache.pages
         new.append(cache)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
@@ -198,10 +204,10 @@ def _layer(
     x: Float[Array, "B C D"],
     rope: RopeTables,
     view: CachedView | StepView | PieceStates,
-    cache: Cache,
+    cache: Cache | None,
     given: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
-) -> tuple[Float[Array, "B C D"], Cache]:
+) -> tuple[Float[Array, "B C D"], Cache | None]:
     """A layer's output and its cache. As a program within another, it is traced once for each kind of layer.
 
     Args:
@@ -210,7 +216,6 @@ def _layer(
     """
     del where
     x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
-    assert new is not None, "a layer with a view of its cache returns its cache"
     return x, new
 
 

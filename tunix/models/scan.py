@@ -40,7 +40,7 @@ kernel's forward pass runs twice; `offload` keeps what `block` does in the host'
 Path = tuple[str, ...]
 """Where a layer's weight is in its block, e.g. `("mixer", "q", "w")`."""
 Weights = Mapping[Path, jax.Array]
-Terms = dict[str, jax.Array]
+Terms = dict[str, PyTree]
 
 
 class Others(NamedTuple):

@@ -90,7 +90,9 @@ def per_token(config: DecoderConfig, shards: int) -> Mapping[str, float]:
     The log-sum-exp counts twice: it is float32.
     """
     c = config
-    wide, narrow, ffn = (n / shards for n in (*c.mean_widths, c.ffn))
+    wide, narrow, ffn = (
+        n / shards for n in (*c.mean_widths, c.ffn * (1 + c.shared_wide * c.shared_layers / c.num_layers))
+    )
     stream = {"input": float(c.d_model), "x": float(c.d_model)}
     sizes = {**stream, "q": wide, "k": narrow, "v": narrow, "gate": ffn, "up": ffn}
     return {**sizes, "mixed": wide, "lse": 2 * c.num_heads / shards}

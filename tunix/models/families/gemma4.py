@@ -7,24 +7,16 @@ scale. Of a multimodal folder the text part is read; an export is always a `gemm
 config.json files under https://huggingface.co/google (gemma-4-12B, gemma-4-31B).
 
 Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
-Dp width of inputs of layers.
+Dp width of inputs of layers, Fw wider ffn width.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import GLOBAL, DecoderConfig, GlobalHeads, Rope
-from tunix.models.families.base import (
-    QK_NORMS,
-    SHARED,
-    FamilyText,
-    Tensor,
-    axis_sizes,
-    in_layers,
-    layer_types,
-    sizes,
-    written,
-)
+from tunix.models.config import GLOBAL, SHARED, WIDE, DecoderConfig, GlobalHeads, Rope
+from tunix.models.families.base import SHARED as SHARED_TENSORS
+from tunix.models.families.base import FamilyText, Tensor, axis_sizes, in_layers, layer_types, sizes, written
 from tunix.models.families.gemma import FOUR_NORMS, GELU, every
 from tunix.models.families.hf_config import Fields, write_rope
 
@@ -60,10 +52,9 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
     fields.read |= set(EXPERTS)
-    fields.only("num_kv_shared_layers", 0)
-    fields.read.add("use_double_wide_mlp")  # only layers that share keys and values have wide ones
     shape = sizes(fields, **GEMMA4_DEFAULTS)
     local = _local_layers(fields, shape["num_layers"])
+    shared, wide = _shared_layers(fields, local), fields.flag("use_double_wide_mlp", False)
     return DecoderConfig(
         family="gemma4",
         activation="gelu_tanh",
@@ -72,6 +63,8 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         rope=_global_rope(fields, shape["max_positions"]),
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
         global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
+        shared_layers=shared,
+        shared_wide=wide and shared > 0,
         layer_inputs=_layer_inputs(fields, shape["vocab_size"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
         window=fields.integer("sliding_window", 512),
@@ -96,6 +89,14 @@ def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     if not any(stated[:-1]):
         fields.refuse("layer_types", "names no local layer; this family has both kinds.")
     return (*stated[:-1], False)
+
+
+def _shared_layers(fields: Fields, local: tuple[bool, ...]) -> int:
+    """How many layers at the end read the keys and values of others, of which there has to be one of each kind."""
+    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
+    if len(set(local[: max(len(local) - shared, 0)])) < 2:
+        fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
+    return shared
 
 
 def _global_rope(fields: Fields, max_positions: int) -> Rope:
@@ -162,7 +163,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap,
         "hidden_size_per_layer_input": config.layer_inputs,
         "vocab_size_per_layer_input": config.vocab_size,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": config.shared_layers,
+        "use_double_wide_mlp": config.shared_wide,
     }
 
 
@@ -175,7 +177,14 @@ def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
     own = config.global_heads
     assert own is not None, "the family has them"
-    return {**axis_sizes(config), "Kw": own.kv_heads, "Hw": own.head_dim, "Dp": config.layer_inputs}
+    return {
+        **axis_sizes(config),
+        "Kw": own.kv_heads,
+        "Hw": own.head_dim,
+        "Dp": config.layer_inputs,
+        "L": config.num_layers,
+        "Fw": 2 * config.ffn,
+    }
 
 
 ALWAYS: dict[str, Any] = {
@@ -217,25 +226,54 @@ def _gemma4(
         rope=ROPE,
         rope_local=Rope(),
         global_heads=own,
-        local_layers=five_to_one(layers),
-        **{**ALWAYS, **usual, **different},
+        **{"local_layers": five_to_one(layers), **ALWAYS, **usual, **different},
     )
 
 
-_LOCAL = {
-    **{name: replace(one, mixer="attention" if name[7:8] in "qkvo" else None) for name, one in SHARED.items()},
-    **{name: replace(one, mixer="attention") for name, one in QK_NORMS.items()},
+SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
+"""What E2B and E4B have in common."""
+
+
+def spare(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor would make keys or values in a layer that reads those of another."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
+    return found is not None and config.kinds[int(found[1])].mixer in SHARED
+
+
+def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
+    """The tensors of attention in layers with this mixer, and in those that read their keys and values.
+
+    Args:
+        start: begins our names.
+        wider: ends the letters of the axes.
+    """
+    every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
+    alone = {
+        "k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        "v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        "k_norm/w": ("self_attn.k_norm.weight", h, h),
+    }
+    both = {
+        "q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
+        "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
+        "q_norm/w": ("self_attn.q_norm.weight", h, h),
+    }
+    found = {**in_layers(alone, source), **in_layers(both, every)}
+    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in found.items()}
+
+
+_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
+_TABLES = {name: one for name, one in SHARED_TENSORS.items() if not name.startswith("layers/")}
+_FFN = {
+    f"layers/{name}/w": replace(SHARED_TENSORS[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")
 }
-_GLOBAL = in_layers(
+_WIDE = in_layers(
     {
-        "global_q/w": ("self_attn.q_proj.weight", "(N Hw) D", "D N Hw"),
-        "global_k/w": ("self_attn.k_proj.weight", "(Kw Hw) D", "D Kw Hw"),
-        "global_v/w": ("self_attn.v_proj.weight", "(Kw Hw) D", "D Kw Hw"),
-        "global_o/w": ("self_attn.o_proj.weight", "D (N Hw)", "N Hw D"),
-        "global_q_norm/w": ("self_attn.q_norm.weight", "Hw", "Hw"),
-        "global_k_norm/w": ("self_attn.k_norm.weight", "Hw", "Hw"),
+        "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
+        "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
+        "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
     },
-    GLOBAL,
+    WIDE,
 )
 _INPUTS = {
     "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "V (L Dp)", "V L Dp"),
@@ -259,13 +297,21 @@ GEMMA4 = FamilyText(
     read=read_gemma4,
     write=write,
     tensors={
-        **_LOCAL,
+        **_TABLES,
+        **_attention("attention", "", ""),
+        **_attention(GLOBAL, "global_", "w"),
+        **_FFN,
+        **_WIDE,
         **FOUR_NORMS,
-        **_GLOBAL,
         **_INPUTS,
         "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
     },
     presets={
+        "gemma4-e2b": _gemma4(
+            *(1536, 6144, 35, 8, 1, GlobalHeads(1, 512)),
+            **{**SMALL, "local_layers": every(5, 35), "shared_layers": 20, "shared_wide": True},
+        ),
+        "gemma4-e4b": _gemma4(2560, 10_240, 42, 8, 2, GlobalHeads(2, 512), **SMALL, shared_layers=18),
         "gemma4-12b": _gemma4(3840, 15_360, 48, 16, 8, GlobalHeads(1, 512, keys_are_values=True)),
         "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, GlobalHeads(4, 512, keys_are_values=True)),
     },
@@ -278,6 +324,7 @@ GEMMA4 = FamilyText(
     ),
     local=five_to_one,
     axes=axes,
+    spare=spare,
     prefixes=(
         ("model.language_model.", "model."),
         ("model.vision_tower.", None),

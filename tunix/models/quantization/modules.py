@@ -17,9 +17,9 @@ MODULES = {
     "self_attn.k_proj": ("k", "global_k"),
     "self_attn.v_proj": ("v", "global_v"),
     "self_attn.o_proj": ("o", "global_o"),
-    "mlp.gate_proj": ("gate",),
-    "mlp.up_proj": ("up",),
-    "mlp.down_proj": ("down",),
+    "mlp.gate_proj": ("gate", "wide_gate"),
+    "mlp.up_proj": ("up", "wide_up"),
+    "mlp.down_proj": ("down", "wide_down"),
     "per_layer_input_gate": ("input_gate",),
     "per_layer_projection": ("input_out",),
     "linear_attn.in_proj_qkv": ("qkv",),
@@ -32,8 +32,9 @@ MODULES = {
 where the matrix has another shape in some layers: what is said of it holds for all."""
 LINEAR, OWN_INPUT = "linear_attn.", "per_layer_"
 """What the names of the matrices of Gated DeltaNet layers begin with, and of those of inputs of each layer's own."""
-GLOBAL = "global_"
-"""What the names of the matrices of global layers begin with, where they have other shapes than those of local ones."""
+GLOBAL, WIDE = "global_", "wide_"
+"""What the names of the matrices of global layers begin with, where they have other shapes than those of local ones,
+and of those of an ffn that is wider in some layers."""
 PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
 """The last part of Hugging Face's name -> ours."""
 MOST_LAYERS = 128
@@ -51,7 +52,7 @@ def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
 def _has(config: "DecoderConfig", ours: str) -> bool:
     """Whether a model has this one among our names of a matrix."""
     if not ours.startswith(GLOBAL):
-        return True
+        return config.shared_wide or not ours.startswith(WIDE)
     own = config.global_heads
     return own is not None and not (own.keys_are_values and ours == f"{GLOBAL}v")
 

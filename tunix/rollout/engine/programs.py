@@ -83,8 +83,8 @@ def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Foun
 class State(NamedTuple):
     """The slots' arrays on the device."""
 
-    caches: tuple[Cache, ...]
-    """Keys and values of each layer, or states."""
+    caches: tuple[Cache | None, ...]
+    """Keys and values of each layer, or states; None where it reads those of another."""
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
     progress: "Progress"
@@ -363,11 +363,13 @@ def _taken(cache: Any, reads: Any, slots: Any) -> Any:
     of them in their places."""
     if isinstance(cache, Held):
         return Held(*(x[slots] for x in cache)).placed()
-    return cache if reads.sources is None else at_each_device(gathered, cache, reads.sources)
+    return cache if cache is None or reads.sources is None else at_each_device(gathered, cache, reads.sources)
 
 
-def _with_states(cache: Any, taken: Any, slots: Any) -> Held:
-    """The states of all slots with those of a dispatch's."""
+def _with_states(cache: Any, taken: Any, slots: Any) -> Held | None:
+    """The states of all slots with those of a dispatch's, where a layer has some."""
+    if cache is None:
+        return None
     return Held(
         *(all.at[slots].set(mine, unique_indices=True) for all, mine in zip(cache, taken, strict=True))
     ).placed()
