@@ -198,7 +198,7 @@ CASES |= {
             "num_hidden_layers": 6,
             "layer_types": ["sliding_attention", "full_attention"] * 3,
             "num_kv_shared_layers": 2,
-            # transformers computes no such model without these; what is made of few of them may be near 0, and is normed.
+            # transformers computes no such model without these; what few of them make may be near 0, and is normed.
             "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": 97,
             "rope_parameters": GEMMA4_ROPE,

@@ -237,7 +237,7 @@ SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
 def spare(config: DecoderConfig, name: str) -> bool:
     """Whether a tensor would make keys or values in a layer that reads those of another."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
-    return found is not None and config.kinds[int(found[1])].mixer in SHARED
+    return found is not None and int(found[1]) in config.layers_with(tuple(SHARED))
 
 
 def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:

@@ -140,11 +140,19 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
         new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
     if config.linear_layers and "num_layers" in sizes:
         new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
+    if config.shared_layers and "num_layers" in sizes:
+        new = replace(new, shared_layers=_shared(new, config.shared_layers * new.num_layers // config.num_layers))
     if own := config.global_heads:
         width = own.head_dim * new.head_dim // config.head_dim
         new = replace(new, global_heads=replace(own, head_dim=width, kv_heads=min(own.kv_heads, new.num_kv_heads)))
     _check(new, "sizes")
     return new
+
+
+def _shared(config: DecoderConfig, most: int) -> int:
+    """How many layers may read the keys and values of others, `most` at most: those before them have all kinds."""
+    local = config.local_layers or (False,) * config.num_layers
+    return next((n for n in range(most, 0, -1) if set(local[: len(local) - n]) == set(local)), 0)
 
 
 def read_json(file: Path) -> dict[str, Any]:
