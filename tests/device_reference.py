@@ -45,7 +45,7 @@ def stacked(model: Model, made: Any) -> dict[str, np.ndarray]:
     for name, shape in model.shapes.items():
         tensor, layered = FAMILIES[model.config.family].tensors[name], name.startswith("layers/")
         one = shape[1:] if layered else shape
-        layers = range(shape[0]) if layered else (None,)
+        layers = model.config.layers_with(tensor.mixer) if layered else (None,)
         parts = [tensor.read(theirs[tensor.key(layer)], one) for layer in layers]
         found[name] = np.stack(parts) if layered else parts[0]
     return found

@@ -33,6 +33,8 @@ class Manners:
 
     hangs: threading.Event = field(default_factory=threading.Event)
     """While set, completions are not answered."""
+    silent: threading.Event = field(default_factory=threading.Event)
+    """While set, those of a run's prompts are not, though it loads weights and answers the probe."""
     sick: bool = False
     """`/health` is not answered well."""
     dies_after: int | None = None
@@ -71,6 +73,8 @@ class FakeVLLM:
         self.settings: list[dict[str, Any]] = []
         """The bodies of the completions that were asked for."""
         self.gone, self._lock = False, threading.Lock()
+        self.unanswered = 0
+        """Completions of a run's prompts that were asked for while it was silent."""
         self._here, self.most = 0, 0
         """Completions that it has been asked for and has not answered: now, and at most."""
         self._read(folder)
@@ -98,13 +102,15 @@ class FakeVLLM:
     def complete(self, body: dict[str, Any], identity: str) -> dict[str, Any]:
         """Answers /v1/completions."""
         manners = self.manners
-        while manners.hangs.is_set():
+        own = not identity.startswith(("tunix-probe", "tunix-vocabulary"))
+        self.unanswered += own and manners.silent.is_set()
+        while manners.hangs.is_set() or (own and manners.silent.is_set()):
             time.sleep(0.02)
         with self._lock:
             self._here += 1
             self.most = max(self.most, self._here)
         time.sleep(manners.delay)
-        if not identity.startswith(("tunix-probe", "tunix-vocabulary")):
+        if own:
             if manners.dies_after is not None:
                 self.gone = self.gone or sum(self.asked.values()) >= manners.dies_after
             if self.gone:
@@ -254,5 +260,6 @@ def served(fake: FakeVLLM) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         fake.manners.hangs.clear()
+        fake.manners.silent.clear()
         server.shutdown()
         server.server_close()

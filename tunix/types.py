@@ -14,7 +14,9 @@ a single place needs has a small-letter name.
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
     D   model width
+    Dk  width of a key
     Dp  width of inputs of layers: of the embeddings that a token has for each layer
+    Dv  width of a value
     E   experts
     En  entries of a book
     F   ffn width
@@ -22,9 +24,13 @@ a single place needs has a small-letter name.
     G   group: the completions of one prompt
     Gs  guesses
     H   head dim
+    Hg  head dim and its gate's
+    Hk  key heads
+    Hv  value heads
     Hw  head dim of global layers: where it is another than in local ones
     I   inputs: all contracted axes of a projection, flattened
     J   query heads of a kv head: N / K of them
+    Jv  value heads of a key head: Hv / Hk of them
     K   kv heads
     Kw  kv heads of global layers: where there are others than in local ones
     L   layers
@@ -41,7 +47,9 @@ a single place needs has a small-letter name.
     Sl  slots: the requests that the engine decodes side by side
     St  decode steps: those of one dispatch of the engine
     T   time: the tokens of a row or of a sequence
+    Ta  taps: the tokens that a convolution sees
     Te  teacher's width
+    U   runs of a key head's channels: its query, its key, and the values of its value heads
     V   vocabulary
     Vi  visits: pairs of a page and who reads or writes it
     W   ids of a chunk: a piece of the vocabulary, or of each part of it

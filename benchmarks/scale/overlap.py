@@ -6,6 +6,7 @@ sleeps in one thread. What `simulation.py` predicts of the same durations, with 
 """
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.ahead import Ahead, Holding
+from tunix.rollout.ahead import Ahead
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling
@@ -59,6 +61,11 @@ class SleepingSampler(Holding):
 
     def __init__(self, seconds: np.ndarray):
         self.version, self._left = 0, iter(seconds)
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a publication waits until nobody holds the weights before: it does not."""
+        return False
 
     def hold(self) -> int:
         """The version of the weights that were published last."""
@@ -128,6 +135,7 @@ def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
         staleness=staleness,
         total=len(each.sampling),
         goes_on=False,
+        stop=threading.Event(),
     )
     try:
         for number in range(steps):

@@ -54,7 +54,8 @@ class Run(NamedTuple):
     seconds: list[float]
     """Seconds of each step after the first ones."""
     sent: dict[str, float]
-    """Bytes that a device sends in one execution of each kind of program, by the function it was compiled from."""
+    """Bytes that a device sends in one execution of each kind of program, by the function it was compiled from; of an
+    update, where its rows fill as many micro-batches as they can."""
 
 
 def place_words(place: Place, process: int, port: int) -> list[str]:
@@ -124,7 +125,9 @@ def differences(one: Run, other: Run) -> float:
 def show(console: Console, names: Sequence[str] = tuple(RECIPES), places: Sequence[Place] = PLACES) -> None:
     """Runs and prints; the first place is what the others are compared with."""
     columns = ("recipe", "processes x devices", "largest difference of a loss", "step, ms", "min to max")
-    table = Table(*columns, "update sends, kB", "others, kB", title="devices along fsdp, float32, bytes of a device")
+    table = Table(
+        *columns, "update sends at most, kB", "others, kB", title="devices along fsdp, float32, bytes of a device"
+    )
     for name in names:
         first: Run | None = None
         for place in places:

@@ -101,7 +101,9 @@ def test_what_does_not_fit_is_not_written(
 ):
     asked: list[Any] = []
     verdict = {"fits": False, "devices": "h100:16", "number": 16, "needed": 90 * 2**30, "limit": 74 * 2**30}
-    found = Plan([{**verdict, "programs": []}], {0: "remat: block"})
+    needs = {"sampling": ("decode", 90 * 2**30), "training": ("step", 60 * 2**30)}
+    programs = [{"name": name, "total": total, "place": place, "refused": ""} for place, (name, total) in needs.items()]
+    found = Plan([{**verdict, "programs": programs, "places": {place: {} for place in needs}}], {0: "rollout.slots=64"})
 
     def ask(_: Any, topology: str, *__: Any, **___: Any) -> Plan:
         asked.append(topology)
@@ -110,8 +112,9 @@ def test_what_does_not_fit_is_not_written(
     monkeypatch.setattr(planning, "ask", ask)
     assert main(GPU) == 2
     said = capsys.readouterr().err
-    assert "/runs/small on h100:16: does not fit: 90.0 GiB of 74.0 GiB" in said
-    assert "It fits with: remat: block" in said
+    assert "/runs/small on h100:16: does not fit: 90.0 GiB of 74.0 GiB during `decode` on each sampling device" in said
+    assert "60.0 GiB during `step` on each training device" in said
+    assert "It fits with: rollout.slots=64" in said
     assert "`tunix launch --no-plan` writes the job all the same" in said
     assert not (folder / "small.sbatch").exists()
     # Where nothing can be found out, a line says so, and the job is written.

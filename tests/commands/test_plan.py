@@ -36,6 +36,7 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "tokens": 1000,
         "seconds": 0.5,
         "bound": "compute",
+        "place": "training",
         **more,
     }
     return {
@@ -44,7 +45,7 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "limit": (24 if fits else 16) * GIB,
         "needed": 20 * GIB,
         "fits": fits,
-        "held": {},
+        "places": {"training": {"number": 1, "needed": 20 * GIB, "held": {}}},
         "chosen": ["attention: mosaic"],
         "programs": [step],
         "prediction": {"step_seconds": 0.5, "tokens_per_second": 2000.0, "mfu": 0.25},
@@ -66,6 +67,20 @@ def test_the_screen_says_what_fits_and_what_it_costs(monkeypatch: pytest.MonkeyP
     assert "predicted, not measured: a step of 0.5 s at the least, 2,000 trained tokens/s, MFU 25%" in text
     (row,) = (line for line in text.splitlines() if line.startswith("  step "))
     assert row.split() == ["step", "20.00", "1", "x", "2.0", "1", "0.5", "500,", "compute", "3", "+", "21"]
+
+
+def test_devices_that_only_sample_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """A decode of 23 GiB on four devices does not fit 22, beside a step of 20 that does on four others."""
+    found = verdict(True) | {"limit": 22 * GIB, "needed": 23 * GIB, "fits": False, "number": 8}
+    decode = {**found["programs"][0], "name": "decode", "total": 23 * GIB, "place": "sampling", "buffers": []}
+    decode["kinds"] = {"sampler's copy": 13 * GIB, "caches": 10 * GIB}
+    sampling = {"number": 4, "needed": 23 * GIB, "held": {"sampler's copy": 13 * GIB}}
+    found["places"] = {"training": {"number": 4, "needed": 20 * GIB, "held": {}}, "sampling": sampling}
+    text = shown(monkeypatch, Plan([found | {"programs": [decode, *found["programs"]]}]))
+    assert "does not fit: 23.0 GiB of 22.0 GiB during `decode` on each sampling device, 1.0 GiB too much" in text
+    assert "too much; 20.0 GiB during `step` on each training device" in text
+    training, sampling = (text.index(f"of each of 4 {place} device(s), during") for place in ("training", "sampling"))
+    assert training < text.index("activations and temporaries") < sampling < text.index("sampler's copy")
 
 
 def test_devices_at_hand_are_counted():

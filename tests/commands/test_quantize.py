@@ -27,6 +27,7 @@ from tunix.commands.quantize import read_words
 from tunix.errors import UserError
 from tunix.hf.source import loaded, pretrained
 from tunix.models.quantization import fake_quant as simulated
+from tunix.models.quantization.modules import PROJECTIONS
 from tunix.models.quantization.rules import RULES_FILE, QuantizationConfig, Rules
 from tunix.recipe.recipe import Recipe
 from tunix.util.yaml_io import parse_yaml
@@ -162,7 +163,7 @@ def test_rules_from_words_and_files(tmp_path):
     assert words == Rules.model_validate({"rules": wanted})
     assert {name: rule.weights for name, rule in words.modules.items()} == {
         **dict.fromkeys(("gate", "up", "down"), "int4"),
-        **dict.fromkeys(("q", "k", "v"), "nf4"),
+        **dict.fromkeys(("q", "k", "v", "qkv", "z", "beta", "decay", "out"), "nf4"),
     }
     (tmp_path / "rules.yaml").write_text("rules: [{module: .*, weights: int8}]")
     assert read_words(str(tmp_path / "rules.yaml")).rules[0].tile is None
@@ -279,7 +280,7 @@ def test_a_type_that_the_device_does_not_know_is_told(monkeypatch):
 def test_the_page_s_section_reaches_every_matrix():
     (block,) = blocks("docs/guide/quantization.md", "yaml")
     section = parse_yaml(block.text, "quantization.md")["quantization"]
-    assert set(QuantizationConfig.model_validate(section).modules) == {"q", "k", "v", "o", "gate", "up", "down"}
+    assert set(QuantizationConfig.model_validate(section).modules) == set(PROJECTIONS.values())
 
 
 def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):

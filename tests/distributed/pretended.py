@@ -19,7 +19,20 @@ class Store:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._changed, self._gone = threading.Condition(), False
+
+    def end(self) -> None:
+        """A process is lost: nothing is answered any more."""
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self.key_value_set_bytes(key, value.encode(), allow_overwrite)
+
+    def key_value_dir_get(self, begin: str) -> list[tuple[str, str]]:
+        with self._changed:
+            return [(key, value.decode()) for key, value in self.values.items() if key.startswith(begin)]
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
         with self._changed:
@@ -35,14 +48,18 @@ class Store:
         deadline = time.monotonic() + timeout_in_ms / 1000
         with self._changed:
             while key not in self.values:
+                if self._gone:
+                    raise jax.errors.JaxRuntimeError("UNAVAILABLE")
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self.values[key]
 
 
-def pretended(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[int], Result]) -> tuple[list[Result], Store]:
+def pretended(
+    monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[int], Result], inherits: bool = False
+) -> tuple[list[Result], Store]:
     """What `act` returns in each of the processes, and the store that they leave. Other threads, such as those of a
-    server in the test, are of a process that is alone."""
+    server in the test, are of a process that is alone; or threads are of the process that starts them."""
     store, own = Store(), threading.local()
     monkeypatch.setattr(processes, "number", lambda: number if hasattr(own, "index") else 1)
     monkeypatch.setattr(processes, "index", lambda: getattr(own, "index", 0))
@@ -52,7 +69,21 @@ def pretended(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[int],
 
     def run(index: int) -> Result:
         own.index = index
-        return act(index)
+        try:
+            return act(index)
+        except BaseException:
+            store.end()  # the others would wait for it
+            raise
+
+    def start(thread: threading.Thread) -> None:
+        if hasattr(own, "index"):
+            index, inner = own.index, thread.run
+            thread.run = lambda: (setattr(own, "index", index), inner())[1]
+        started(thread)
+
+    started = threading.Thread.start
+    if inherits:
+        monkeypatch.setattr(threading.Thread, "start", start)
 
     with ThreadPoolExecutor(number) as pool:
         return [future.result(60) for future in [pool.submit(run, index) for index in range(number)]], store

@@ -202,7 +202,10 @@ def test_killed_on_eight_devices_it_goes_on_with_four(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rollout__max_staleness": 1}, "rollout.max_staleness: 1 needs one process so far, and there are 2"),
+        (
+            {"rollout__max_staleness": 1},
+            "rollout.max_staleness: 1 needs one process or servers (rollout.engine: vllm), and there are 2 processes",
+        ),
         ({"rollout__mesh": {"devices": 1}}, "rollout.mesh: devices 1 are not as many for each of 2 processes; 2 would"),
         ({"mesh": {"fsdp": 3}}, "does not fit 4 device(s) (cpu) of 2 processes: the sizes must multiply to 4"),
     ],

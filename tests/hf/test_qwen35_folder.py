@@ -16,7 +16,7 @@ from tunix.models.families.table import from_hf
 
 
 def test_a_multimodal_qwen35_gives_its_text_part_and_keeps_its_drafting_head(tmp_path):
-    """As published: the text part under `model.language_model.`, a vision tower, and `mtp.`, which transformers drops."""
+    """As published: text under `model.language_model.`, a vision tower, and `mtp.`, which transformers drops."""
     text = CASES["qwen3_5-three-to-one"].hf_config().to_dict()
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     whole = Qwen3_5ForConditionalGeneration(

@@ -189,7 +189,7 @@ def test_a_rank_above_the_matrix_is_refused(tmp_path):
     config = read_config(tmp_path)
     # k has 2 heads of 8, so 16 columns.
     model = Model(config, adapt=adapt(AdapterConfig(rank=17), config))
-    with pytest.raises(UserError, match=r"adapter\.rank: 17 is above 16, the most that k's matrix can have"):
+    with pytest.raises(UserError, match=r"adapter\.rank: 17 is above 16, the most that k_proj's matrix can have"):
         _ = model.shapes
 
 

@@ -1,6 +1,6 @@
 """The gated delta rule against transformers' own functions and against itself: packed, branched, in chunks and steps.
 
-Axes: B rows, T time, Hk key heads, Jv value heads of a key head, Dk and Dv widths of keys and values.
+Axes: B rows, T time, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv width of a value.
 """
 
 import jax

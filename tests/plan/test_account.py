@@ -184,6 +184,54 @@ def test_a_choice_that_nobody_describes_costs_its_dearest_branch():
     assert read(partial(through_kinds, times=None), X, weights).flops == 8 * 2 * M * K * K
 
 
+FUSED = """HloModule step
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (input: f32[64,272]) -> f32[16,272] {
+  %input = f32[64,272]{1,0} parameter(0)
+  %all-reduce.1 = f32[64,272]{1,0} all-reduce(%input), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum
+  %zero = u32[] constant(0)
+  ROOT %part = f32[16,272]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={16,272}
+}
+
+%begun (part: bf16[16,128]) -> bf16[64,128] {
+  %part = bf16[16,128]{1,0:S(1)} parameter(0)
+  ROOT %all-gather.1 = bf16[64,128]{1,0} all-gather(%part), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%beside (part: bf16[16,128]) -> bf16[64,128] {
+  %part = bf16[16,128]{1,0:S(1)} parameter(0)
+  ROOT %all-gather.2 = bf16[64,128]{1,0} all-gather(%part), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[64,272], w: bf16[16,128]) -> f32[16,272] {
+  %x = f32[64,272]{1,0} parameter(0)
+  %w = bf16[16,128]{1,0:S(1)} parameter(1)
+  %first = bf16[64,128]{1,0} fusion(%w), kind=kCustom, calls=%begun, metadata={op_name="jit(step)/gate"}
+  %second = bf16[64,128]{1,0} fusion(%w), kind=kOutput, calls=%beside, metadata={op_name="jit(step)/up"}
+  %third = bf16[64,128]{1,0} all-gather(%w), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %out = f32[16,272]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="jit(step)/sum"}
+}
+"""
+
+
+def test_what_a_tpu_fuses_with_a_collective_is_sent_once():
+    """Of a ring of 4: a sum that is cut afterwards sends 3/4 of it, once; a gather of 4 KiB parts three of them. That
+    they come from the vector memory changes nothing; of a gather in two fusions there is one."""
+    found = account(FUSED)
+    assert {(one.kind, one.bytes, one.scope) for one in found.collectives} == {
+        ("reduce-scatter", 64 * 272 * 4 * 3 // 4, "jit(step)/sum"),
+        ("all-gather", 3 * 16 * 128 * 2, "jit(step)/gate"),
+        ("all-gather", 3 * 16 * 128 * 2, ""),
+    }
+    assert found.number() == 3
+
+
 def test_a_scatter_costs_its_updates():
     """An array that is given away is changed in place: 2 rows of 32 of 1000 are read and written, at two indices."""
     many, two = jax.ShapeDtypeStruct((1000, K), jnp.float32), jax.ShapeDtypeStruct((2, K), jnp.float32)

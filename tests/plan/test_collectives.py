@@ -23,7 +23,7 @@ from tunix.trainer.spec import TrainerSpec
 ROWS, LENGTH = 8, 32
 
 
-def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto") -> Account:
+def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto", micro: int = 1) -> Account:
     devices = build_mesh(mesh)
     model = Model(config, attention=attention)
     spec = TrainerSpec(
@@ -36,7 +36,7 @@ def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto") ->
         seed=0,
     )
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), devices)
-    batch = programs.BatchShape(1, ROWS, LENGTH, ROWS)
+    batch = programs.BatchShape(micro, ROWS, LENGTH, micro * ROWS)
     return account(programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective).compile().as_text())
 
 
@@ -62,6 +62,18 @@ def test_the_head_sends_nothing_within_its_loop_over_the_vocabulary(mesh: MeshCo
     model = Model(wide)
     weights = sum(4 * np.prod(shape) for shape in model.shapes.values())
     assert found.sent() < 2 * 3 * weights
+
+
+def test_each_micro_batch_gathers_the_weights_twice_and_sums_their_gradients_once():
+    """Of the weights each of eight devices has an eighth: a gather sends seven eighths of them, a sum twice that.
+
+    The table, an eighth of these weights, is gathered once.
+    """
+    weights = sum(4 * np.prod(shape) for shape in Model(PLAIN).shapes.values())
+    one, two = (step_on(MeshConfig(fsdp=8), PLAIN, micro=micro) for micro in (1, 2))
+    for kind in ("all-gather", "all-reduce"):
+        assert one.sent(kind) == pytest.approx(2 * weights * 7 / 8, rel=0.2)
+        assert two.sent(kind) == pytest.approx(2 * one.sent(kind), rel=0.1)
 
 
 @pytest.mark.slow

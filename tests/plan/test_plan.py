@@ -18,7 +18,7 @@ from tunix.plan.compiling import Compiled
 from tunix.plan.record import programs_of
 from tunix.plan.remedies import remedies
 from tunix.plan.structure import decoder_of, named_preset
-from tunix.plan.subject import Subject, subject_of
+from tunix.plan.subject import Place, Subject, subject_of
 from tunix.plan.topology import devices_of, limit_of, near_of
 from tunix.plan.verdict import Need, Target, Verdict
 from tunix.recipe.recipe import Recipe
@@ -80,11 +80,11 @@ def test_weights_and_moments_are_what_arithmetic_says():
     """float32: 4 bytes a weight, AdamW twice as much; on 8 devices an eighth, but for what 8 does not divide."""
     whole = subject_of(recipe(), jax.devices()[:1])
     number = number_of_weights(whole)
-    assert whole.held["weights"] == 4 * number
-    assert whole.held["optimizer's moments"] == pytest.approx(8 * number, abs=64)
-    assert subject().held["weights"] == 4 * number // 8
+    assert whole.held["training"]["weights"] == 4 * number
+    assert whole.held["training"]["optimizer's moments"] == pytest.approx(8 * number, abs=64)
+    assert subject().held["training"]["weights"] == 4 * number // 8
     halved = subject_of(recipe(optimizer={"moments_dtype": "bfloat16", "b2": 0.99}), jax.devices()[:1])
-    assert halved.held["optimizer's moments"] == pytest.approx(4 * number, abs=64)
+    assert halved.held["training"]["optimizer's moments"] == pytest.approx(4 * number, abs=64)
 
 
 def test_a_frozen_base_is_its_own_reference_and_gives_its_tables_to_the_sampler():
@@ -95,9 +95,9 @@ def test_a_frozen_base_is_its_own_reference_and_gives_its_tables_to_the_sampler(
     base = 2 * sum(math.prod(shape) for name, shape in made.policy.spec.model.shapes.items() if "_lora_" not in name)
     adapter = 2 * sum(math.prod(shape) for name, shape in made.policy.spec.model.shapes.items() if "_lora_" in name)
     tables = 2 * SIZES["vocab_size"] * SIZES["d_model"] + 2 * SIZES["d_model"]  # the head is the embedding
-    assert made.held["frozen base"] == base
-    assert "reference" not in made.held
-    assert made.held["sampler's copy"] == base - tables + adapter
+    assert made.held["training"]["frozen base"] == base
+    assert "reference" not in made.held["training"]
+    assert made.held["training"]["sampler's copy"] == base - tables + adapter
 
 
 def test_a_share_of_the_memory_that_is_too_small_is_refused_with_one_that_works():
@@ -139,7 +139,7 @@ def test_a_small_recipe_is_planned_for_the_cpu_at_hand(kept: Path):
     # 8 devices with a row each: 6 FLOPs a weight and token, and those of the attention.
     weights = 2 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64) + 96 * 32
     assert step["flops"] > 6 * weights * 32
-    assert step["kinds"]["weights"] == found["held"]["weights"]
+    assert step["kinds"]["weights"] == found["places"]["training"]["held"]["weights"]
     assert sum(step["kinds"].values()) == step["total"] == found["needed"]
     assert min(step["traced_in"], step["compiled_in"]) > 0
     assert any(line.startswith(("models/", "trainer/")) for _, _, _, line in step["buffers"])
@@ -156,11 +156,11 @@ def test_what_a_program_does_not_read_is_held_beside_it():
     held = {"weights": 4, "copy": 3}
     program = replace(programs_of(subject())[0], reads=("weights",), gradients=1, times=2.0, flops=0.0)
     target = Target("h100:8", 8, 13, CHIPS["h100"], 8)
-    need = verdict._need(program, held, compiled, target)
+    need = verdict._need(program, held, compiled, target, 8)
     assert (need.total, need.kinds) == (13, {**held, "gradients": 1, "activations and temporaries": 5})
     # 8 TFLOP at 989 a second are 8.09 ms, 2 GB at 3.35 TB/s 0.6, 3 GB over NVLink 6.7, 0.3 GB between hosts 6.
     assert (need.bound, need.seconds) == ("compute", pytest.approx(8e12 / 989e12))
-    found = Verdict(target, held, [need, Need("growing", 13, {})])
+    found = Verdict(target, {"training": held}, [need, Need("growing", 13, {})], {"training": 8})
     assert found.most == 13
     assert found.fits
     assert not replace(found, target=replace(target, limit=12)).fits
@@ -171,9 +171,14 @@ def test_the_prediction_is_by_all_that_a_step_runs():
     """Two updates of 0.5 s with 989 TFLOP of the model each, and a decode of 4 x 0.25 s, on two H100: 2 s."""
     update = Need("step", 1, {}, times=2.0, model_flops=989e12, tokens=1000, seconds=0.5)
     decode = Need("decode", 1, {}, times=4.0, tokens=64, seconds=0.25)
-    found = Verdict(Target("h100:2", 2, 9, CHIPS["h100"], 2), {}, [update, decode]).prediction()
-    assert found == {"step_seconds": 2.0, "tokens_per_second": 1000.0, "mfu": 0.5}
-    assert Verdict(Target("cpu", 1, 9), {}, [update]).prediction() is None
+    found = Verdict(Target("h100:2", 2, 9, CHIPS["h100"], 2), {"training": {}}, [update, decode], {"training": 2})
+    assert found.prediction() == {"step_seconds": 2.0, "tokens_per_second": 1000.0, "mfu": 0.5}
+    assert Verdict(Target("cpu", 1, 9), {"training": {}}, [update], {"training": 1}).prediction() is None
+    # On a device each, in turns and at the same time.
+    places: dict[Place, dict] = {"training": {}, "sampling": {}}
+    apart = replace(found, held=places, needs=[update, replace(decode, place="sampling")])
+    assert apart.prediction() == found.prediction()
+    assert replace(apart, ahead=True).prediction() == {"step_seconds": 1.0, "tokens_per_second": 2000.0, "mfu": 1.0}
 
 
 def test_changes_begin_with_the_smallest():
@@ -195,10 +200,10 @@ def test_a_run_that_cannot_fit_is_told_the_change_that_would(kept: Path, monkeyp
     """The moments alone are too much: only bfloat16 helps, and nothing is compiled for what comes before it."""
     devices = jax.devices()[:1]
     held = subject_of(recipe(), devices).held
-    tight = Target("cpu", 1, sum(held.values()) - 1)
+    tight = Target("cpu", 1, sum(held["training"].values()) - 1)
     monkeypatch.setattr(worker, "_target", lambda named: (tight, devices))
-    monkeypatch.setattr(worker, "refuted", lambda made, target: sum(made.held.values()) > target.limit)
-    found = Verdict(tight, held, [Need("step", tight.limit + 1, held)])
+    monkeypatch.setattr(worker, "refuted", lambda made, target, place: sum(made.held[place].values()) > target.limit)
+    found = Verdict(tight, held, [Need("step", tight.limit + 1, held["training"])], {"training": 1})
     tried: list[dict] = []
     changed = worker._change(recipe(), found, None, tried.append)
     assert changed == "optimizer.moments_dtype=bfloat16 optimizer.b2=0.99"

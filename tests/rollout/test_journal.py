@@ -51,3 +51,17 @@ def test_what_another_recipe_has_recorded_is_dropped(tmp_path: Path):
     written(tmp_path / "replay.jsonl")
     assert Journal(tmp_path / "replay.jsonl", "another").recorded(1, 0) is None
     assert read_rows(tmp_path / "replay.jsonl") == [{"recipe": "another"}]
+
+
+def test_steps_of_weights_that_are_gone_are_forgotten(tmp_path: Path):
+    """Step 1 has begun with weights 1, and step 2 with weights 2, which are those that there are."""
+    path = tmp_path / "replay.jsonl"
+    written(path)
+    journal = Journal(path, "mine")
+    journal.forget_before(1)
+    assert journal.recorded(1, 0) is not None
+    journal.forget_before(2)
+    for found in (journal, Journal(path, "mine")):
+        assert found.recorded(1, 0) is found.recorded(1, 1) is None
+        assert (call := found.recorded(2, 0)) is not None
+        assert call.weights == 2

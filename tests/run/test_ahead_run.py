@@ -1,14 +1,17 @@
 """Asynchronous runs: sampling ahead within a bound, and to the bit again after a kill."""
 
 import itertools
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fake_vllm import FakeVLLM, served
 from tests.marks import slow
 from tests.run.test_kill import Run, no_process_left
-from tests.tiny_rl import write_policy
+from tests.tiny_rl import REWARDS, write_policy
 from tests.tiny_runs import lines, metrics, model_folder, train
 from tunix.cli import main
 
@@ -90,20 +93,98 @@ def test_killed_again_and_again_it_does_what_is_recorded(tmp_path: Path, k: int,
             runs[-1].kill()
         runs.append(Run(tmp_path))
         assert runs[-1].wait() == 0, runs[-1].log
-        again = tmp_path / "again"
-        again.mkdir()
-        write_policy(again, **changes)
-        (again / "run").mkdir()
-        for name in ("replay.jsonl", "recipe.yaml"):
-            (again / "run" / name).write_text((tmp_path / "run" / name).read_text())
+    does_what_is_recorded(tmp_path)
+
+
+def does_what_is_recorded(folder: Path) -> None:
+    """Another run, with the record of the first and nothing else, has its metrics and its weights, to the bit."""
+    again = folder / "again"
+    (again / "run").mkdir(parents=True)
+    for name in ("r.yaml", "rewards.py", "train.jsonl", "held.jsonl", "run/replay.jsonl", "run/recipe.yaml"):
+        (again / name).write_text((folder / name).read_text())
+    with no_process_left() as runs:
         runs.append(Run(again))
-        assert runs[-1].wait() == 0, runs[-1].log
-    for ours, theirs in itertools.zip_longest(numbers(tmp_path / "run"), numbers(again / "run")):
+        assert runs[0].wait() == 0, runs[0].log
+    for ours, theirs in itertools.zip_longest(numbers(folder / "run"), numbers(again / "run")):
         assert ours == theirs
-    assert (tmp_path / "run/replay.jsonl").read_text() == (again / "run/replay.jsonl").read_text()
-    assert {x.name: x.read_bytes() for x in (tmp_path / "run/export").iterdir()} == {
+    assert (folder / "run/replay.jsonl").read_text() == (again / "run/replay.jsonl").read_text()
+    assert {x.name: x.read_bytes() for x in (folder / "run/export").iterdir()} == {
         x.name: x.read_bytes() for x in (again / "run/export").iterdir()
     }
+
+
+SLEEPY = (
+    REWARDS
+    + """
+
+def sleepy(completion):
+    import time
+    time.sleep(0.1)
+    return 0.0
+"""
+)
+"""A step of four prompts is on its way for most of the time."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("k", "how", "more"), [(1, "finish", 1.0), (2, "continue", 1.0), (2, "finish", 1.5), (3, "continue", 1.5)]
+)
+def test_stopped_again_and_again_it_gives_up_what_is_being_sampled_and_goes_on(
+    tmp_path: Path, k: int, how: str, more: float
+):
+    """SIGTERM: a checkpoint of the present step, and exit code 130. All steps are learned from once, as is recorded."""
+    changes = {**ahead(k, how), "rollout__oversample": more, "steps": 12, "checkpoint": {"every": 5, "keep": 2}}
+    changes |= {"data__eval": "held.jsonl", "eval": {"every": 5, "rows": 4}}
+    (tmp_path / "rewards.py").write_text(SLEEPY)
+    write_policy(tmp_path, **changes, reward__functions=["rewards.py:letters", "rewards.py:sleepy"])
+    given_up = 0
+    with no_process_left() as runs:
+        for step in (3, 6, 9):
+            runs.append(Run(tmp_path))
+            runs[-1].until(lambda step=step: runs[-1].steps >= step)
+            runs[-1].process.terminate()
+            assert runs[-1].wait() == 130, runs[-1].log
+            given_up += given_up_step(tmp_path / "run")
+        runs.append(Run(tmp_path))
+        assert runs[-1].wait() == 0, runs[-1].log
+    assert given_up, "it was never in the middle of a step"
+    assert sorted({row["step"] for row in metrics(tmp_path / "run")} - {0}) == list(range(1, 13))
+    does_what_is_recorded(tmp_path)
+
+
+def given_up_step(run: Path) -> bool:
+    """Whether the record has a step that the last checkpoint does not have."""
+    last = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+    record = json.loads((run / f"checkpoints/{last}/record/metadata").read_text())["data"]["ahead"]
+    assert record["step"] == last
+    return max(row["step"] for row in lines(run / "replay.jsonl")[1:]) not in map(int, record["steps"])
+
+
+@pytest.mark.slow
+def test_a_run_whose_servers_do_not_answer_saves_and_ends_at_once_and_goes_on(tmp_path: Path):
+    """However long they take: they answer nothing until it has ended."""
+    fake = FakeVLLM(model_folder(tmp_path / "llama"))
+    with served(fake) as url, no_process_left() as runs:
+        model = {"path": str(tmp_path / "llama"), "dtype": "float32"}
+        on = {"rollout__engine": "vllm", "rollout__servers": [url]}
+        write_policy(tmp_path, **on, **ahead(1), model=model, checkpoint={"every": 2})
+        runs.append(Run(tmp_path))
+        runs[0].until(lambda: runs[0].steps >= 3)
+        fake.manners.silent.set()
+        runs[0].until(lambda: fake.unanswered > 0)
+        time.sleep(3)  # the learner has nothing left to learn from
+        runs[0].process.terminate()
+        assert runs[0].process.wait(60) == 130, runs[0].log
+        assert f"stopped at step {runs[0].steps} of 8, with a checkpoint" in runs[0].log
+        assert fake.manners.silent.is_set()
+        assert given_up_step(tmp_path / "run")
+        fake.manners.silent.clear()
+        fake.restart(tmp_path / "llama")
+        runs.append(Run(tmp_path))
+        assert runs[1].wait() == 0, runs[1].log
+        assert sorted({row["step"] for row in metrics(tmp_path / "run")}) == list(range(1, 9))
+        assert all(row["rollout/staleness/max"] <= 1 for row in metrics(tmp_path / "run") if row["step"] > 1)
 
 
 @pytest.mark.parametrize(

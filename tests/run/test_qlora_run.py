@@ -96,7 +96,7 @@ def test_the_merged_folder_is_the_model_that_was_trained(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"adapter.rank": 33}, "adapter.rank: 33 is above 32, the most that q's matrix can have: lower it"),
+        ({"adapter.rank": 33}, "adapter.rank: 33 is above 32, the most that q_proj's matrix can have: lower it"),
         # 67 is prime
         ({"model.sizes.ffn": 67}, "adapter.tile: 16 leaves tiles of 1 for the 67 inputs of down"),
     ],

@@ -1,6 +1,7 @@
 """The mesh that samples: which one is chosen, what is refused, and what its devices send for each token."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import jax
@@ -18,7 +19,8 @@ from tunix.plan import programs
 from tunix.plan.account import account
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
-from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
+from tunix.trainer.sampler_mesh import check_slots, copy_bytes, sampler_mesh
+from tunix.trainer.sampler_room import room_of
 from tunix.types import Sampling
 
 MODEL = Model(PLAIN)
@@ -44,6 +46,16 @@ def test_a_copy_is_on_as_few_devices_as_have_room_for_it(given, memory, shape):
     assert line is not None
     assert line.startswith(f"sampling: a copy of the weights on each{' 2' if shape[3] == 2 else ''} of 8 device(s)")
     assert mesh.devices.flatten().tolist() == build_mesh(given).devices.flatten().tolist()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_that_arrive_meanwhile_need_room_beside_those_before_them(tensor: int):
+    """Of a device of 10 copies 8 may be taken: a copy (or half of one) goes to the weights, and one to newer ones."""
+    mesh, copy = build_mesh(MeshConfig(fsdp=1, tensor=tensor), jax.devices()[:tensor]), copy_bytes(MODEL, MODEL.shapes)
+    room = partial(room_of, 0.8, 10.0 * copy, mesh, MODEL, [], references=0)
+    assert room() == pytest.approx((8 - 1 / tensor) * copy)
+    assert room(newer=MODEL.shapes) == pytest.approx((8 - 2 / tensor) * copy)
+    assert room(newer=["embed/w"]) == pytest.approx((8 - 1 / tensor) * copy - 4 * 96 * 32 / tensor)
 
 
 def test_devices_that_need_no_other_mesh_keep_theirs():

@@ -149,16 +149,30 @@ def place(verdict: dict[str, Any]) -> str:
 def summary(verdict: dict[str, Any]) -> str:
     """One sentence: whether it fits, and by how much."""
     needed, limit = verdict["needed"], verdict["limit"]
-    most = verdict["programs"][0]["name"] if verdict["programs"] else "nothing"
+    most = during(verdict, verdict["programs"][0]) if verdict["programs"] else "nothing"
     refused = next((one for one in verdict["programs"] if one["refused"]), None)
     if refused and needed <= limit:  # its message names no size
         return f"does not fit: the compiler refuses `{refused['name']}`: {refused['refused']}"
     word, rest = ("fits", "to spare") if verdict["fits"] else ("does not fit", "too much")
-    found = f"{word}: {_gib(needed)} of {_gib(limit)} during `{most}`, {_gib(abs(limit - needed))} {rest}"
+    found = f"{word}: {_gib(needed)} of {_gib(limit)} during {most}, {_gib(abs(limit - needed))} {rest}"
+    others = [one for one in first_of_each(verdict).values() if one is not verdict["programs"][0]]
+    found += "".join(f"; {_gib(one['total'])} during {during(verdict, one)}" for one in others)
     if refused is None:
         return found
     largest = "; the largest array is " + _array(refused["buffers"][0]) if refused["buffers"] else ""
     return f"{found}: the compiler refuses `{refused['name']}`{largest}"
+
+
+def first_of_each(verdict: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The program that needs most of each place, in the order of the places."""
+    programs = {place: [one for one in verdict["programs"] if one["place"] == place] for place in verdict["places"]}
+    return {place: most[0] for place, most in programs.items() if most}
+
+
+def during(verdict: dict[str, Any], program: dict[str, Any]) -> str:
+    """A program's name, and whose devices run it where not all do."""
+    name = f"`{program['name']}`"
+    return name if len(verdict["places"]) == 1 else f"{name} on each {program['place']} device"
 
 
 def suggestion(found: Plan, stage: int) -> str:
@@ -181,16 +195,16 @@ def predicted(prediction: dict[str, float]) -> str:
 
 
 def _show_memory(verdict: dict[str, Any], console: Console) -> None:
-    """The kinds of memory during the program that needs most, and its largest arrays."""
-    if not verdict["programs"]:
-        return
-    most = verdict["programs"][0]
-    table = Table("of each device, during " + most["name"], Column("GiB", justify="right"), box=SIMPLE)
-    for name, size in sorted(most["kinds"].items(), key=lambda one: -one[1]):
-        table.add_row(name, f"{size / GIB:.2f}")
-    console.print(table)
-    for buffer in most["buffers"]:
-        console.print(f"  {_array(buffer)}", markup=False)
+    """The kinds of memory during the program of each place that needs most, and its largest arrays."""
+    for name, most in first_of_each(verdict).items():
+        number = verdict["places"][name]["number"]
+        devices = "each device" if len(verdict["places"]) == 1 else f"each of {number} {name} device(s)"
+        table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
+        for kind, size in sorted(most["kinds"].items(), key=lambda one: -one[1]):
+            table.add_row(kind, f"{size / GIB:.2f}")
+        console.print(table)
+        for buffer in most["buffers"]:
+            console.print(f"  {_array(buffer)}", markup=False)
 
 
 def _show_programs(verdict: dict[str, Any], console: Console) -> None:

@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -25,11 +26,25 @@ PATIENCE = 3600.0
 """Seconds that a message is waited for while its sender is alive."""
 DONE, FAILED = b"+", b"-"
 """How a message begins of a process that has done something, or has failed: then its error follows."""
+SLICE = 1.0
+"""Seconds of a wait, after which a signal's handler may run, and it is looked whether the wait is over."""
+SPREAD = 0.5
+"""Seconds after which it is looked whether something has happened in another process."""
 _calls: dict[str, Iterator[int]] = {}
 
 
 class Stopped(Exception):
     """What was waited for is not wanted any more."""
+
+
+class _Scope(threading.local):
+    """How the messages of a thread begin, and what ends its waits."""
+
+    name = ""
+    stopped: threading.Event | None = None
+
+
+_scope = _Scope()
 
 
 def number() -> int:
@@ -72,15 +87,50 @@ def exchanged(name: str, own: bytes, deadline: float = PATIENCE) -> list[bytes]:
 
     Raises:
         UserError: a process gave nothing in time.
+        Stopped: see `apart`.
     """
     if number() == 1:
         return [own]
+    name = _scope.name + name
     turn = turn_of(name)
-    found = shared(f"{name}/{turn}", own, deadline)
+    found = shared(f"{name}/{turn}", own, deadline, _scope.stopped)
     if turn:
         # All have come to this turn, so that all have read the one before.
         forget(f"{name}/{turn - 1}")
     return found
+
+
+@contextmanager
+def apart(name: str, stopped: threading.Event) -> Iterator[None]:
+    """What this thread exchanges in the `with` block has names of its own, and is waited for until an event.
+
+    Args:
+        name: begins the names, e.g. `ahead/0`.
+        stopped: ends the waits, with `Stopped`.
+    """
+    before = _scope.name, _scope.stopped
+    _scope.name, _scope.stopped = f"{name}/", stopped
+    try:
+        yield
+    finally:
+        _scope.name, _scope.stopped = before
+
+
+def spread(name: str, event: threading.Event) -> None:
+    """Waits for an event, and has it happen in all processes that call this, e.g. in a thread.
+
+    Args:
+        name: the same in all of them, and used once.
+        event: happens in one of them or more.
+    """
+    begin = f"tunix/{name}/happened/"
+    try:
+        while not event.wait(SPREAD):
+            if store().key_value_dir_get(begin):
+                event.set()
+        store().key_value_set(f"{begin}{index()}", "", allow_overwrite=True)
+    except (jax.errors.JaxRuntimeError, AttributeError):
+        return  # the coordinator is gone, or was left; `watch` ends the run
 
 
 def turn_of(name: str) -> int:
@@ -148,15 +198,15 @@ def meet(name: str) -> None:
 
 
 def _received(key: str, sender: int, deadline: float, stopped: threading.Event | None) -> bytes:
-    started, slice_ = time.monotonic(), 60.0 if stopped is None else 1.0
+    started = time.monotonic()
     while True:
         left = deadline - (time.monotonic() - started)
         try:
-            return store().blocking_key_value_get_bytes(_key(key, sender), int(1000 * max(min(left, slice_), 0.1)))
+            return store().blocking_key_value_get_bytes(_key(key, sender), int(1000 * max(min(left, SLICE), 0.1)))
         except jax.errors.JaxRuntimeError as error:
             if stopped is not None and stopped.is_set():
                 raise Stopped from error
-            if "DEADLINE_EXCEEDED" not in str(error) or left <= slice_:
+            if "DEADLINE_EXCEEDED" not in str(error) or left <= SLICE:
                 raise UserError(f"process {sender} did not answer ({key}, {first_line(error)})") from error
 
 

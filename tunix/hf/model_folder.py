@@ -42,6 +42,7 @@ from tunix.models.families.table import FAMILIES, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import Quantization, is_scale, quantize, tile_of
+from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.exact import jit
@@ -315,7 +316,7 @@ def _write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"))
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), projections_of(config))
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -390,7 +391,13 @@ def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -
     """Sends the scales of a layer's rounded matrix."""
     scales = everywhere(_rounded(array, place, tensor, how)[1])
     scales.copy_to_host_async()
-    return lambda: np.asarray(scales).reshape(len(scales), -1).T
+    runs = tensor.order_of_runs(array.shape[len(place) :])
+
+    def there() -> np.ndarray:
+        outputs = np.asarray(scales).reshape(len(scales), -1).T
+        return outputs if runs is None else outputs.take(runs, axis=0)
+
+    return there
 
 
 def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:

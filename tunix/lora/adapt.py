@@ -27,6 +27,7 @@ from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
 from tunix.models.model import Model, Params, is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
+from tunix.models.quantization.modules import PROJECTIONS
 from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -102,7 +103,11 @@ def _check_rank(name: str, low: Low, projection: Projection) -> None:
     shape, contracted = projection.w.shape, projection.contracted
     most = min(math.prod(shape[:contracted]), math.prod(shape[contracted:]))
     if low.rank > most:
-        raise UserError(f"adapter.rank: {low.rank} is above {most}, the most that {name}'s matrix can have: lower it")
+        (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
+        raise UserError(
+            f"adapter.rank: {low.rank} is above {most}, the most that {theirs}'s matrix can have: lower it, or set "
+            f"adapter.ranks: {{{theirs}: {most}}}"
+        )
 
 
 def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params, dtype: DType, mesh: Mesh) -> Params:

@@ -219,11 +219,10 @@ class DecoderConfig:
         return tuple(kind for kind in self.distinct_kinds if kind.paged)
 
     @property
-    def mean_widths(self) -> tuple[float, float]:
-        """Numbers of a token's queries and of its keys, the mean over layers that have some, e.g. (4096.0, 1024.0)."""
-        heads = [(self.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim) for kind in self.kinds if kind.paged]
-        wide, narrow = map(sum, zip(*heads, strict=True))
-        return wide / len(heads), narrow / len(heads)
+    def query_width(self) -> float:
+        """Numbers of a token's queries, the mean over layers that have some, e.g. 4096.0."""
+        wide = [self.num_heads * kind.head_dim for kind in self.kinds if kind.head_dim]
+        return sum(wide) / len(wide)
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ masked. A segment may continue an earlier one, as answers in one row continue th
 from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start
 likewise. All of it is computed in float32.
 
-Axes: B rows, T time, C tokens at a time, c chunks, Hk key heads, Jv value heads of a key head, Dk and Dv widths of
-keys and values, Ch channels.
+Axes: B rows, T time, C tokens at a time, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv width of a
+value.
 """
 
 from functools import partial
@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-CHUNK = 64
-"""Tokens of a chunk in packed rows."""
+CHUNKS = {"cpu": 32, "gpu": 64, "tpu": 64}
+"""Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 times as long as 64
+(`benchmarks.mixers`)."""
 State = Float[Array, "B Hk Jv Dk Dv"]
 # On GPUs and TPUs float32 products are rounded to fewer bits otherwise, and states add the errors of all tokens up.
 _product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -133,9 +134,7 @@ def chunked(
     if chunks.branches is not None:
         left += jnp.exp(total) * _over_heads(chunks.branches.from_root)
     wanted = jnp.concatenate([beta[..., None] * v, (beta * left)[..., None] * k[:, :, :, None]], axis=-1)
-    # Forward substitution, and no product of powers: where keys repeat, these are large and cancel.
-    solved = jax.lax.linalg.triangular_solve(overlap, wanted, left_side=True, lower=True, unit_diagonal=True)
-    new, read = jnp.split(solved, [v.shape[-1]], axis=-1)
+    new, read = jnp.split(_solved(overlap, wanted), [v.shape[-1]], axis=-1)
     inputs = (new, read, left[..., None] * q[:, :, :, None], seen, k, between, left, chunks.branches, begins)
     start = jnp.zeros((v.shape[0], *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
     kept = None if chunks.branches is None else start
@@ -176,6 +175,50 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     if branches is not None and root is not None:
         root = _where(branches.any_root, after(branches.root), root)
     return (last, root), (mixed, None if begins is None else last)
+
+
+@jax.custom_vjp
+def _solved(below: Float[Array, "*at C C"], wanted: Float[Array, "*at C n"]) -> Float[Array, "*at C n"]:
+    """x of `(1 + below) x = wanted`, where only what is below the diagonal counts.
+
+    By products of matrices: XLA's triangular solve has waited for itself for ever in a program on a CPU with two cores.
+    """
+    return _product("...ij,...jn->...in", _inverse(below), wanted)
+
+
+def _solved_forward(below: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse(below)
+    found = _product("...ij,...jn->...in", inverse, wanted)
+    return found, (inverse, found)
+
+
+def _solved_backward(saved: tuple[jax.Array, jax.Array], d_found: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, found = saved
+    d_wanted = _product("...ji,...jn->...in", inverse, d_found)
+    return jnp.tril(-_product("...in,...jn->...ij", d_wanted, found), -1), d_wanted
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _inverse(below: Float[Array, "*at C C"]) -> Float[Array, "*at C C"]:
+    """The inverse of `1 + below`; C is a power of two.
+
+    From blocks to blocks twice as large, `[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]`: as exact as forward
+    substitution, unlike the product of the powers of `below`. Where keys repeat, these are large and cancel.
+    """
+    length = below.shape[-1]
+    assert length & (length - 1) == 0, "chunks are halved"
+    found, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1
+    while size < length:
+        blocks = below.reshape(*below.shape[:-2], length // (2 * size), 2 * size, length // (2 * size), 2 * size)
+        own = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corner = -_product("...ij,...jk,...kl->...il", second, own, first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        found = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return found[..., 0, :, :]
 
 
 def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:

@@ -6,8 +6,8 @@ that decodes holds a state and the last inputs of the convolution, however long 
 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
 
-Axes: B rows, T time, C tokens at a time, c chunks, D model width, Sl slots, Hk key heads, Jv value heads of a key head,
-Dk and Dv widths of keys and values, U runs of a key head's channels, s shards of the rows.
+Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads, Jv value heads of a key head, Dk width
+of a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
 """
 
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.config import DType
-from tunix.mesh import constrain
+from tunix.mesh import Axes, constrain, platform
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig, DeltaNet
 from tunix.models.delta_rule import (
-    CHUNK,
+    CHUNKS,
     Begins,
     Chunks,
     Gates,
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
     @classmethod
     def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "Held":
-        """Of sequences without tokens."""
+        """What slots hold of sequences without tokens."""
         heads, of_head = sizes.key_heads, sizes.value_heads // sizes.key_heads
         inputs = jnp.zeros((slots, sizes.taps - 1, *sizes.runs), dtype)
         states = jnp.zeros((slots, heads, of_head, sizes.key_dim, sizes.value_dim), jnp.float32)
@@ -57,10 +57,11 @@ class Held(NamedTuple):
 
     def placed(self) -> "Held":
         """The same, split over the devices as slots and heads are."""
-        return Held(
-            constrain(self.inputs, "rows", None, "heads", None, None),
-            constrain(self.states, "rows", "heads", None, None, None),
-        )
+        return Held(*(constrain(x, *axes) for x, axes in zip(self, HELD_AXES, strict=True)))
+
+
+HELD_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "heads", None, None, None))
+"""The logical axes of the arrays of `Held`."""
 
 
 class StepView(NamedTuple):
@@ -145,7 +146,7 @@ class GatedDeltaNet(nnx.Module):
     def _packed(self, mixed: Float[Array, "B T Hk U Dk"], gates: Gates, view: Segments) -> jax.Array:
         """The mixed tokens of packed rows, in which every segment is a whole sequence."""
         length = mixed.shape[1]
-        size = min(CHUNK, length)
+        size = min(CHUNKS[platform()], 1 << (length - 1).bit_length())
         over = -length % size
         # A row's chunks follow each other: a device has all of them, however the tokens are split elsewhere.
         mixed = constrain(mixed, "rows", None, "heads", None, None)

@@ -62,7 +62,8 @@ def unstack(model: Model, params: Params) -> Weights:
         return constrain(jnp.copy(w), *view_axes(model, name))
 
     top = {name: view(name, params[name]) for name in TOP if name in params}
-    places = {name: {layer: i for i, layer in enumerate(model.layers_with[name])} for name in params if name not in top}
+    stacked = [name for name in params if name.startswith(LAYERS)]
+    places = {name: {layer: i for i, layer in enumerate(model.layers_with[name])} for name in stacked}
 
     def layer(number: int) -> Params:
         here = {name: at[number] for name, at in places.items() if number in at}

@@ -7,6 +7,7 @@ branches costs their mean, weighted by how often each is taken.
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tunix.plan.groups import group
@@ -98,6 +99,7 @@ def account(text: str) -> Account:
 def _executed(program: Program, name: str) -> Account:
     """The account of one execution of a computation."""
     home, result = program.computations[name], Account()
+    fused: set[str] = set()
     for one in home.values():
         if one.opcode == "while":
             trips = trip_count(program, one)
@@ -115,7 +117,29 @@ def _executed(program: Program, name: str) -> Account:
                 result.add(_executed(program, called))
         else:
             result.add(_single(program, one, home))
+            for channel, collective in _fused_collectives(program, one):
+                if channel not in fused:
+                    result.collectives.append(collective)
+                fused.add(channel)
     return result
+
+
+def _fused_collectives(program: Program, one: Instruction) -> Iterator[tuple[str, Collective]]:
+    """The collectives that are fused into an instruction, each with its channel.
+
+    A TPU's compiler fuses a sum and the cut of a device's part, which sends what a scattered sum does; and where it
+    exchanges beside products, each of these is fused with the same collective, of the same channel.
+    """
+    for name in one.calls if one.opcode == "fusion" else ():
+        inside, scattered = program.computations[name], name.startswith("all-reduce-scatter")
+        for inner in inside.values():
+            for kind in COLLECTIVES:
+                if inner.opcode == kind:
+                    own = "reduce-scatter" if scattered else kind
+                    where = scope(inner) or scope(one)
+                    collective = Collective(own, sent(own, inner, inside), where, tuple(group(inner.text)))
+                    yield inner.attribute("channel_id") or inner.name, collective
+            yield from _fused_collectives(program, inner)
 
 
 def _single(program: Program, one: Instruction, home: Computation) -> Account:
@@ -310,7 +334,8 @@ def _scattered(one: Instruction, home: Computation) -> int:
 
 def sent(kind: str, one: Instruction, home: Computation) -> int:
     """Bytes that each device sends in a collective, as a ring over its group does."""
-    operands = sum(home[name].size for name in one.operands if name in home)
+    # In whichever memory they are.
+    operands = sum(size(home[name].kind, caches=True) for name in one.operands if name in home)
     number = len(group(one.text))
     if kind == "collective-permute":
         return operands

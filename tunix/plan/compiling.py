@@ -18,7 +18,7 @@ from tunix.plan.account import COLLECTIVES, account, largest
 from tunix.util.atomic_io import write_text_atomic
 
 KEPT = Path("~/.cache/tunix/plans")
-VERSION = "4"
+VERSION = "5"
 """Part of every digest: raised where what is read of a program changes."""
 NUMBER = r"([\d.]+)\s*([KMGT]?)i?B?"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

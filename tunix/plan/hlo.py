@@ -142,13 +142,15 @@ def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(one[1], tuple(int(n) for n in one[2].split(",") if n)) for one in _ARRAY.finditer(kind)]
 
 
-def size(kind: str) -> int:
+def size(kind: str, *, caches: bool = False) -> int:
     """Bytes of a type as XLA prints it; 4-bit numbers are two to a byte.
 
-    Arrays in another memory than the device's main one, such as a TPU's vector memory (`S(1)`), count nothing.
+    Args:
+        caches: whether arrays count that are in another memory than the device's main one, such as a TPU's vector
+            memory (`S(1)`).
     """
-    near = (one for one in _ARRAY.finditer(kind) if not re.search(r"S\([1-9]", one[3] or ""))
-    return sum(math.prod(int(n) for n in one[2].split(",") if n) * bits(one[1]) for one in near) // 8
+    counted = (one for one in _ARRAY.finditer(kind) if caches or not re.search(r"S\([1-9]", one[3] or ""))
+    return sum(math.prod(int(n) for n in one[2].split(",") if n) * bits(one[1]) for one in counted) // 8
 
 
 def bits(dtype: str) -> int:

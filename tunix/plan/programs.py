@@ -4,7 +4,7 @@ Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model wid
 Sl slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray
 
 from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
 from tunix.models.attention.layouts import placed
+from tunix.models.deltanet import HELD_AXES, Held
 from tunix.models.kv_cache import LAYERS, TOP, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.holdings import Holdings
@@ -191,6 +192,12 @@ def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     }
 
 
+def view_bytes(weights: Weights, names: Collection[str]) -> int:
+    """Bytes on each device of the engine's copies of these parameters."""
+    layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in names]
+    return bytes_of([layers, [x for name, x in weights.top.items() if name in names]])
+
+
 def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
     """Whether two arrays of one shape have one dtype and one place."""
     assert one.sharding is not None
@@ -202,11 +209,18 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
         state = blank.eval_shape(model, sizes)
-        pages = tuple(placed(one, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)) for one in state.caches)
+        caches = tuple(_placed_cache(mesh, one) for one in state.caches)
     hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
     progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
     recent = _placed(mesh, state.recent.shape, state.recent.dtype, ("rows", None))
-    return State(pages, cast(jax.Array, hidden), progress, cast(jax.Array, recent))
+    return State(caches, cast(jax.Array, hidden), progress, cast(jax.Array, recent))
+
+
+def _placed_cache(mesh: Mesh, cache: Any) -> Any:
+    """The shapes of what a layer keeps of earlier tokens, where they are."""
+    if isinstance(cache, Held):
+        return Held(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in zip(cache, HELD_AXES, strict=True)))  # pyright: ignore[reportArgumentType]
+    return placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes))
 
 
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:

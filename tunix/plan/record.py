@@ -25,7 +25,7 @@ from tunix.data.sources import Rows
 from tunix.hf.source import Source
 from tunix.plan import programs
 from tunix.plan.programs import BatchShape
-from tunix.plan.subject import Frozen, Subject, Trained
+from tunix.plan.subject import Frozen, Place, Subject, Trained
 from tunix.protocols import Saving
 from tunix.rollout.collect import Collector
 from tunix.rollout.parts import Judge
@@ -49,7 +49,7 @@ class Program:
     name: str
     """What it does, e.g. `step`."""
     reads: tuple[str, ...]
-    """What of `Subject.held` is among its arguments."""
+    """What of `Subject.held` of its place is among its arguments."""
     lowered: jax.stages.Lowered | None = None
     """None where arithmetic says what it needs."""
     peak: int = 0
@@ -68,6 +68,8 @@ class Program:
     """Tokens of one run over all devices."""
     traced_in: float = 0.0
     """Seconds."""
+    place: Place = "training"
+    """Whose devices run it."""
 
     @classmethod
     def traced(
@@ -236,6 +238,7 @@ class Recorder:
             lambda: programs.scoring(scorer, params, shape, kind, temperature),
         )
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
+        program.place = self.subject.taught_on if of is self.subject.teacher else "training"
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def _teach(self, teacher: Frozen, batch: Batch, shape: BatchShape) -> None:
@@ -246,7 +249,7 @@ class Recorder:
         def lower() -> jax.stages.Lowered:
             return programs.teacher_states(teacher.model, mesh, teacher.params, own, shape)
 
-        self._add(("teacher", own), "teacher's states", ("teacher",), lower)
+        self._add(("teacher", own), "teacher's states", ("teacher",), lower).place = self.subject.taught_on
 
     def _add(self, key: tuple, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
         """The program of this key, which runs once more."""
@@ -319,13 +322,15 @@ def _sampling(subject: Subject) -> list[Program]:
     spec, sizes, mesh = subject.policy.spec, sampled.sizes, sampled.mesh
     state = programs.state_of(spec.model, mesh, sizes)
     pages = bytes_of(state.caches)
-    publish = Program("publish", (), peak=sampled.copied)
+    place = sampled.place
+    # On devices of its own the old copy goes first, and the new one is in its place while the last array arrives.
+    publish = Program("publish", (), peak=sampled.copied if place == "training" else sampled.arriving, place=place)
     if not sampled.matters:
-        return [publish, Program("pages of the cache", (), peak=pages, caches=pages)]
+        return [publish, Program("pages of the cache", (), peak=pages, caches=pages, place=place)]
     copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
     decode = partial(programs.decoding, spec.model, mesh, sampled.weights, state, sizes)
     prefill = partial(programs.prefilling, spec.model, mesh, sampled.weights, state, sizes)
-    piece, shared = sizes.piece * sizes.shards, {"caches": pages, "besides": twice}
+    piece, shared = sizes.piece * sizes.shards, {"caches": pages, "besides": twice, "place": place}
     decoding = Program.traced("decode", copy, decode, tokens=sizes.slots, **shared)
     filling = Program.traced("prefill", copy, prefill, tokens=piece, **shared)
     if subject.algorithm.train_on == RowKind.PROMPT:

@@ -1,9 +1,10 @@
 """Changes of a recipe, or of its devices, that make it fit: a short list, the smallest change first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tunix.plan.chips import SHAPES, chip_of, number_of
+from tunix.plan.subject import Place
 from tunix.recipe.recipe import Recipe
 from tunix.util.yaml_io import overridden
 
@@ -26,14 +27,28 @@ class Remedy:
         return " ".join((*self.overrides, *(["--topology", self.topology] if self.topology else [])))
 
 
-def remedies(recipe: Recipe, worst: str, topology: str | None) -> Iterator[Remedy]:
+def joined(changes: Sequence[Remedy]) -> Remedy:
+    """Several changes as one."""
+    overrides = tuple(word for one in changes for word in one.overrides)
+    return Remedy(overrides, next((one.topology for one in changes if one.topology), None))
+
+
+def remedies(recipe: Recipe, worst: str, topology: str | None, place: Place = "training") -> Iterator[Remedy]:
     """Changes to try, in order.
 
     Args:
         recipe: of one run, without stages.
         worst: name of the program that needs most.
         topology: of the plan; None for the devices at hand.
+        place: whose devices have not enough memory.
     """
+    if place == "sampling":
+        yield from _narrower(recipe)
+        yield from _divided(recipe)
+        return
+    if place == "teaching":
+        yield from _fewer_rows(recipe, ())
+        return
     samples = worst in ("decode", "prefill", "pages of the cache", "publish")
     yield from (_narrower(recipe) if samples else _shorter(recipe))
     smaller = _smaller_moments(recipe)
@@ -50,6 +65,11 @@ def _shorter(recipe: Recipe) -> Iterator[Remedy]:
     layers = () if recipe.model.remat != "none" else ("model.remat=block",)
     if layers:
         yield Remedy(layers)
+    yield from _fewer_rows(recipe, layers)
+
+
+def _fewer_rows(recipe: Recipe, layers: tuple[str, ...]) -> Iterator[Remedy]:
+    """Smaller micro-batches, each with these overrides."""
     size = recipe.micro_batch_size or recipe.sequences_per_update
     least = recipe.algorithm.samples_per_prompt if recipe.data.packing else 1
     for part in (2, 4, 16):
@@ -61,6 +81,17 @@ def _narrower(recipe: Recipe) -> Iterator[Remedy]:
     """Fewer completions at a time."""
     slots = recipe.rollout.slots or 256
     return (Remedy((f"rollout.slots={slots // part}",)) for part in (2, 4, 8, 16) if slots // part)
+
+
+def _divided(recipe: Recipe) -> Iterator[Remedy]:
+    """Copies of the weights on more of the devices that only sample."""
+    mesh = recipe.rollout.devices
+    assert mesh is not None, "devices of its own are written"
+    assert mesh.devices is not None
+    tensor = 2 * mesh.tensor
+    while tensor <= mesh.devices:
+        yield Remedy((f"rollout.mesh.tensor={tensor}",))
+        tensor *= 2
 
 
 def _smaller_moments(recipe: Recipe) -> tuple[str, ...]:

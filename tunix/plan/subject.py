@@ -4,7 +4,7 @@ The pieces are built by the functions that a run uses, up to the point where wei
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -34,6 +34,9 @@ from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.spec import TrainerSpec
 from tunix.types import Sampling, Workload
 from tunix.util.sizes import bytes_of
+
+Place = Literal["training", "sampling", "teaching"]
+"""Devices of a run: those that train, and do all that has none of its own; those that only sample; a teacher's own."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,15 @@ class Sampled:
     sizes: Sizes
     weights: Weights
     work: Workload
+    place: Place
+    """Whose devices it uses; on its own it holds no optimizer and no reference."""
     copied: int
     """Bytes of the copy of the weights on each device."""
+    arriving: int
+    """Bytes on each device of the largest array that is handed over to devices which only sample; 0 where none is."""
+    newer: int
+    """Bytes on each device that arrive while older weights are sampled from; 0 where sampling and learning take
+    turns."""
     matters: bool
     """Whether training or an evaluation samples; False where a few samples are shown."""
 
@@ -88,13 +98,42 @@ class Subject:
     sampled: Sampled | None
     """None for a run that never samples."""
     judge: Frozen | None = None
-    """A reward model."""
+    """A reward model; it scores where completions are sampled."""
     chosen: tuple[str, ...] = ()
     """Lines about what was left to tunix: the mesh, the implementation of attention, what is recomputed."""
 
     @property
-    def held(self) -> dict[str, int]:
-        """Bytes on each device between two programs, by what they are."""
+    def devices(self) -> dict[Place, int]:
+        """How many devices each place has."""
+        found: dict[Place, int] = {"training": self.policy.spec.mesh.size}
+        if self.sampled is not None:
+            found[self.sampled.place] = self.sampled.mesh.size
+        if self.teacher is not None:
+            found[self.taught_on] = self.teacher.microbatcher.mesh.size
+        return found
+
+    @property
+    def taught_on(self) -> Place:
+        """Whose devices a teacher uses."""
+        own = self.teacher is not None and self.teacher.microbatcher.mesh is not self.policy.spec.mesh
+        return "teaching" if own else "training"
+
+    @property
+    def held(self) -> dict[Place, dict[str, int]]:
+        """Bytes on each device of a place between two programs, by what they are."""
+        found: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
+        found["training"] = self._trained()
+        if self.teacher is not None:
+            found[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
+        place: Place = "training" if self.sampled is None else self.sampled.place
+        if self.judge is not None:
+            found[place]["reward model"] = bytes_of(self.judge.params)
+        if self.sampled is not None:
+            found[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
+        return {place: {name: size for name, size in held.items() if size} for place, held in found.items()}
+
+    def _trained(self) -> dict[str, int]:
+        """What training holds on each of its devices."""
         policy, critic = self.policy, self.critic
         held = {
             "weights": bytes_of(policy.params),
@@ -107,13 +146,7 @@ class Subject:
             )
         if self.reference is not None and self.reference.params is not policy.base:
             held["reference"] = bytes_of(self.reference.params)
-        if self.teacher is not None and self.teacher.microbatcher.mesh is policy.spec.mesh:
-            held["teacher"] = bytes_of(self.teacher.params)
-        if self.judge is not None:
-            held["reward model"] = bytes_of(self.judge.params)
-        if self.sampled is not None:
-            held["sampler's copy"] = self.sampled.copied
-        return {name: size for name, size in held.items() if size}
+        return held
 
 
 def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) -> Subject:
@@ -133,7 +166,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     sampling = Sampling(max_tokens=recipe.data.longest_completion, temperature=recipe.rollout.temperature)
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
     mesh, why = mesh_of(recipe, source.decoder, algorithm, students, memory)
-    settings = settings_of(recipe, source, mesh, recipe.steps or 1000, algorithm)
+    settings = settings_of(recipe, source, mesh, recipe.steps or 1000, algorithm, sampling=sampling_mesh)
     branched = settings.microbatcher.unit > 1
     attention = attention_line(source.decoder, recipe.model, mesh, settings.length, branched=branched)
     policy = _trained(settings, spec_of(settings, source, mesh, memory))
@@ -147,9 +180,8 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         critic,
         _reference(algorithm, settings, policy),
         _teacher(recipe, policy.spec, devices),
-        # Devices that only sample hold nothing of what is counted here.
-        None if sampling_mesh is not None else _sampled(recipe, algorithm, settings, policy, memory),
-        _judge(recipe, policy.spec),
+        _sampled(recipe, algorithm, settings, policy, memory),
+        _judge(recipe, policy.spec, sampling_mesh),
         tuple(filter(None, (why if mesh.size > 1 else None, attention, remat_line(policy.spec), sampling))),
     )
 
@@ -167,12 +199,15 @@ def _reference(algorithm: Algorithm, settings: ClientSettings, policy: Trained) 
     model = replace(spec.model, adapt=None, has_scalar_head=False)
     if spec.adapter is not None and not other:
         return Frozen(model, policy.base, spec.microbatcher)
-    exact = {f"layers/{name}/w" for name, _ in spec.model.simulated}
-    trained: DType = settings.model.param_dtype or "float32"
-    dtypes: dict[str, DType] = {
-        name: trained if name in exact else spec.model.dtype for name in model.shapes if not is_own(name)
-    }
+    dtypes: dict[str, DType] = {name: dtype for name, dtype in _cast(settings, model).items() if not is_own(name)}
     return Frozen(model, model.abstract(dtypes, spec.mesh), spec.microbatcher)
+
+
+def _cast(settings: ClientSettings, model: Model) -> dict[str, DType]:
+    """Dtypes of weights in the precision of the computation; those that are rounded later keep theirs."""
+    exact = {f"layers/{name}/w" for name, _ in model.simulated}
+    trained: DType = settings.model.param_dtype or "float32"
+    return {name: trained if name in exact else model.dtype for name in model.shapes}
 
 
 def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen | None:
@@ -190,29 +225,35 @@ def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen
     return Frozen(model, params, Microbatcher(rows, mesh))
 
 
-def _judge(recipe: Recipe, policy: TrainerSpec) -> Frozen | None:
+def _judge(recipe: Recipe, policy: TrainerSpec, sampling: Mesh | None) -> Frozen | None:
     if recipe.reward is None or recipe.reward.model is None:
         return None
     decoder = structure(ModelConfig(path=recipe.reward.model)).decoder
     model = Model(decoder, dtype=recipe.model.dtype, has_scalar_head=True, has_lm_head=False)
-    params = model.abstract(dict.fromkeys(model.shapes, recipe.model.dtype), policy.mesh)
+    params = model.abstract(dict.fromkeys(model.shapes, recipe.model.dtype), sampling or policy.mesh)
     return Frozen(model, params, policy.microbatcher)
 
 
 def _sampled(
     recipe: Recipe, algorithm: Algorithm, settings: ClientSettings, policy: Trained, memory: float | None
 ) -> Sampled | None:
-    """The engine of a run that samples here, or shows samples."""
+    """The engine of a run that samples in its process, or shows samples."""
     spec, work = policy.spec, _workload(recipe, algorithm)
     if work is None or recipe.rollout.engine == "vllm":
         return None
     engine = sampler_of(settings, spec, memory)
     weights = programs.views(spec.model, engine.mesh, policy.all)
+    matters, sizes = work.requests > recipe.eval.samples, engine.sizes.of_requests([work.length] * work.requests)
+    moved = programs.view_bytes(weights, policy.params)
+    if settings.sampler_devices is not None:
+        params = spec.model.abstract(_cast(settings, spec.model), engine.mesh)
+        arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
+        newer = later + moved if settings.sampler_ahead else 0
+        return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
     kept = programs.shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
-    copied, matters = bytes_of(weights) - bytes_of(kept), work.requests > recipe.eval.samples
-    sizes = engine.sizes.of_requests([work.length] * work.requests)
-    return Sampled(engine.mesh, sizes, weights, work, copied, matters)
+    copied, newer = bytes_of(weights) - bytes_of(kept), moved if settings.sampler_ahead else 0
+    return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 
 def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:

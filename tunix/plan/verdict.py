@@ -12,7 +12,7 @@ from typing import Any
 from tunix.plan.chips import Chip
 from tunix.plan.compiling import Compiled, compiled
 from tunix.plan.record import Program, programs_of
-from tunix.plan.subject import Subject
+from tunix.plan.subject import Place, Subject
 from tunix.plan.topology import BETWEEN_HOSTS
 
 AT_ONCE = 2
@@ -26,7 +26,7 @@ class Target:
     name: str
     """A topology such as `h100:8`, or the kind of the devices at hand."""
     number: int
-    """How many there are."""
+    """How many there are, of all places together."""
     limit: int
     """Bytes that programs may take on each."""
     chip: Chip | None = None
@@ -63,6 +63,8 @@ class Need:
     """Roofline of one run; None where the devices' figures are not known."""
     bound: str = ""
     """What that is bound by: `compute`, `memory`, `links` or, between hosts of GPUs, `network`."""
+    place: Place = "training"
+    """Whose devices run it."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +72,44 @@ class Verdict:
     """The needs of a run beside what its devices have."""
 
     target: Target
-    held: dict[str, int]
+    held: dict[Place, dict[str, int]]
+    """Bytes on each device between two programs, by place and by what they are."""
     needs: list[Need]
     """Those with the largest first."""
+    devices: dict[Place, int]
+    """How many devices each place has."""
     chosen: tuple[str, ...] = ()
     """Lines about what was left to tunix, from `Subject`."""
+    ahead: bool = False
+    """Whether places work at the same time, and not in turns."""
 
     @property
     def most(self) -> int:
-        """Bytes that the run needs on each device."""
-        return max([one.total for one in self.needs] or [sum(self.held.values())])
+        """Bytes that the run needs on a device, wherever that is most."""
+        return max(map(self.most_on, self.held))
+
+    def most_on(self, place: Place) -> int:
+        """Bytes that the run needs on each device of a place."""
+        return max([one.total for one in self.needs if one.place == place] or [sum(self.held[place].values())])
 
     @property
     def fits(self) -> bool:
         """Whether every program does."""
-        return self.most <= self.target.limit and not any(one.refused for one in self.needs)
+        return not self.misfits
+
+    @property
+    def misfits(self) -> list[Place]:
+        """The places whose devices have not enough memory."""
+        refused = {one.place for one in self.needs if one.refused}
+        return [place for place in self.held if place in refused or self.most_on(place) > self.target.limit]
 
     def report(self) -> dict[str, Any]:
         """Plain values of everything, for JSON."""
-        numbers = {"needed": self.most, "fits": self.fits, "held": self.held, "chosen": self.chosen}
+        places = {
+            place: {"number": self.devices[place], "needed": self.most_on(place), "held": held}
+            for place, held in self.held.items()
+        }
+        numbers = {"needed": self.most, "fits": self.fits, "places": places, "chosen": self.chosen}
         target = {"devices": self.target.name, "number": self.target.number, "limit": self.target.limit}
         return {**target, **numbers, "programs": [asdict(one) for one in self.needs], "prediction": self.prediction()}
 
@@ -97,7 +118,8 @@ class Verdict:
         chip, timed = self.target.chip, [one for one in self.needs if one.times]
         if chip is None or not timed or any(one.refused for one in timed):
             return None
-        seconds = sum(one.times * (one.seconds or 0.0) for one in timed)
+        each = [sum(one.times * (one.seconds or 0.0) for one in timed if one.place == place) for place in self.held]
+        seconds = max(each) if self.ahead else sum(each)
         trained = [one for one in timed if one.model_flops]
         work, peak = sum(one.times * one.model_flops for one in trained), chip.flops * self.target.number
         tokens = sum(one.times * one.tokens for one in trained if one.name == "step")
@@ -110,11 +132,11 @@ def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lam
     Args:
         tell: receives the name of each program before it is compiled.
     """
-    held = subject.held
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        needs = list(pool.map(lambda program: _need_of(program, held, target, tell), programs_of(subject)))
+        needs = list(pool.map(lambda program: _need_of(program, subject, target, tell), programs_of(subject)))
     needs.sort(key=lambda one: one.total, reverse=True)
-    return Verdict(target, held, needs, subject.chosen)
+    ahead = subject.recipe.rollout.max_staleness > 0
+    return Verdict(target, subject.held, needs, subject.devices, subject.chosen, ahead)
 
 
 def with_arrays(found: Verdict, subject: Subject, target: Target) -> Verdict:
@@ -134,29 +156,29 @@ def with_arrays(found: Verdict, subject: Subject, target: Target) -> Verdict:
     return replace(found, needs=needs)
 
 
-def refuted(subject: Subject, target: Target) -> bool:
-    """Whether the run does not fit: stops at the first program that is too large, and compiles none needlessly."""
-    if sum(subject.held.values()) > target.limit:
+def refuted(subject: Subject, target: Target, place: Place) -> bool:
+    """Whether the run does not fit the devices of a place: stops at the first program that is too large, and compiles
+    none needlessly."""
+    if sum(subject.held[place].values()) > target.limit:
         return True
     # Those that arithmetic knows come first.
     found = sorted(programs_of(subject), key=lambda one: one.lowered is not None)
-    needs = (_need_of(program, subject.held, target) for program in found)
+    needs = (_need_of(program, subject, target) for program in found if program.place == place)
     return any(one.refused or one.total > target.limit for one in needs)
 
 
-def _need_of(
-    program: Program, held: dict[str, int], target: Target, tell: Callable[[str], None] = lambda _: None
-) -> Need:
+def _need_of(program: Program, subject: Subject, target: Target, tell: Callable[[str], None] = lambda _: None) -> Need:
     """What a program needs, by its compiler where it has to be asked."""
+    held, number = subject.held[program.place], subject.devices[program.place]
     if program.lowered is not None:
         tell(program.name)
-        return _need(program, held, compiled(program.lowered, target.name, target.near), target)
+        return _need(program, held, compiled(program.lowered, target.name, target.near), target, number)
     own = {"caches": program.caches, "copies": program.peak - program.caches}
     kinds = {**held, **{name: size for name, size in own.items() if size}}
-    return Need(program.name, sum(kinds.values()), kinds)
+    return Need(program.name, sum(kinds.values()), kinds, place=program.place)
 
 
-def _need(program: Program, held: dict[str, int], found: Compiled, target: Target) -> Need:
+def _need(program: Program, held: dict[str, int], found: Compiled, target: Target, number: int) -> Need:
     rest = sum(size for name, size in held.items() if name not in program.reads) + program.besides
     total = found.peak + rest
     kinds = {**held, "caches": program.caches + max(program.besides, 0)}
@@ -164,7 +186,7 @@ def _need(program: Program, held: dict[str, int], found: Compiled, target: Targe
     # A compiler may let gradients take the place of what is no longer read.
     gradients = min(program.gradients, rest)
     kinds |= {"gradients": gradients, "activations and temporaries": rest - gradients}
-    seconds, bound = _roofline(found, program, target)
+    seconds, bound = _roofline(found, program, target, number)
     return Need(
         program.name,
         total,
@@ -181,16 +203,17 @@ def _need(program: Program, held: dict[str, int], found: Compiled, target: Targe
         program.tokens,
         seconds,
         bound,
+        program.place,
     )
 
 
-def _roofline(found: Compiled, program: Program, target: Target) -> tuple[float | None, str]:
-    """Seconds of one run at the published peaks, and which one binds."""
+def _roofline(found: Compiled, program: Program, target: Target, number: int) -> tuple[float | None, str]:
+    """Seconds of one run on so many devices at the published peaks, and which one binds."""
     chip = target.chip
     if chip is None:
         return None, ""
     # The FLOPs of kernels are not in the program's text; the model's own are the least in any case.
-    flops = max(found.flops, program.flops / target.number)
+    flops = max(found.flops, program.flops / number)
     times = {
         "compute": flops / chip.flops,
         "memory": found.bytes / chip.bandwidth,

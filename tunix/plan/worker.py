@@ -7,7 +7,7 @@ may have to be stopped.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ import jax
 from tunix.errors import UserError
 from tunix.mesh import groups_of
 from tunix.plan import chips, topology
-from tunix.plan.remedies import remedies, with_overrides
-from tunix.plan.subject import subject_of
+from tunix.plan.remedies import Remedy, joined, remedies, with_overrides
+from tunix.plan.subject import Place, subject_of
 from tunix.plan.verdict import Target, Verdict, examined, refuted, with_arrays
 from tunix.recipe.recipe import Recipe
 
@@ -80,16 +80,28 @@ def _verdict(recipe: Recipe, named: str | None, tell: Callable[[str], None]) -> 
 
 
 def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> str | None:
-    """The first change with which the recipe fits; None where none of them does."""
-    for one in remedies(recipe, found.needs[0].name, named):
-        tell({"trying": one.words})
+    """The changes with which the recipe fits, one for each place that is too small; None where there are none."""
+
+    def suits(one: Remedy, places: Collection[Place]) -> bool:
         try:
             changed, (target, devices) = with_overrides(recipe, one.overrides), _target(one.topology or named)
-            if not refuted(subject_of(changed, devices, float(target.limit)), target):
-                return one.words
+            made = subject_of(changed, devices, float(target.limit))
         except UserError:  # a change that this recipe does not allow
-            continue
-    return None
+            return False
+        return not any(refuted(made, target, place) for place in places)
+
+    def first(place: Place) -> Remedy | None:
+        worst = next((one.name for one in found.needs if one.place == place), "")
+        for one in remedies(recipe, worst, named, place):
+            tell({"trying": one.words})
+            if suits(one, [place]):
+                return one
+        return None
+
+    changes = [one for one in map(first, found.misfits) if one is not None]
+    whole = joined(changes)
+    # What helps one place must not be too much for another.
+    return whole.words if len(changes) == len(found.misfits) and suits(whole, found.held) else None
 
 
 def _target(named: str | None) -> tuple[Target, list[Any]]:

@@ -35,7 +35,7 @@ SIZES = {
 }
 TEACHER = {**SIZES, "d_model": 96, "ffn": 192}
 RANK = SIZES["num_kv_heads"] * SIZES["head_dim"]
-"""Maximum rank of an adapter: the width of the narrowest matrix."""
+"""Maximum rank of an adapter: the width of the narrowest matrix, but for those of a DeltaNet's gates."""
 STEPS, LENGTH = 20, 128
 PROMPT = 352
 """Maximum tokens of a prompt where a policy writes the completions: a system message is long in bytes."""
@@ -97,7 +97,7 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) ->
     held_out = sections["data"]["eval"] or sections["data"]["eval_split"]
     return {
         **sections,
-        "adapter": sections["adapter"] and _tiny_adapter(sections["adapter"]),
+        "adapter": sections["adapter"] and _tiny_adapter(sections["adapter"], family),
         "data": _tiny_data(sections["data"], reads, sampled, generated),
         "algorithm": algorithm,
         "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], family),
@@ -129,10 +129,12 @@ def _tiny_teacher(teacher: Mapping[str, Any], family: str) -> dict[str, Any]:
     return {**teacher, "path": None, "init": "random", "family": family, "sizes": TEACHER, "mesh": None}
 
 
-def _tiny_adapter(adapter: Mapping[str, Any]) -> dict[str, Any]:
+def _tiny_adapter(adapter: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The `adapter` section with ranks that the tiny matrices allow, and without an adapter to load."""
-    ranks = {pattern: min(rank, RANK) for pattern, rank in adapter.get("ranks", {}).items()}
-    return {**adapter, "from": None, "rank": min(adapter.get("rank", RANK), RANK), "ranks": ranks}
+    delta = FAMILIES[family].small.delta
+    most = RANK if delta is None else min(RANK, delta.value_heads)
+    ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
+    return {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
 
 
 def _tiny_rollout(rollout: Mapping[str, Any], sampled: bool) -> dict[str, Any]:

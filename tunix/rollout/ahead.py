@@ -10,48 +10,31 @@ The first step of a run is sampled by the caller: there is nothing to learn from
 import threading
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as List
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from tunix.data.accounting import Accounting
 from tunix.data.types import Prompt
-from tunix.errors import Doubtful
-from tunix.protocols import Client, Metered, SamplingClient
+from tunix.distributed import processes
+from tunix.errors import Doubtful, UserError
+from tunix.protocols import Client, SamplingClient
 from tunix.rollout.collect import RolloutStep, RolloutStream
 from tunix.rollout.encoded import episode_of, saved_episode
+from tunix.rollout.feeder import Feeder, Holding, Pause
 from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, requests_of
+from tunix.types import Completion
 
 Gather = Callable[[SamplingClient, RolloutStep], list[list[Scored]]]
 """Samples and scores the groups of a step."""
-
-
-@runtime_checkable
-class Holding(Protocol):
-    """A sampler that goes on with weights which it holds while newer ones are published, and that can be paused."""
-
-    def hold(self) -> Any:
-        """The weights that were published last."""
-        ...
-
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-        pause: Callable[[int], bool] | None = None,
-        held: Any = None,
-    ) -> list[list[Completion]]:
-        """As `SamplingClient.sample`, with held weights; `pause` is asked before each dispatch."""
-        ...
+LOOK = 0.1
+"""Seconds after which a wait looks whether the run is to end: a signal's handler can wake nobody."""
+ENDING = 10.0
+"""Seconds in which what is being sampled ends where it is given up; then what is being scored is ended, too."""
+NONE = 1 << 30
+"""Later than all steps."""
 
 
 class Ahead:
@@ -68,6 +51,7 @@ class Ahead:
         staleness: int,
         total: int,
         goes_on: bool,
+        stop: threading.Event,
     ):
         """Samples nothing yet.
 
@@ -80,12 +64,17 @@ class Ahead:
             staleness: steps that the weights of a completion's first token may be older than those that learn from it.
             total: steps of the run.
             goes_on: whether completions go on under new weights when these are published.
+            stop: happens when the run is to end, in all processes where it does in one; nothing is waited for then, and
+                what is being sampled is given up.
         """
         self._inner, self._client, self._sampler, self._gather = inner, client, sampler, gather
         self._journal, self._staleness, self._total, self._goes_on = journal, staleness, total, goes_on
         self._before = staleness - (inner.like.backlog is not None)
         """Steps before its own that a step may begin: what it leaves to the next one is a step older there."""
         journal.keep(range(1, total))
+        self._stop, self._name = stop, f"ahead/{processes.turn_of('ahead')}"
+        self._broken = threading.Event()
+        """The thread of this process has ended with an error that others do not have, and wait for it."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._asked = 0
@@ -98,30 +87,41 @@ class Ahead:
         """Steps that are sampled and not learned from, by number."""
         self._ages: dict[int, int] = {}
         """Version of weights -> steps that were learned when they were published."""
-        self._busy = self._draining = self._closed = self._exhausted = False
+        self._place: dict[str, Any] | None = None
+        """The position before the step that is being sampled; None where none is."""
+        self._oldest = self._wanted = NONE
+        """The oldest weights that the step being sampled has taken; and the weights that its next call waits for."""
+        self._held: Any = None
+        """The weights of the call that was begun last."""
+        self._calling = self._publishing = self._exhausted = False
         self._error: BaseException | None = None
         self._handed_at = time.monotonic()
 
     def __next__(self) -> RolloutStep:
+        """The next step, sampled.
+
+        Raises:
+            processes.Stopped: the run is to end.
+        """
         number = self._asked
         if number == 0:
             self._asked, self._ages = 1, {self._client.publish(): 0}
             return next(self._inner)
         began = time.monotonic()
-        if number in self._steps and self._thread is None and self._published == number:
-            step = self._steps[number]  # saved by an earlier start, which had published these weights
-        else:
-            self._publish(number)
-            step = self._arrived(number)
+        self._publish(number)
+        step = self._arrived(number)
         self._asked += 1
         return self._checked(number, step, time.monotonic() - began)
 
     def mark(self) -> Callable[[], dict[str, Any]]:
-        """What returns the position of now, whenever it is called; it waits for the step that is being sampled."""
-        number, before = self._asked, self._inner.get_state() if self._thread is None else None
+        """What returns the position of now, whenever it is called."""
+        number = self._asked
         for old in [one for one in self._steps if one < number]:
             del self._steps[old]
-        return lambda: self._state(number, before)
+        if number == 0:  # the caller is about to move the position itself
+            first = self._state(0)
+            return lambda: first
+        return lambda: self._state(number)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position."""
@@ -132,38 +132,108 @@ class Ahead:
         self._steps = {int(number): self._read(saved) for number, saved in ahead["steps"].items()}
         self._sampled = max([self._asked, 1, *(number + 1 for number in self._steps)])
         self._journal.keep(range(self._sampled, self._total))
+        self._journal.forget_before(self._asked)
 
     def close(self) -> None:
         """Ends the thread, and what the stream reads and scores with."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(ENDING)
+        self._inner.close()  # and with it what is being scored
         if self._thread is not None:
             self._thread.join()
-        self._inner.close()
 
-    def _begin(self) -> None:
+    def begin(self, step: int, call: int) -> tuple[Any, Pause]:
+        """See `feeder.Calls`. The lead decides which weights a call takes, since a clock does."""
+        weights = processes.told("weights", lambda: self._take(step, call))
+        if not processes.lead():
+            self._take(step, call, weights)
+        if processes.number() > 1:
+            # Not before all know, since one that is given up meanwhile would never let go. They stay until then:
+            # nobody publishes while a call is on its way on servers, which are all that several processes have.
+            self._held = self._sampler.hold()
+        known = self._journal.recorded(step, call)
+        assert known is not None
+        # A call that was killed may be paused yet; `known` changes when it is.
+        replayed, at = known.ended or known.paused is not None, known.paused
+
+        def pause(dispatches: int) -> bool:
+            if self._stop.is_set():
+                return True
+            if replayed:
+                return dispatches == at
+            if not self._goes_on or self._published == weights:
+                return False
+            self._journal.paused(step, call, dispatches)
+            return True
+
+        return self._held, pause
+
+    def end(self, step: int, call: int) -> None:
+        """See `feeder.Calls`."""
+        with self._changed:
+            self._calling = False
+            self._changed.notify_all()
+        if self._stop.is_set():
+            raise processes.Stopped
+        self._journal.ended(step, call)
+
+    def _begin_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._sample_steps, name="rollouts", daemon=True)
             self._thread.start()
+            if processes.number() > 1:
+                spread = threading.Thread(target=processes.spread, args=(self._name, self._stop), daemon=True)
+                spread.start()
+
+    def _until(self, happened: Callable[[], bool]) -> None:
+        """Waits for something, with the lock held; or for the end of the run, or an error of the thread."""
+        while not (happened() or self._error is not None or self._stop.is_set()):
+            self._changed.wait(LOOK)
 
     def _publish(self, learned: int) -> None:
-        """Publishes the weights after so many steps, unless a call that is replayed still wants those before."""
+        """Publishes the weights after so many steps, unless a call that is replayed still wants those before.
+
+        Raises:
+            processes.Stopped: the run is to end.
+        """
         with self._changed:
             if self._journal.needs_before(learned):
-                self._begin()
-            self._changed.wait_for(lambda: self._error is not None or not self._journal.needs_before(learned))
+                self._begin_thread()
+            self._until(lambda: not self._journal.needs_before(learned))
+            # From here on no call begins, so that one that has to end first is the last.
+            self._publishing = True
+            self._until(lambda: not (self._calling and self._sampler.exclusive))
+        self._go_on_together()
+        with self._changed:
             version = self._client.publish()
-            self._published = learned
+            self._published, self._publishing = learned, False
             self._ages = {v: at for v, at in self._ages.items() if at >= learned - self._staleness}
             self._ages[version] = learned
             self._changed.notify_all()
-        self._begin()
+        self._begin_thread()
+
+    def _go_on_together(self) -> None:
+        """Comes back in all processes, or in none.
+
+        Raises:
+            processes.Stopped: the run is to end.
+        """
+        try:
+            with processes.apart(f"{self._name}/main", self._broken):
+                stopped = processes.any_of("stop", self._stop.is_set() and not self._exhausted)
+        except processes.Stopped:
+            assert self._error is not None
+            raise self._error from None
+        if stopped:
+            raise processes.Stopped
 
     def _arrived(self, number: int) -> RolloutStep:
         """Waits for a step."""
         with self._changed:
-            self._changed.wait_for(lambda: number in self._steps or self._exhausted or self._error is not None)
+            self._until(lambda: number in self._steps or self._exhausted)
+        self._go_on_together()
+        with self._changed:
             if number in self._steps:
                 return self._steps[number]
             if self._error is not None:
@@ -198,73 +268,71 @@ class Ahead:
     def _sample_steps(self) -> None:
         """Runs in the thread."""
         try:
-            while self._sampled < self._total and self._sample_step(self._sampled):
-                pass
+            with processes.apart(self._name, self._stop):
+                while self._sampled < self._total and self._sample_step(self._sampled):
+                    pass
         except BaseException as error:  # of whatever kind: the caller raises it
             with self._changed:
-                self._error = error
-                self._busy = False
+                if not self._stop.is_set():  # what is given up may end in many ways
+                    self._error = error
+                    if not isinstance(error, UserError):  # those are had by all processes
+                        self._broken.set()
+                self._calling = False
                 self._changed.notify_all()
 
     def _sample_step(self, number: int) -> bool:
         """Samples a step as soon as its weights are not too old; whether there was one."""
         began = time.monotonic()
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or (not self._draining and number - self._published <= self._before)
-            )
-            if self._closed:
+            self._until(lambda: number - self._published <= self._before)
+            if self._stop.is_set():
                 return False
-            self._busy = True
+            self._place, self._oldest = self._inner.get_state(), NONE
         waited = time.monotonic() - began
         step = next(self._inner, None)
         if step is not None:
             step = replace(step, due=lambda begun: self._age(begun, number + 1) > self._staleness)
-            groups = self._gather(_Feeder(self, number), step)
+            groups = self._gather(Feeder(self, self._sampler, number), step)
             share = waited / max(time.monotonic() - began, 1e-9)
             step = replace(step, sampled=groups, read=step.accounting, ahead={"rollout/sampler_waits": share})
         with self._changed:
-            self._busy, self._exhausted = False, step is None
-            if step is not None and not self._closed:
+            self._place, self._oldest, self._exhausted = None, NONE, step is None
+            if step is not None:
                 self._steps[number], self._sampled = step, number + 1
             self._changed.notify_all()
         return step is not None
 
-    def _call(self, step: int, call: int) -> tuple[Any, Callable[[int], bool]]:
-        """The weights of the sampler's next call, and what pauses it."""
+    def _take(self, step: int, call: int, weights: int | None = None) -> int:
+        """Takes the weights of a call: those that the lead has taken, or that are recorded, or the newest."""
         with self._changed:
             known = self._journal.recorded(step, call)
-            if known is not None:
-                self._changed.wait_for(lambda: self._closed or self._published >= known.weights)
-            weights, held = self._published, self._sampler.hold()
-            self._journal.begun(step, call, weights)
+            self._wanted = weights if weights is not None else known.weights if known is not None else 0
+            # The lead has ended its calls before it publishes, so that what it has taken may be taken meanwhile.
+            free = weights is not None
+            self._until(lambda: self._published >= self._wanted and (free or not self._publishing))
+            if self._stop.is_set():
+                raise processes.Stopped
+            self._calling, self._wanted = True, NONE
+            if processes.number() == 1:
+                self._held = self._sampler.hold()
+            self._oldest = min(self._oldest, self._published)
+            self._journal.begun(step, call, self._published)
             self._changed.notify_all()
+            return self._published
 
-        # A call that was killed may be paused yet; `known` changes when it is.
-        recorded = known is not None and (known.ended or known.paused is not None)
-        at = known.paused if known is not None else None
+    def _state(self, number: int) -> dict[str, Any]:
+        """The position of a step: the prompts before the first one that is not sampled, and what is sampled from that
+        step on.
 
-        def pause(dispatches: int) -> bool:
-            if recorded:
-                return self._closed or dispatches == at
-            if not self._goes_on or self._published == weights:
-                return self._closed
-            self._journal.paused(step, call, dispatches)
-            return True
-
-        return held, pause
-
-    def _state(self, number: int, before: dict[str, Any] | None) -> dict[str, Any]:
-        """The position of a step: the prompts after those that are sampled, and what is sampled from that step on."""
+        A step that is being sampled is not: it can be sampled again, as it is recorded, from the weights that are saved
+        with the position. It is waited for where it has taken older ones, but not where the run is to end.
+        """
         with self._changed:
-            self._draining = True
-            self._changed.wait_for(lambda: not self._busy)
-            position = before if before is not None and not self._steps else self._inner.get_state()
-            steps = {str(one): _saved(step) for one, step in self._steps.items() if one >= number}
+            self._until(lambda: self._oldest >= number or NONE > self._wanted > self._published)
+            place = self._inner.get_state() if self._place is None else self._place
+            steps = {str(one): _saved(step) for one, step in self._steps.items()}
             ages = {str(version): learned for version, learned in self._ages.items()}
-            self._draining = False
-            self._changed.notify_all()
-        return {"stream": position, "ahead": {"step": number, "steps": steps, "ages": ages}}
+        return {"stream": place, "ahead": {"step": number, "steps": steps, "ages": ages}}
 
     def _read(self, saved: Mapping[str, Any]) -> RolloutStep:
         """The inverse of `_saved`, but for the columns of the rows, which nobody reads once there are rewards."""
@@ -275,57 +343,6 @@ class Ahead:
         read = Accounting.from_dict(saved["accounting"])
         prompts = [group[0].prompt for group in groups]
         return replace(like, prompts=prompts, first=False, sampled=groups, read=read)
-
-
-class _Feeder:
-    """The sampler as one step sees it: its calls are recorded, and go on where they were paused."""
-
-    def __init__(self, ahead: Ahead, step: int):
-        self._ahead, self._step, self._calls = ahead, step, 0
-        self.usage: Usage | None = None
-
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        """See `protocols.SamplingClient.sample`."""
-        requests = requests_of(prompts, n, seed, begun)
-        done: dict[int, Completion] = {}
-        self.usage, enough = None, False
-        while (left := [i for i in range(len(requests)) if i not in done]) and not enough:
-
-            def hear(number: int, completion: Completion, left: list[int] = left) -> bool:
-                nonlocal enough
-                enough |= on_done is not None and on_done(left[number], completion)
-                return enough
-
-            held, pause = self._ahead._call(self._step, self._calls)
-            self._calls += 1
-            asked, own = zip(*(requests[i] for i in left), strict=True)
-            found = self._ahead._sampler.sample(asked, 1, sampling, seed, reply, hear, own, pause, held)
-            self._count()
-            if self._ahead._closed:
-                raise Doubtful("the run has ended")
-            self._ahead._journal.ended(self._step, self._calls - 1)
-            for i, (completion,) in zip(left, found, strict=True):
-                if completion.finish == "paused" and not enough:
-                    prompt, one = requests[i]
-                    requests[i] = prompt, replace(one, so_far=completion)
-                else:
-                    done[i] = completion
-        return [[done[i * n + j] for j in range(n)] for i in range(len(prompts))]
-
-    def _count(self) -> None:
-        sampler = self._ahead._sampler
-        if isinstance(sampler, Metered) and (new := sampler.usage) is not None:
-            old = self.usage or Usage(0, 0, 0.0)
-            self.usage = Usage(old.tokens + new.tokens, old.slot_steps + new.slot_steps, old.bytes + new.bytes)
 
 
 def _saved(step: RolloutStep) -> dict[str, Any]:

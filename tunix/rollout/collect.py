@@ -92,13 +92,19 @@ class Collector:
         clock = Clock() if clock is None else clock
         mine = dealt(range(len(prompts)))
         own = sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring
-        groups = shared(lambda: self._of_these(*own) if mine else [], prompts, self.sampling, clock)
+        groups = shared(lambda: self._of_these(*own) if mine else self._of_none(sampler), prompts, self.sampling, clock)
         return self.whole(groups, clock)
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch."""
         with clock.part("reward"):
             return scored_as_a_whole(groups, self._scorers[1])
+
+    def _of_none(self, sampler: SamplingClient) -> list[list[Scored]]:
+        """Calls the sampler as often as the processes that have prompts: its calls may be counted in all of them."""
+        found = sampler.sample([], 1, self.sampling, 0)
+        assert not found
+        return []
 
     def _of_these(
         self,

@@ -64,8 +64,8 @@ class RolloutConfig(Config):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Steps that the weights which sampled a completion's first token may be older than those that learn from it. 0:
     sampling and learning take turns. From 1 on the next steps are sampled meanwhile, on `mesh.devices` of their own
-    or on `servers`. With `oversample` a step that has enough groups does not wait for its longest completions, which
-    go on in the next one, as long as the bound allows."""
+    (of one process) or on `servers`. With `oversample` a step that has enough groups does not wait for its longest
+    completions, which go on in the next one, as long as the bound allows."""
     in_flight: Literal["finish", "continue"] | None = None
     """What completions do whose weights are replaced while they are sampled: `finish` under the old ones, or `continue`
     under the new ones, so that each token has a version. Null: finish. Only with `max_staleness`."""

@@ -59,6 +59,15 @@ class Journal:
         """Leaves out the calls of other steps: their completions are known, or are not wanted."""
         self._calls = {key: call for key, call in self._calls.items() if key[0] in steps}
 
+    def forget_before(self, learned: int) -> None:
+        """Deletes the records of those steps that have taken weights of fewer learned ones. Nobody has these any more:
+        such a step was given up, and is sampled anew."""
+        gone = {step for (step, _), call in self._calls.items() if call.weights < learned}
+        if gone:
+            self._calls = {key: call for key, call in self._calls.items() if key[0] not in gone}
+            rows = [row for row in read_rows(self._path) if row.get("step") not in gone]
+            write_lines_atomic(self._path, (json.dumps(row) + "\n" for row in rows))
+
     def needs_before(self, learned: int) -> bool:
         """Whether a call that is still to be replayed wants weights of fewer steps."""
         return any(call.weights < learned and not call.replayed for call in self._calls.values())

@@ -4,6 +4,7 @@ The order reports mistakes early: whatever is cheap to check is checked before w
 """
 
 import itertools
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,12 +102,13 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     evaluation = evaluation_of(recipe, inputs, algorithm, collector, mesh)
     if algorithm.critic == "alone" and not inputs.source.has_scalar_head:
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
+    stop = threading.Event()
     return Job(
         folder=folder,
         client=client,
         work=_work_of(recipe, client, algorithm),
         algorithm=algorithm,
-        stream=ahead_of(recipe, stream, client, algorithm, folder, total),
+        stream=ahead_of(recipe, stream, client, algorithm, folder, total, stop),
         total=total,
         evaluation=evaluation,
         eval_every=recipe.eval.every,
@@ -115,6 +117,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
         exports_adapter=recipe.adapter is not None and inputs.source.stands_alone,
         collector=collector,
         workload=workload_of(recipe, algorithm, evaluation),
+        stop=stop,
     )
 
 
@@ -191,6 +194,7 @@ def settings_of(
         sampler_memory=recipe.rollout.memory,
         sampler_mesh=recipe.rollout.devices,
         sampler_devices=sampling,
+        sampler_ahead=recipe.rollout.max_staleness > 0,
         cache_dtype=recipe.rollout.cache_dtype,
         guesses=recipe.rollout.speculate,
         decode=None if tokenizer is None else tokenizer.decode,

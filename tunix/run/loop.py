@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,13 +27,20 @@ from tunix.trainer.perf import Work
 from tunix.types import SPANS, Workload
 from tunix.util.json_lines import append_rows
 
+NOT_AWAITED = object()
+"""Stands for an input that is not there when the run is to stop."""
+
 
 @runtime_checkable
 class Stream(Protocol):
-    """The iterator over the inputs of steps, with a position that can be saved: `Batches`, or `RolloutStream`."""
+    """The iterator over the inputs of steps, with a position that can be saved: `Batches`, `RolloutStream`, `Ahead`."""
 
     def __next__(self) -> Any:
-        """The input of the next step's `update`."""
+        """The input of the next step's `update`.
+
+        Raises:
+            processes.Stopped: the run is to stop, and this input would have to be waited for.
+        """
         ...
 
     def mark(self) -> Callable[[], dict[str, Any]]:
@@ -71,6 +78,8 @@ class Job:
     """Holds the worker processes of reward functions and environments; None without any."""
     workload: Workload | None = None
     """Largest workload of the sampler at a step or an evaluation; None where neither samples."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Happens where the run is to stop after the present update, such as by a signal."""
 
     def close(self) -> None:
         """Ends the threads and processes of the run."""
@@ -97,6 +106,8 @@ class Loop:
         self._reached: str | None = None
         if start is not None:
             self._restore(start)
+            # Before the fetch, which may have to sample.
+            self._warm()
         self._next = self._fetch()
 
     @property
@@ -108,27 +119,30 @@ class Loop:
         """Trains to the last step, then evaluates and saves it.
 
         Raises:
-            Interrupted: after SIGINT or SIGTERM, with a checkpoint written.
+            Interrupted: the job is to stop; a checkpoint was written.
             UserError: a row is invalid, the disk cannot be written, or the loss is not finite.
         """
-        with stop_signals() as stop:
-            if self.job.workload is not None:
-                self.recorder.say("compiling the sampler")
-                with self.recorder.aside():
-                    self.job.client.warm(self.job.workload)
-            if self.step == 0:
-                self._evaluate()
-                self.job.samples.take(0)
-            while self._next is not None and not processes.any_of("stop", stop.is_set()):
-                self._update(self._next)
-            self._save()
-            self.checkpoints.wait()
+        if self.step == 0:
+            self._warm()
+            self._evaluate()
+            self.job.samples.take(0)
+        while self._next is not None and not processes.any_of("stop", self.job.stop.is_set()):
+            self._update(self._next)
+        self._save()
+        self.checkpoints.wait()
         if not self.finished:
             place = self.job.saving.folder or self.job.folder
             state = f"with a checkpoint in {place}" if self.step else "before the first update"
             raise Interrupted(
                 f"stopped at step {self.step} of {self.job.total}, {state}. The same command goes on from there."
             )
+
+    def _warm(self) -> None:
+        """Has the sampler prepare, where there are further steps."""
+        if self.job.workload is not None and self.step < self.job.total and not self._reached:
+            self.recorder.say("compiling the sampler")
+            with self.recorder.aside():
+                self.job.client.warm(self.job.workload)
 
     def _restore(self, step: int) -> None:
         """Restores a checkpoint of this run."""
@@ -174,7 +188,10 @@ class Loop:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""
         self._position = self.job.stream.mark()
         with self._saving_on_error():
-            return next(self.job.stream, None) if self.step < self.job.total and not self._reached else None
+            try:
+                return next(self.job.stream, None) if self.step < self.job.total and not self._reached else None
+            except processes.Stopped:
+                return NOT_AWAITED
 
     @contextmanager
     def _saving_on_error(self) -> Iterator[None]:
@@ -210,11 +227,10 @@ class Loop:
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets, so that the current step ends; a second one acts at once."""
-    stop = threading.Event()
+def stop_signals(stop: threading.Event) -> Iterator[None]:
+    """The first SIGINT or SIGTERM sets an event, so that the current step ends; a second one acts at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals reach the main thread only
+        yield  # signals reach the main thread only
         return
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -225,7 +241,7 @@ def stop_signals() -> Iterator[threading.Event]:
     for number in before:
         signal.signal(number, handle)
     try:
-        yield stop
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

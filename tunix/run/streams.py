@@ -1,5 +1,6 @@
 """The inputs of a run's steps and evaluations: batches of given sequences, or prompts that the policy answers."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.ahead import Ahead, Holding
+from tunix.rollout.ahead import Ahead
 from tunix.rollout.arrivals import ADDED
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import FILE, Journal
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
@@ -111,8 +113,11 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
             "rollout.in_flight: continue needs tunix's own engine in this process, which can be paused at any token; "
             "with servers completions finish under the weights that they began with: leave it out"
         )
-    if processes.number() > 1:
-        raise UserError(f"{begin} needs one process so far, and there are {processes.number()}: leave it out")
+    if processes.number() > 1 and not servers:
+        raise UserError(
+            f"{begin} needs one process or servers (rollout.engine: vllm), and there are {processes.number()} "
+            "processes, whose engines would each be at another place when weights are handed over: leave it out"
+        )
     if servers and mesh.size > 1 and recipe.reward is not None and recipe.reward.model is not None:
         raise UserError(
             f"{begin}: a reward model would share {mesh.size} devices with training, and each would wait for the "
@@ -125,10 +130,17 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
         )
 
 
-def ahead_of(recipe: Recipe, stream: Stream, client: Trainer, algorithm: Algorithm, folder: Path, total: int) -> Stream:
+def ahead_of(
+    recipe: Recipe,
+    stream: Stream,
+    client: Trainer,
+    algorithm: Algorithm,
+    folder: Path,
+    total: int,
+    stop: threading.Event,
+) -> Stream:
     """The stream of an asynchronous run, whose next steps are sampled ahead; the given one where a recipe does not ask
-    for that.
-    """
+    for that. `stop` happens where the run is to stop."""
     staleness = recipe.rollout.max_staleness
     if not staleness:
         return stream
@@ -138,7 +150,7 @@ def ahead_of(recipe: Recipe, stream: Stream, client: Trainer, algorithm: Algorit
     stream.like = replace(stream.like, mixed=True)
     journal = Journal(folder / FILE, recipe.identity)
     how = {"staleness": staleness, "total": total, "goes_on": recipe.rollout.in_flight == "continue"}
-    return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how)
+    return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how, stop=stop)
 
 
 def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:

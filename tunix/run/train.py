@@ -26,7 +26,7 @@ from tunix.run.checkpoint_owner import checkpoint_folder
 from tunix.run.curves import write_curves
 from tunix.run.export import report_merging
 from tunix.run.folder import claimed, prepare, reopen
-from tunix.run.loop import Loop
+from tunix.run.loop import Loop, stop_signals
 from tunix.run.recorder import Recorder
 from tunix.run.result import RunResult, result_of, summary
 from tunix.run.samples import unigram_entropy
@@ -142,13 +142,14 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
         recorder = Recorder(sinks, display, recipe.logging, job.work)
         stack.enter_context(closing(recorder))
-        loop = Loop(job, checkpoints, recorder, start)
-        if loop.finished:
-            display.say(f"finished already, at step {loop.step}; a higher steps=... goes on from there")
-        else:
-            reopen(folder, after, display, loop.step)
-            loop.run()
-            display.say(f"done in {readable(recorder.seconds)} s: {folder}")
+        with stop_signals(job.stop):
+            loop = Loop(job, checkpoints, recorder, start)
+            if loop.finished:
+                display.say(f"finished already, at step {loop.step}; a higher steps=... goes on from there")
+            else:
+                reopen(folder, after, display, loop.step)
+                loop.run()
+                display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not _exported(folder):
             moved = job.client.export(folder / "export", adapter=job.exports_adapter)
             report_merging(moved, recipe, display)

@@ -103,6 +103,8 @@ class ClientSettings:
     """How the devices are divided to sample; None for the fewest to a copy of the weights that have room for it."""
     sampler_devices: Mesh | None = None
     """Devices that only sample; None where sampling and training share all."""
+    sampler_ahead: bool = False
+    """Whether newer weights arrive while it samples, so that both are there at once."""
     decode: Decode | None = None
     """Token ids -> text, in which stop strings are searched."""
     servers: ServerSettings | None = None
@@ -249,7 +251,8 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
     # Devices of its own hold nothing else.
     held, references = (held, settings.reference) if own is None else ([], False)
-    room = room_of(settings.sampler_memory, memory, mesh, spec.model, held, references=references)
+    newer = trained if settings.sampler_ahead else ()
+    room = room_of(settings.sampler_memory, memory, mesh, spec.model, held, references=references, newer=newer)
     how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
     try:
         return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.mesh import RULES, row_shards
 from tunix.models.attention.attend import SHORT
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DELTANET, WIDE, DecoderConfig
+from tunix.models.delta_rule import CHUNKS
 from tunix.models.quantization.formats import stored_bytes
 from tunix.models.scan import KEEPS, Remat
 from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
@@ -74,26 +75,37 @@ def step_bytes(spec: TrainerSpec, held: Held, remat: Remat) -> float:
     config, shards = spec.model.config, spec.mesh.shape[str(RULES["ffn"])]
     size = jnp.dtype(spec.model.dtype).itemsize
     tokens = spec.microbatcher.rows // row_shards(spec.mesh) * -(-spec.length // spec.mesh.shape["context"])
-    results = {name: size * tokens * count for name, count in per_token(config, shards).items()}
-    kept = config.num_layers * sum(results[name] for name in KEEPS[remat])
+    counts = {mixer: per_token(config, mixer, shards) for mixer in config.mixers}
+    kept = size * tokens * sum(counts[kind.mixer].get(name, 0.0) for kind in config.kinds for name in KEEPS[remat])
     table = config.vocab_size * config.d_model / shards
     head = 4 * table + TABLES * size * table + LOGITS * 4 * CHUNK_LOGITS_ELSEWHERE
     # Of short rows all scores are written, and their gradient.
     scores = 8 * tokens * config.num_heads / shards * spec.length if spec.length <= SHORT else 0
-    layer = held.gradients + LAYER * sum(results.values()) + scores
+    widest = size * tokens * max(sum(each.values()) for each in counts.values())
+    layer = held.gradients + LAYER * widest + scores
     return held.weights + kept + max(head, layer)
 
 
-def per_token(config: DecoderConfig, shards: int) -> Mapping[str, float]:
-    """How many numbers of each name in `scan.KEEPS` a layer makes for a token, on each of so many shards.
+def per_token(config: DecoderConfig, mixer: str, shards: int) -> Mapping[str, float]:
+    """How many numbers of each name in `scan.KEEPS` a layer with this mixer makes for a token, on each shard.
 
-    The log-sum-exp counts twice: it is float32.
+    What is float32 counts twice: the log-sum-exp, and the products within the chunks of a DeltaNet, which have no name
+    there.
     """
-    c = config
-    wide, narrow, ffn = (
-        n / shards for n in (*c.mean_widths, c.ffn * (1 + c.shared_wide * c.shared_layers / c.num_layers))
-    )
+    c, kind = config, config.kinds_with(mixer)[0]
+    wide, narrow = c.num_heads * kind.head_dim / shards, kind.paged * kind.kv_heads * kind.head_dim / shards
+    ffn = (2 if mixer in WIDE else 1) * c.ffn / shards
     stream = {"input": float(c.d_model), "x": float(c.d_model)}
+    if mixer == DELTANET and c.delta is not None:
+        size, heads, values = (
+            CHUNKS["gpu"],
+            c.delta.value_heads / shards,
+            c.delta.value_heads * c.delta.value_dim / shards,
+        )
+        # Three matrices of pairs, what is solved for and multiplied by, and a state for each chunk.
+        each = 3 * size + 4 * (c.delta.key_dim + c.delta.value_dim) + c.delta.key_dim * c.delta.value_dim / size
+        channels = c.delta.key_heads * c.delta.channels / shards
+        return {**stream, "q": channels, "gate": ffn + values, "up": ffn, "chunks": 2 * heads * each}
     sizes = {**stream, "q": wide, "k": narrow, "v": narrow, "gate": ffn, "up": ffn}
     return {**sizes, "mixed": wide, "lse": 2 * c.num_heads / shards}
 

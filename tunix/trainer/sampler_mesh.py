@@ -5,6 +5,7 @@ tokens. A sampler multiplies by every matrix for one token of each slot: gatheri
 """
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def sampler_mesh(
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"
-    size = f"{copy_bytes(model) / 1e9:.3g} GB in all of it"
+    size = f"{copy_bytes(model, model.shapes) / 1e9:.3g} GB in all of it"
     where = f"{mesh.size} device(s)" + (f" of each of {processes.number()} processes" if several else "")
     line = f"sampling: a copy of the weights on {each} of {where}, {size}"
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
@@ -67,10 +68,10 @@ def check_slots(slots: int, mesh: Mesh) -> None:
         )
 
 
-def copy_bytes(model: Model) -> int:
-    """Bytes of a copy of the weights in the compute dtype; quantized ones stay as they are."""
-    dtypes = {name: model.kinds.get(name, jnp.dtype(model.dtype)) for name in model.shapes}
-    return bytes_of([jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in model.shapes.items()])
+def copy_bytes(model: Model, names: Iterable[str]) -> int:
+    """Bytes of a copy of these weights in the compute dtype; quantized ones stay as they are."""
+    dtypes = {name: model.kinds.get(name, jnp.dtype(model.dtype)) for name in names}
+    return bytes_of([jax.ShapeDtypeStruct(model.shapes[name], dtype) for name, dtype in dtypes.items()])
 
 
 def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | None) -> int:
@@ -78,7 +79,8 @@ def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | Non
     near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
     common = math.gcd(near, *sizes.values())
     fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
-    room = [tensor for tensor in fitting if memory is None or copy_bytes(model) / tensor <= SHARE * memory]
+    copy = copy_bytes(model, model.shapes)
+    room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
     return room[0] if room else fitting[-1]
 
 

@@ -4,7 +4,7 @@ They exist while completions are sampled, and so beside the state of training, b
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -25,6 +25,7 @@ def room_of(
     trained: Sequence[tuple[TrainerSpec, Shapes, Shapes]],
     *,
     references: int,
+    newer: Collection[str] = (),
 ) -> float | None:
     """Bytes for keys and values on each device; None where its memory is not known, as on a CPU.
 
@@ -36,6 +37,7 @@ def room_of(
         trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own, as far as
             these devices hold them; the policy is the first.
         references: copies of the policy's weights that are kept, 0 or 1.
+        newer: names of the weights that arrive while those before them are sampled from.
     """
     if memory is None:
         return None
@@ -43,7 +45,8 @@ def room_of(
         held_by(spec, params, {} if i else frozen, copies=0 if i else references).weights
         for i, (spec, params, frozen) in enumerate(trained)
     )
-    return share * memory - held - copy_bytes(model) / mesh.shape["tensor"]
+    copies = copy_bytes(model, model.shapes) + copy_bytes(model, newer)
+    return share * memory - held - copies / mesh.shape["tensor"]
 
 
 def shares(share: float, memory: float, room: float, need: float) -> str:

@@ -4,8 +4,8 @@ Attention has a gate on each head's output, norms of queries and keys, and a rop
 but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: their text part is read, an export is
 always a `qwen3_5_text` folder. Their heads that draft several tokens (`mtp.`) are taken along.
 
-Axes: D model width, N query heads, H head dim, Hg head dim and gate, Hk key heads, Hv value heads, U runs of a key
-head's channels, Dk and Dv widths of keys and values, Ta taps.
+Axes: D model width, N query heads, H head dim, Hg head dim and its gate's, Hk key heads, Hv value heads, U runs of a
+key head's channels, Dk width of a key, Dv width of a value, Ta taps.
 """
 
 from dataclasses import replace

@@ -243,6 +243,11 @@ class Engine:
         self.usage = batch.meter.usage
         return completions
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether a publication waits until nobody holds the weights before: it does not."""
+        return False
+
     def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.
 

@@ -137,6 +137,11 @@ class ServerSampler:
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether a publication waits until nobody holds the weights before: a server has one set."""
+        return True
+
     def hold(self) -> WeightsFolder:
         """The present weights, which the servers keep until the call of `sample` that is given them has ended.
 
