@@ -37,6 +37,7 @@ ADAPTERS = {
     "qwen3-wide-heads-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, rslora=True, ranks={"v_proj": 4}),
     "qwen3_5-wide-values-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"in_proj_qkv": 3, "in_proj_b": 1}),
     "gemma4-keys-are-values": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"q_proj": 3, "v_proj": 1}),
+    "gemma4-shared-keys-wide-ffn": AdapterConfig(rank=2, alpha=4.0, ranks={"mlp.*": 3, "per_layer_input_gate": 1}),
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
 FOR_ALL = (

@@ -22,12 +22,13 @@ from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig, Low
 from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Block
-from tunix.models.config import DecoderConfig
+from tunix.models.config import SHARED, DecoderConfig
 from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
 from tunix.models.model import Model, Params, is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
 from tunix.models.quantization.modules import PROJECTIONS
+from tunix.models.self_attention import Kept
 from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -74,7 +75,11 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         kind = decoder.kinds_with(block.mixer_name)[0]
         rope = rope_tables(here, kind.rope, kind.head_dim)
         segments, given = Segments(here, here), jnp.zeros((1, 1, decoder.layer_inputs))
-        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, given=given, rngs=rngs))
+        other = jnp.zeros((1, 1, kind.kv_heads, kind.head_dim))
+        kept = Kept(other, other) if kind.mixer in SHARED else None
+        adapted = cast(
+            Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, given=given, rngs=rngs)
+        )
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
