@@ -3,8 +3,9 @@ one global.
 
 Global layers have wider heads than local ones, fewer kv heads, and rotate a quarter of each head; in the large models
 their values are made of their keys. Queries and keys are normed, and values without a weight, so that attention has no
-scale. Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those of the
-config.json files under https://huggingface.co/google (gemma-4-12B, gemma-4-31B).
+scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
+earlier ones. Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those
+of https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
 
 Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
 Dp width of inputs of layers, Fw wider ffn width.
@@ -117,11 +118,12 @@ def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_d
     found = GlobalHeads(few if shared else kv_heads, width, shared)
     if "per_layer_config" not in fields.raw:
         return found
-    each, wanted = fields.mapping("per_layer_config"), {str(n) for n, here in enumerate(local) if not here}
+    each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
     own = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
-    if set(each) != wanted or len(own) != 1:
+    numbers = {int(n) for n in each if n.isdecimal()}  # transformers pads them: 05
+    if numbers != wanted or len(each) != len(wanted) or len(own) != 1:
         fields.refuse(
-            "per_layer_config", f"must be the same for the global layers ({', '.join(sorted(wanted))}) alone."
+            "per_layer_config", f"must be the same for the global layers ({', '.join(map(str, sorted(wanted)))}) alone."
         )
     one = Fields(dict(own.pop()), fields.file, "per_layer_config.")
     found = GlobalHeads(one.integer("num_key_value_heads", kv_heads), one.integer("head_dim", head_dim), shared)

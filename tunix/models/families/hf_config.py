@@ -234,7 +234,7 @@ def _yarn_attention(block: Fields, factor: float) -> float | None:
 def write_rope(rope: Rope) -> dict[str, Any]:
     """One rope as transformers 5 spells it."""
     written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
+    if rope.kind != "default" and (rope.kind, rope.factor) != ("proportional", 1.0):
         written["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn"):
         written["original_max_position_embeddings"] = rope.original_length
