@@ -32,6 +32,8 @@ class Store:
 
     def key_value_dir_get(self, begin: str) -> list[tuple[str, str]]:
         with self._changed:
+            if self._gone:
+                raise jax.errors.JaxRuntimeError("UNAVAILABLE")
             return [(key, value.decode()) for key, value in self.values.items() if key.startswith(begin)]
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:

@@ -9,10 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.hf.test_model_folder import rewrite
-from tests.tiny_models import CASES, load
+from tests.tiny_models import CASES, load, reference_folder, tokens
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.models.families.table import from_hf
+from tunix.recipe.recipe import Recipe
+from tunix.run.train import train
 
 
 def test_a_multimodal_qwen35_gives_its_text_part_and_keeps_its_drafting_head(tmp_path):
@@ -70,3 +72,22 @@ def test_fields_of_qwen35_that_are_not_understood_are_refused(fields, message, t
     raw = {**CASES["qwen3_5-three-to-one"].hf_config().to_dict(), **fields}
     with pytest.raises(UserError, match=message):
         from_hf(raw, tmp_path / "config.json")
+
+
+def test_a_run_takes_the_drafting_head_along(tmp_path):
+    reference_folder(CASES["qwen3_5-three-to-one"], tmp_path / "base")
+    head = torch.randn(32, 64)
+    rewrite(tmp_path / "base", lambda tensors: {**tensors, "mtp.fc.weight": head})
+    rows = [{"input_ids": tokens(seed, 1, 20)[0].tolist()} for seed in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = {
+        "model": {"path": str(tmp_path / "base"), "dtype": "float32"},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 32},
+        "batch_size": 2,
+        "steps": 1,
+        "output": str(tmp_path / "run"),
+    }
+    train(Recipe.build(sections))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "run/export"))
+    assert torch.equal(after["mtp.fc.weight"], head)
+    assert not torch.equal(after["model.layers.0.linear_attn.A_log"], before["model.layers.0.linear_attn.A_log"])

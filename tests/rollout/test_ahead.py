@@ -284,7 +284,8 @@ def test_a_step_of_older_weights_is_waited_for_unless_the_run_is_to_end(tmp_path
         sampler.free.set()
         thread.join(20)
     (state,) = states
-    assert list(state["ahead"]["steps"]) == (["2"] if stops else ["2", "3"])
+    # Once step 3 is there, step 4 may be sampled, too, before the position is taken.
+    assert list(state["ahead"]["steps"])[:2] == (["2"] if stops else ["2", "3"])
     found = rest(path, 2, state)
     assert list(found) == list(range(2, STEPS))
     assert found[3][0] in ((2, 3) if stops else (1,))
@@ -310,7 +311,7 @@ def test_a_step_that_went_on_under_the_present_weights_is_waited_for_all_the_sam
         assert thread.is_alive()
         sampler.free.set()
         thread.join(20)
-    assert list(states[0]["ahead"]["steps"]) == ["2", "3"]
+    assert list(states[0]["ahead"]["steps"])[:2] == ["2", "3"]  # and 4, where it was sampled first
     assert rest(path, 2, states[0])[3] == [1] * 3 + [2] * 3
 
 

@@ -8,7 +8,7 @@ the unrounded model is never in memory. Writing: the same way back, into an atom
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.distributed import processes
-from tunix.distributed.global_arrays import everywhere
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
@@ -28,24 +27,23 @@ from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
-    Sent,
     Stored,
     check_tensors,
     some,
     tensors_of_folder,
     write_shards,
 )
+from tunix.hf.sending import sent, sent_scales, sent_values
 from tunix.hf.tensor_loading import Place, Read, load, target_of
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE, Tensor
 from tunix.models.families.table import FAMILIES, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
-from tunix.models.quantization.formats import Quantization, is_scale, quantize, tile_of
+from tunix.models.quantization.formats import is_scale, tile_of
 from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
-from tunix.util.exact import jit
 from tunix.util.object_store import url_of
 
 BESIDE_WEIGHTS = (
@@ -346,7 +344,7 @@ def _entries(
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         if name in packed:
             values, scales = (
-                partial(send, params[name], place, tensor, packed[name]) for send in (_sent_values, _sent_scales)
+                partial(send, params[name], place, tensor, packed[name]) for send in (sent_values, sent_scales)
             )
             yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], values, scales)
         else:
@@ -364,50 +362,3 @@ def _entries(
                 yield from entry(name, layer, shape)
     for name, shape in sorted(ends.items(), reverse=True):
         yield from entry(name, None, shape)
-
-
-def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
-    """Sends one tensor of a stack to the host.
-
-    Args:
-        array: the stack, or a table.
-        place: index of the tensor in it.
-        write: lays it out as in a file.
-        dtype: in which it is sent.
-    """
-    there = everywhere(_taken(array, place).astype(dtype))
-    there.copy_to_host_async()
-    return lambda: write(np.asarray(there))
-
-
-def _sent_values(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
-    """Sends the rounded values of a layer's matrix."""
-    values = everywhere(_rounded(array, place, tensor, how)[0])
-    values.copy_to_host_async()
-    return lambda: tensor.write(np.asarray(values))
-
-
-def _sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
-    """Sends the scales of a layer's rounded matrix."""
-    scales = everywhere(_rounded(array, place, tensor, how)[1])
-    scales.copy_to_host_async()
-    runs = tensor.order_of_runs(array.shape[len(place) :])
-
-    def there() -> np.ndarray:
-        outputs = np.asarray(scales).reshape(len(scales), -1).T
-        return outputs if runs is None else outputs.take(runs, axis=0)
-
-    return there
-
-
-def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:
-    """Values and scales of a layer's matrix."""
-    assert how.rule.weights is not None
-    rounding = Quantization(how.rule.weights, how.tile)
-    return jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
-
-
-def _taken(array: jax.Array, place: Place) -> jax.Array:
-    for index in place:
-        array = jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
-    return array

@@ -21,7 +21,7 @@ from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView
 from tunix.models.config import DELTANET, GLOBAL, SHARED, WIDE, DecoderConfig
-from tunix.models.deltanet import GatedDeltaNet, Held, PieceStates, StepView
+from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
 from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
 from tunix.models.per_layer import InputGate
 from tunix.models.self_attention import Attention, GlobalAttention, GlobalSharedAttention, Kept, SharedAttention
@@ -31,7 +31,7 @@ PARTS = ("mixer", "ffn", "own_input")
 
 View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
-Cache = Pages | Held | Kept
+Cache = Pages | SlotStates | Kept
 """What a layer keeps of earlier tokens: keys and values, or states; `Kept` where layers read those of others."""
 Auxiliary = dict[str, Float[Array, ""]]
 """Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""

@@ -1,6 +1,7 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 DELTANET = "deltanet"
@@ -194,19 +195,7 @@ class DecoderConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        far = LayerKind(self.rope, None, self.mixer, self.head_dim, self.num_kv_heads)
-        near = far if self.window is None else replace(far, rope=self.rope_local or self.rope, window=self.window)
-        if own := self.global_heads:
-            far = replace(far, mixer=GLOBAL, head_dim=own.head_dim, kv_heads=own.kv_heads)
-        none = (False,) * self.num_layers
-        linear = LayerKind(self.rope, mixer=DELTANET)
-        every = [
-            linear if delta else near if local else far
-            for delta, local in zip(self.linear_layers or none, self.local_layers or none, strict=True)
-        ]
-        first = self.num_layers - self.shared_layers
-        own = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == self.shared_wide}
-        return (*every[:first], *(replace(kind, mixer=own[kind.mixer]) for kind in every[first:]))
+        return _kinds(self)
 
     @property
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
@@ -231,8 +220,7 @@ class DecoderConfig:
 
     def layers_with(self, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
         """The numbers of the layers with this mixer, or with one of several; None for all layers."""
-        wanted = (mixer,) if isinstance(mixer, str) else mixer
-        return tuple(number for number, kind in enumerate(self.kinds) if wanted is None or kind.mixer in wanted)
+        return _layers_with(self, mixer)
 
     def kinds_with(self, mixer: str) -> tuple[LayerKind, ...]:
         """The kinds of layers with this mixer, each once."""
@@ -266,3 +254,26 @@ class DecoderConfig:
             for length in range(1, number + 1)
             if number % length == 0 and mixers == mixers[:length] * (number // length)
         )
+
+
+# Kept: a folder's tensors ask for them by name and layer.
+@lru_cache(maxsize=64)
+def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
+    far = LayerKind(config.rope, None, config.mixer, config.head_dim, config.num_kv_heads)
+    near = far if config.window is None else replace(far, rope=config.rope_local or config.rope, window=config.window)
+    if heads := config.global_heads:
+        far = replace(far, mixer=GLOBAL, head_dim=heads.head_dim, kv_heads=heads.kv_heads)
+    linear, none = LayerKind(config.rope, mixer=DELTANET), (False,) * config.num_layers
+    kinds = [
+        linear if delta else near if local else far
+        for delta, local in zip(config.linear_layers or none, config.local_layers or none, strict=True)
+    ]
+    first = config.num_layers - config.shared_layers
+    readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == config.shared_wide}
+    return (*kinds[:first], *(replace(kind, mixer=readers[kind.mixer]) for kind in kinds[first:]))
+
+
+@lru_cache(maxsize=64)
+def _layers_with(config: DecoderConfig, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
+    wanted = (mixer,) if isinstance(mixer, str) else mixer
+    return tuple(number for number, kind in enumerate(config.kinds) if wanted is None or kind.mixer in wanted)

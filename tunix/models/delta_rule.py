@@ -15,12 +15,13 @@ Axes: B rows, T time, C tokens at a time, Hk key heads, Jv value heads of a key 
 value.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 CHUNKS = {"cpu": 32, "gpu": 64, "tpu": 64}
 """Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 times as long as 64
@@ -124,9 +125,9 @@ def chunked(
     size = chunks.pairs.shape[-1]
     q, k = (_heads_first(x, size, 1) for x in (q, k))
     v, decay, beta = (_heads_first(x, size, 2) for x in (v, gates.decay, gates.beta))
-    pairs = chunks.pairs[:, :, None, None]
     # [B c Hk Jv C]: the logarithm of what is left at a token of the state that it sees from before its chunk.
-    total = _product("BcKJij,BcKJj->BcKJi", jnp.broadcast_to(pairs, (*decay.shape, size)).astype(jnp.float32), decay)
+    total = _product("Bcij,BcKJj->BcKJi", chunks.pairs.astype(jnp.float32), decay)
+    pairs = chunks.pairs[:, :, None, None]
     between = jnp.exp(jnp.where(pairs, total[..., :, None] - total[..., None, :], -jnp.inf))
     seen = _product("BcKid,BcKjd->BcKij", q, k)[:, :, :, None] * between
     overlap = beta[..., None] * _product("BcKid,BcKjd->BcKij", k, k)[:, :, :, None] * between
@@ -147,7 +148,7 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     """The states after a chunk, the present one and the root's, and what its tokens read."""
     (state, root), (new, read, queries, seen, k, between, left, branches, begins) = states, inputs
     if begins is not None:
-        state = _where(begins.here, begins.states, state)
+        state = by_first(begins.here, begins.states, state)
 
     def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
         """Products with the state that each token sees."""
@@ -161,19 +162,20 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     new = new - seen_before(read)
     mixed = seen_before(queries) + _product("BKJij,BKJjv->BKJiv", seen, new)
 
-    def after(at: Int[Array, "B"]) -> State:
-        """The state after a token of each row."""
-        index = at[:, None, None, None]
-        share = jnp.take_along_axis(between, index[..., None], axis=3)[..., 0, :]
+    def after(of_token: Callable[[Array], Array]) -> State:
+        """The state after a token of each row, which a function takes out of `[B C ...]`."""
+        shares, lasts = (of_token(jnp.moveaxis(x, 3, 1)) for x in (between, left))
         start = state
         if branches is not None and root is not None:
-            start = _where(jnp.take_along_axis(branches.from_root, at[:, None], axis=1)[:, 0], root, state)
-        keys = share[..., None] * k[:, :, None]
-        return jnp.take_along_axis(left, index, axis=3)[..., None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
+            start = by_first(of_token(branches.from_root), root, state)
+        keys = shares[..., None] * k[:, :, None]
+        return lasts[..., None, None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
 
-    last = after(jnp.full(len(k), k.shape[2] - 1))
+    last = after(lambda x: x[:, -1])
     if branches is not None and root is not None:
-        root = _where(branches.any_root, after(branches.root), root)
+        at = branches.root[:, None]
+        ended = after(lambda x: jnp.take_along_axis(x, widened(at, x), axis=1)[:, 0])
+        root = by_first(branches.any_root, ended, root)
     return (last, root), (mixed, None if begins is None else last)
 
 
@@ -183,7 +185,7 @@ def _solved(below: Float[Array, "*at C C"], wanted: Float[Array, "*at C n"]) -> 
 
     By products of matrices: XLA's triangular solve has waited for itself for ever in a program on a CPU with two cores.
     """
-    return _product("...ij,...jn->...in", _inverse(below), wanted)
+    return _solved_forward(below, wanted)[0]
 
 
 def _solved_forward(below: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -226,9 +228,14 @@ def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
     return mask[..., None, None, :]
 
 
-def _where(rows: Bool[Array, "B"], one: State, other: State) -> State:
-    """One state or the other, for each row."""
-    return jnp.where(rows[:, None, None, None, None], one, other)
+def widened(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The same with as many axes as another array, of which the last have one place."""
+    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
+
+
+def by_first(condition: jax.Array, one: jax.Array, other: jax.Array | float) -> jax.Array:
+    """`jnp.where` for a condition of the first axes alone."""
+    return jnp.where(widened(condition, one), one, other)
 
 
 def _heads_first(x: Float[Array, "B T *heads_and_width"], size: int, heads: int) -> jax.Array:
@@ -275,25 +282,28 @@ def convolved(
         parents: see `types.Batch`: a branch is preceded by the tokens of its parent.
     """
     x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
-    index = jnp.broadcast_to(jnp.arange(x.shape[1]), ids.shape)
-    before = _index_before(ids, parents)
-    found, at = x32 * taps[..., -1], index
+    found = x32 * taps[..., -1]
+    before = at = None if parents is None else _index_before(ids, parents)
     for lag in range(1, taps.shape[-1]):
-        at = jnp.where(at >= 0, jnp.take_along_axis(before, jnp.maximum(at, 0), axis=1), -1)
-        if parents is None:
-            earlier = jnp.pad(x32, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)))[:, : x.shape[1]]
+        if before is None or at is None:
+            same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
         else:
-            earlier = jnp.take_along_axis(x32, _over(jnp.maximum(at, 0), x), axis=1)
-        found += jnp.where(_over(at >= 0, x), earlier, 0.0) * taps[..., -1 - lag]
+            same, index = at >= 0, jnp.maximum(at, 0)
+            earlier = jnp.take_along_axis(x32, widened(index, x), axis=1)
+            at = jnp.where(same, jnp.take_along_axis(before, index, axis=1), -1)
+        found += by_first(same, earlier, 0.0) * taps[..., -1 - lag]
     return found
 
 
-def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The index of the token before each one in its sequence; -1 for a sequence's first token."""
-    index = jnp.arange(ids.shape[1])
-    continues = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1) == ids
-    start = -1 if parents is None else jnp.where(parents == ids, -1, _last_root(ids, parents))
-    return jnp.where(continues, index - 1, start)
+    start = jnp.where(parents == ids, -1, _last_root(ids, parents))
+    return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+
+
+def _later(x: Shaped[Array, "B T *rest"], lag: int, first: int) -> Shaped[Array, "B T *rest"]:
+    """Each token's place has what stood so many tokens before it."""
+    return jnp.pad(x, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)), constant_values=first)[:, : x.shape[1]]
 
 
 def convolved_after(
@@ -303,8 +313,3 @@ def convolved_after(
     whole, taps = jnp.concatenate([before, x], axis=1).astype(jnp.float32), taps.astype(jnp.float32)
     lags = [whole[:, lag : lag + x.shape[1]] * taps[..., lag] for lag in range(taps.shape[-1])]
     return jnp.sum(jnp.stack(lags), axis=0)
-
-
-def _over(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """A mask `[B T]` of tokens, or their indices, with as many axes as `x`."""
-    return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))

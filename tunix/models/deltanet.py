@@ -27,11 +27,13 @@ from tunix.models.delta_rule import (
     Begins,
     Chunks,
     Gates,
+    by_first,
     chunked,
     convolved,
     convolved_after,
     recurrent,
     unit,
+    widened,
 )
 from tunix.models.layers import Norm, Projection, TokenKeys
 
@@ -39,7 +41,7 @@ PIECE_CHUNK = 32
 """Tokens of a chunk in a piece of prompts, in which each segment begins with a chunk of its own."""
 
 
-class Held(NamedTuple):
+class SlotStates(NamedTuple):
     """What slots hold of their sequences in one layer."""
 
     inputs: Float[Array, "Sl m Hk U Dk"]
@@ -48,20 +50,20 @@ class Held(NamedTuple):
     """In float32."""
 
     @classmethod
-    def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "Held":
+    def empty(cls, sizes: DeltaNet, slots: int, dtype: DType) -> "SlotStates":
         """What slots hold of sequences without tokens."""
         heads, of_head = sizes.key_heads, sizes.value_heads // sizes.key_heads
         inputs = jnp.zeros((slots, sizes.taps - 1, *sizes.runs), dtype)
         states = jnp.zeros((slots, heads, of_head, sizes.key_dim, sizes.value_dim), jnp.float32)
         return cls(inputs, states).placed()
 
-    def placed(self) -> "Held":
+    def placed(self) -> "SlotStates":
         """The same, split over the devices as slots and heads are."""
-        return Held(*(constrain(x, *axes) for x, axes in zip(self, HELD_AXES, strict=True)))
+        return SlotStates(*(constrain(x, *axes) for x, axes in zip(self, STATE_AXES, strict=True)))
 
 
-HELD_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "heads", None, None, None))
-"""The logical axes of the arrays of `Held`."""
+STATE_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "heads", None, None, None))
+"""The logical axes of the arrays of `SlotStates`."""
 
 
 class StepView(NamedTuple):
@@ -107,9 +109,9 @@ class GatedDeltaNet(nnx.Module):
         x: Float[Array, "B T D"],
         rope: tuple[jax.Array, jax.Array],
         view: View,
-        cache: Held | None = None,
+        cache: SlotStates | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Held | None]:
+    ) -> tuple[Float[Array, "B T D"], SlotStates | None]:
         """The mixed tokens for normed inputs, and what the slots hold then; `rope` plays no part."""
         mixed_in = checkpoint_name(self.qkv(x, dropout_keys), "q")
         z = checkpoint_name(self.z(x, dropout_keys), "gate")
@@ -158,8 +160,8 @@ class GatedDeltaNet(nnx.Module):
         return found[:, :length]
 
     def _piece(
-        self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: Held
-    ) -> tuple[jax.Array, Held]:
+        self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: SlotStates
+    ) -> tuple[jax.Array, SlotStates]:
         """The mixed tokens of pieces, and what the slots hold after them."""
         rows, length = view.ids.shape
         size, own = length // view.sources.shape[1], len(held.states) // rows
@@ -169,7 +171,7 @@ class GatedDeltaNet(nnx.Module):
         blocks = mixed.reshape(rows, -1, size, *mixed.shape[2:])
         lags = before.shape[2]
         follow = jnp.pad(blocks[:, :-1, size - lags :], ((0, 0), (1, 0), *((0, 0),) * 4))
-        before = _where(begins, before, follow)
+        before = by_first(begins, before, follow)
         whole = jnp.concatenate([before, blocks], axis=2)
         flat = (blocks.reshape(-1, *blocks.shape[2:]), before.reshape(-1, *before.shape[2:]))
         q, k, v = self._heads(convolved_after(flat[0], self.conv.w[...], flat[1]).astype(mixed.dtype))
@@ -179,24 +181,24 @@ class GatedDeltaNet(nnx.Module):
         assert after is not None, "chunks that begin with states have states after them"
         ends = view.ends.reshape(rows, own)
         chunk, place = jnp.maximum(ends, 0) // size, jnp.maximum(ends, 0) % size
-        last = jnp.take_along_axis(whole, _wide(chunk, whole), axis=1)
-        columns = _wide(place[..., None] + 1 + jnp.arange(lags), whole)
-        new = Held(
+        last = jnp.take_along_axis(whole, widened(chunk, whole), axis=1)
+        columns = widened(place[..., None] + 1 + jnp.arange(lags), whole)
+        new = SlotStates(
             jnp.take_along_axis(last, columns, axis=2),
-            jnp.take_along_axis(after, _wide(chunk, after), axis=1),
+            jnp.take_along_axis(after, widened(chunk, after), axis=1),
         )
-        kept = [_where(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
-        return found, Held(*kept).placed()
+        kept = [by_first(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
+        return found, SlotStates(*kept).placed()
 
     def _step(
-        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: Held
-    ) -> tuple[jax.Array, Held]:
+        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
+    ) -> tuple[jax.Array, SlotStates]:
         """The mixed token of each slot, and what the slots hold after it."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
         found, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
         inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
-        new = (_where(view.live, x, y) for x, y in zip((inputs, states), held, strict=True))
-        return found[:, None], Held(*new).placed()
+        new = (by_first(view.live, x, y) for x, y in zip((inputs, states), held, strict=True))
+        return found[:, None], SlotStates(*new).placed()
 
 
 class Taps(nnx.Module):
@@ -226,14 +228,4 @@ def _masked(gates: Gates, real: Bool[Array, "B T"]) -> Gates:
 
 def _of_slots(x: Float[Array, "s own *rest"], sources: Int[Array, "s c"]) -> Float[Array, "s c *rest"]:
     """What the slots of a row's chunks hold; zeros where no slot is named."""
-    return _where(sources >= 0, jnp.take_along_axis(x, _wide(jnp.maximum(sources, 0), x), axis=1), 0.0)
-
-
-def _wide(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The same with as many axes, of which the last have one place."""
-    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
-
-
-def _where(condition: jax.Array, x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """`jnp.where`, by the first axes."""
-    return jnp.where(_wide(condition, x), x, y)
+    return by_first(sources >= 0, jnp.take_along_axis(x, widened(jnp.maximum(sources, 0), x), axis=1), 0.0)

@@ -25,7 +25,7 @@ from tunix.models.attention.pages import CachedView
 from tunix.models.blocks import Cache
 from tunix.models.config import SHARED, DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
-from tunix.models.deltanet import Held, PieceStates, StepView
+from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.per_layer import NAMES, layer_inputs
@@ -63,7 +63,7 @@ def unstack(model: Model, params: Params) -> Weights:
 
     top = {name: view(name, params[name]) for name in TOP if name in params}
     stacked = [name for name in params if name.startswith(LAYERS)]
-    places = {name: {layer: i for i, layer in enumerate(model.layers_with[name])} for name in stacked}
+    places = {name: {layer: i for i, layer in enumerate(model.layers_of[name])} for name in stacked}
 
     def layer(number: int) -> Params:
         here = {name: at[number] for name, at in places.items() if number in at}
@@ -121,7 +121,7 @@ def empty(
             return None
         if not of.paged:
             assert config.delta is not None, "its sizes come with the layers"
-            return Held.empty(config.delta, slots, dtype)
+            return SlotStates.empty(config.delta, slots, dtype)
         pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 

@@ -81,11 +81,6 @@ class Model:
         """The decoder without values."""
         return nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
 
-    @property
-    def _layer_paths(self) -> list[Path]:
-        """Where the weights of layers are in their blocks."""
-        return [path[1:] for path in self._split[1] if path[0] == "layers"]
-
     @cached_property
     def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
         graph, state = nnx.split(self._decoder)
@@ -106,14 +101,14 @@ class Model:
         return {name: variable.shape for name, variable in self._variables.items()}
 
     @cached_property
-    def layers_with(self) -> dict[str, tuple[int, ...]]:
+    def layers_of(self) -> dict[str, tuple[int, ...]]:
         """The numbers of the layers that have each stacked parameter, in the order in which it is stacked."""
-        by_mixer = self._decoder.structures.items()
-        having = {path: [mixer for mixer, one in by_mixer if path in one.paths] for path in self._layer_paths}
-        return {
-            name_of(("layers", *path)): tuple(n for n, kind in enumerate(self.config.kinds) if kind.mixer in mixers)
-            for path, mixers in having.items()
-        }
+        mixers: dict[str, list[str]] = {}
+        for mixer, structure in self._decoder.structures.items():
+            for path in structure.paths:
+                mixers.setdefault(name_of(("layers", *path)), []).append(mixer)
+        kinds = list(enumerate(self.config.kinds))
+        return {name: tuple(n for n, kind in kinds if kind.mixer in having) for name, having in mixers.items()}
 
     @cached_property
     def quantized(self) -> tuple[str, ...]:
@@ -290,16 +285,8 @@ class Model:
     @cached_property
     def projections(self) -> dict[str, Projection]:
         """The projections of the layers by name, without their weights' values."""
-        return {name: one for block in self._blocks.values() for name, one in block.projections().items()}
-
-    @cached_property
-    def _blocks(self) -> dict[str, Block]:
-        """The block of the layers with each mixer, without values."""
-        return {mixer: self._decoder.block(mixer) for mixer in self.config.mixers}
-
-    @cached_property
-    def _graphs(self) -> dict[str, nnx.GraphDef]:
-        return {mixer: nnx.split(block)[0] for mixer, block in self._blocks.items()}
+        blocks = map(self._decoder.block, self.config.mixers)
+        return {name: one for block in blocks for name, one in block.projections().items()}
 
     def layer(self, weights: Params, mixer: str, settled: bool = True) -> Block:
         """One block built from its weights, which are named as in `layers/` and have no axis L.
@@ -309,7 +296,7 @@ class Model:
             settled: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
         placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
-        block: Block = nnx.merge(self._graphs[mixer], nested(placed))
+        block = self._decoder.structures[mixer].block(placed)
         for name, projection in block.projections().items():
             projection.settled, projection.turned = settled, name in self.turned
         return block

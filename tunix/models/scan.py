@@ -90,34 +90,26 @@ def over_layers(
         remat: what is kept for the backward pass.
         period: the weights that each layer of a period has.
     """
-    paths = list(weights)
+    paths, places = list(weights), _places(list(weights), period)
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
     dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
-    each = [sum(path in members for members in period) for path in paths]
+
+    def one(number: int, x: jax.Array, shared: PyTree, weights: list, sinks: list, each: tuple) -> tuple:
+        here = places[number].weights
+        leaves = [_cast(casts[at], *both) for at, *both in zip(here, weights, sinks, strict=True)]
+        own = dict(zip((paths[at] for at in here), leaves, strict=True))
+        return layer(number, checkpoint_name(x, INPUT), own, Others(each[0], each[1], shared))
 
     def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
             found: Terms = {}
-            for place, members in enumerate(period):
-                here = [number for number, path in enumerate(paths) if path in members]
-                turn = [sum(paths[number] in before for before in period[:place]) for number in here]
-                own = _at_place(inputs, here, turn, place) if len(period) > 1 else inputs
-                x, terms = jax.checkpoint(partial(one, place, here), policy=policy(remat))(x, shared, *own)
+            for number, place in enumerate(places):
+                own = place.part(inputs) if len(places) > 1 else inputs
+                x, terms = jax.checkpoint(partial(one, number), policy=policy(remat))(x, shared, *own)
                 found |= {name: found[name] + term if name in found else term for name, term in terms.items()}
             return x, found
 
-        def one(
-            place: int, here: list[int], x: jax.Array, shared: PyTree, weights: list, sinks: list, stacked: PyTree
-        ) -> tuple:
-            leaves = [_cast(casts[number], *both) for number, *both in zip(here, weights, sinks, strict=True)]
-            own = {paths[number]: leaf for number, leaf in zip(here, leaves, strict=True)}
-            return layer(place, checkpoint_name(x, INPUT), own, Others(stacked[0], stacked[1], shared))
-
-        inputs = (stacked, sinks, (others.plain, given))
-        if len(period) > 1:
-            parts = ([_by_period(w, n) for w, n in zip(own, each, strict=True)] for own in inputs[:2])
-            inputs = (*parts, jax.tree.map(lambda o: _by_period(o, len(period)), inputs[2]))
-        x, terms = jax.lax.scan(body, x, inputs)
+        x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, (others.plain, given)))
         return x, jax.tree.map(lambda term: jnp.sum(term, axis=0), terms)
 
     nowhere = [None] * len(stacked)
@@ -149,24 +141,43 @@ def _used(cast: Callable[[jax.Array], jax.Array], stacked: jax.Array) -> jnp.dty
     return jax.eval_shape(cast, jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)).dtype
 
 
-def _by_period(x: jax.Array | None, each: int) -> jax.Array | None:
-    """Stacked weights `[n ...]` of which a period has so many, by periods."""
-    return None if x is None else x.reshape(-1, each, *x.shape[1:])
+class _Place(NamedTuple):
+    """A layer of a period."""
+
+    number: int
+    weights: list[int]
+    """Which of all weights it has."""
+    turns: list[int]
+    """For each of these how many layers before it in the period have it."""
+
+    def part(self, inputs: tuple) -> tuple[list, list, PyTree]:
+        """Its part of the weights, the sinks and the others of a period."""
+        weights, sinks, others = inputs
+        where = list(zip(self.weights, self.turns, strict=True))
+        own = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
+        return own[0], own[1], jax.tree.map(lambda x: x[self.number], others)
 
 
-def _at_place(inputs: tuple, here: list[int], turn: list[int], place: int) -> tuple[list, list, PyTree]:
-    """A layer's part of the weights, the sinks and the others of a period.
+def _places(paths: list[Path], period: Sequence[Collection[Path]]) -> list[_Place]:
+    """The layers of a period, given the weights that each has."""
+    places = []
+    for number, members in enumerate(period):
+        here = [at for at, path in enumerate(paths) if path in members]
+        places.append(_Place(number, here, [sum(paths[at] in one for one in period[:number]) for at in here]))
+    return places
 
-    Args:
-        here: the weights that it has.
-        turn: for each of these how many layers before it in the period have it.
-    """
-    weights, sinks, others = inputs
-    own = [
-        [x if x is None else x[at] for x, at in zip((all[n] for n in here), turn, strict=True)]
-        for all in (weights, sinks)
-    ]
-    return own[0], own[1], jax.tree.map(lambda x: x[place], others)
+
+def _by_period(places: list[_Place], stacked: list, sinks: list, others: PyTree) -> tuple[list, list, PyTree]:
+    """What is stacked over layers, by periods; as it is where a period is one layer."""
+    if len(places) == 1:
+        return stacked, sinks, others
+
+    def split(x: jax.Array | None, each: int) -> jax.Array | None:
+        return None if x is None else x.reshape(-1, each, *x.shape[1:])
+
+    numbers = [sum(at in place.weights for place in places) for at in range(len(stacked))]
+    both = [[split(x, number) for x, number in zip(all, numbers, strict=True)] for all in (stacked, sinks)]
+    return both[0], both[1], jax.tree.map(lambda x: split(x, len(places)), others)
 
 
 def _cast(cast: Callable[[jax.Array], jax.Array], w: jax.Array, sink: jax.Array | None) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxtyping import PRNGKeyArray
 
 from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
 from tunix.models.attention.layouts import placed
-from tunix.models.deltanet import HELD_AXES, Held
+from tunix.models.deltanet import STATE_AXES, SlotStates
 from tunix.models.kv_cache import LAYERS, TOP, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.holdings import Holdings
@@ -218,8 +218,8 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
 
 def _placed_cache(mesh: Mesh, cache: Any) -> Any:
     """The shapes of what a layer keeps of earlier tokens, where they are."""
-    if isinstance(cache, Held):
-        return Held(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in zip(cache, HELD_AXES, strict=True)))  # pyright: ignore[reportArgumentType]
+    if isinstance(cache, SlotStates):
+        return SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in zip(cache, STATE_AXES, strict=True)))  # pyright: ignore[reportArgumentType]
     return placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes))
 
 

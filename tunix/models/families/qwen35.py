@@ -2,7 +2,9 @@
 
 Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
 but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: their text part is read, an export is
-always a `qwen3_5_text` folder. Their heads that draft several tokens (`mtp.`) are taken along.
+always a `qwen3_5_text` folder. Their heads that draft several tokens (`mtp.`) are taken along. A folder's config.json
+decides about sizes; those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public
+descriptions for 4B and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have.
 
 Axes: D model width, N query heads, H head dim, Hg head dim and its gate's, Hk key heads, Hv value heads, U runs of a
 key head's channels, Dk width of a key, Dv width of a value, Ta taps.
@@ -174,6 +176,8 @@ def _qwen35(
     )
 
 
+_ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *QK_NORMS)
+"""What attention alone has, as in other families; its queries come with gates."""
 _CHANNELS = ("U", (1, 1))
 """A folder has the queries of all key heads first, then their keys, then the values."""
 _DELTA = in_layers(
@@ -202,9 +206,9 @@ QWEN35 = FamilyText(
     read=read_qwen35,
     write=write,
     tensors={
-        **{name: replace(one, mixer="attention" if name[7:8] in "qkvo" else None) for name, one in SHARED.items()},
+        **SHARED,
         **TWO_NORMS,
-        **{name: replace(one, mixer="attention") for name, one in QK_NORMS.items()},
+        **{name: replace({**SHARED, **QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
         **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
         **_DELTA,
         **{

@@ -28,7 +28,7 @@ from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, Steps, blank, decode, prefill, score
 from tunix.rollout.engine.replies import Replies
-from tunix.rollout.engine.request import Decode, Episode, Request, StopText
+from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.types import Completion, OnDone, Reply
@@ -105,7 +105,7 @@ class Batch:
             Episode.of(x, number, _stop_text(x, decode), adapter, self.sizes.length) for number, (x, adapter) in given
         ]
         self.waiting = deque(episodes)
-        self.expected = Counter(_prompt_key(x.request) for x in episodes if x.parked is None)
+        self.expected = Counter(prompt_key(x.request) for x in episodes if x.parked is None)
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
@@ -159,7 +159,7 @@ class Batch:
 
     def _place(self, episode: Episode) -> int | None:
         """A free slot with room for an episode: beside the pages of its prompt, or where most slots are free."""
-        home = self._home(_prompt_key(episode.request)) if episode.parked is None else None
+        home = self._home(prompt_key(episode.request)) if episode.parked is None else None
         idle = self.slots.idle.reshape(self.sizes.shards, -1)
         taken = self.sizes.slots_of_shard - idle.sum(axis=1)
         for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != home, taken[shard])):
@@ -177,7 +177,7 @@ class Batch:
 
     def _enter(self, slot: int, episode: Episode) -> None:
         """Puts an episode into a slot, and queues what has to be computed for it."""
-        again, key = episode.parked is not None, _prompt_key(episode.request)
+        again, key = episode.parked is not None, prompt_key(episode.request)
         home = None if again else self._home(key)
         tokens, shard = self.slots.admit(slot, episode), self.holdings.shard(slot)
         wanted = episode.request.sampling.prompt_logprobs and episode.prompt_logprobs is None
@@ -397,10 +397,3 @@ def _stop_text(request: Request, decode: Decode | None) -> StopText | None:
     """What looks for a request's stop strings."""
     strings = request.sampling.stop_strings
     return StopText(strings, decode) if strings and decode is not None else None
-
-
-def _prompt_key(request: Request) -> tuple:
-    """The key of a request's prefix: equal for equal prompts under one adapter, with equal settings where the prompt's
-    log-probs are wanted."""
-    prompt = np.asarray(request.prompt, np.int32).tobytes()
-    return (prompt, request.adapter, request.sampling if request.sampling.prompt_logprobs else None)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tunix.errors import UserError
 from tunix.models.attention.layouts import SCALE_BYTES, STORED
 from tunix.models.config import DELTANET, DecoderConfig, LayerKind
-from tunix.models.deltanet import Held
+from tunix.models.deltanet import SlotStates
 from tunix.rollout.engine.shapes import Sizes, usual_slots
 
 MOST_SLOTS = 1024
@@ -47,7 +47,7 @@ def state_bytes(config: DecoderConfig, mesh: Mesh) -> int:
     delta, tensor = config.delta, mesh.shape["tensor"]
     if delta is None:
         return 0
-    held = jax.eval_shape(lambda: Held.empty(delta, 1, "float32"))
+    held = jax.eval_shape(lambda: SlotStates.empty(delta, 1, "float32"))
     each = sum(x.size * x.dtype.itemsize for x in held)
     split = tensor if delta.key_heads % tensor == 0 else 1
     return each // split * len(config.layers_with(DELTANET))

@@ -74,9 +74,10 @@ class Engine:
             bring: (name, published array) -> the array on these devices; None where they hold what is published.
 
         Raises:
-            UserError: there is no room for one request, or these devices have no use for such a cache.
-            ValueError: a size is not positive, a piece or page is no power of two, or guesses are too many; or there
-                are guesses, or short pieces, for layers with states.
+            UserError: there is no room for one request, these devices have no use for such a cache, or the model has
+                states and cannot take guesses.
+            ValueError: a size is not positive, a piece or page is no power of two, guesses are too many, or a piece is
+                shorter than a convolution.
         """
         if (
             min(1 if slots is None else slots, length, piece, page, steps) < 1
@@ -320,7 +321,8 @@ def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
     """Tokens at whose multiples a sequence begins in a piece; None where it may begin anywhere.
 
     Raises:
-        ValueError: the model has layers with states, and guesses or the piece do not fit them.
+        UserError: the model has layers with states, and there are guesses.
+        ValueError: it has, and the piece is too short for them.
     """
     delta = model.config.delta
     if delta is None:
@@ -328,8 +330,9 @@ def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
     if piece < delta.taps:
         raise ValueError(f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model")
     if guesses:
-        raise ValueError(
-            f"guesses={guesses}: {model.config.family} has states, which cannot go back behind a wrong one"
+        raise UserError(
+            f"rollout.speculate: guesses={guesses}: {model.config.family} has states, which cannot go back behind a "
+            "wrong one; leave it out"
         )
     return min(PIECE_CHUNK, piece)
 

@@ -19,23 +19,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from tunix.mesh import constrain, platform, shards
-from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import (
-    NOWHERE,
-    Gathered,
-    PieceView,
-    SlotsView,
-    Table,
-    Writes,
-    brought_back,
-    gathered,
-)
+from tunix.models.attention.pages import PieceView
 from tunix.models.blocks import Cache
-from tunix.models.deltanet import Held, PieceStates, StepView
+from tunix.models.deltanet import PieceStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
+from tunix.rollout.engine.caches import put_back, taken_out, view, written_to
 from tunix.rollout.engine.holdings import Reads
 from tunix.rollout.engine.lookup import GRAM, NONE, Books, guesses
 from tunix.rollout.engine.pieces import Inputs
@@ -224,9 +215,9 @@ def decode(
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow.transform, keys, drawn, left > 0))
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
     paged = model.config.paged_kinds
-    kinds = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
-    of_layer = [None if kind is None else reads[kind] for kind in kinds]
-    taken = tuple(_taken(cache, own, flow.slots) for cache, own in zip(state.caches, of_layer, strict=True))
+    layers = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
+    of_layer = [None if kind is None else reads[kind] for kind in layers]
+    taken = tuple(taken_out(cache, own, flow.slots) for cache, own in zip(state.caches, of_layer, strict=True))
     start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), recent, draws)
     ahead = 0 if flow.books is None else flow.books.entries.shape[-1]
 
@@ -241,7 +232,7 @@ def decode(
         if flow.books is not None:
             tokens = jnp.concatenate([tokens, guesses(flow.books, recent, new.tokens)], axis=1)
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
-        views = [_view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
+        views = [view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
         tokens_in, step_view = jnp.maximum(tokens, 0), StepView(live)
         states, caches = extend(model, weights, caches, tokens_in, positions, views, step_view, adapters)
         if flow.books is None:
@@ -261,10 +252,10 @@ def decode(
     _, taken, hidden, live, count, recent, draws = jax.lax.while_loop(running, one, start)
     # A turn that ended with a stop id has nothing left, whatever the host knows yet.
     after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
-    places = [_written(own, held, steps, size) for own in reads]
+    places = [written_to(own, held, steps, size) for own in reads]
     caches = tuple(
-        _with_states(cache, mine, flow.slots) if kind is None else _brought_back(cache, mine, places[kind], reads[kind])
-        for cache, mine, kind in zip(state.caches, taken, kinds, strict=True)
+        put_back(cache, mine, flow.slots, None if kind is None else (reads[kind], places[kind]))
+        for cache, mine, kind in zip(state.caches, taken, layers, strict=True)
     )
     return _with_slots(state._replace(caches=caches), flow, hidden, after, recent), Steps(draws, count)
 
@@ -336,52 +327,6 @@ def _current(progress: Progress, flow: Flow) -> Progress:
     """The progress `[Sl]` of a dispatch's slots."""
     own = jax.tree.map(lambda known, all: jnp.where(flow.fresh, known, all[flow.slots]), flow.progress, progress)
     return Progress(*own)
-
-
-def _view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, window: int | None) -> SlotsView:
-    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing.
-
-    Guesses behind the last token that may be sampled have no page, and are not written either.
-    """
-    column = positions // size - reads.first[:, None]
-    inside = (column >= 0) & (column < reads.places.shape[1])
-    place = jnp.take_along_axis(reads.places, jnp.where(inside, column, 0), axis=1)
-    place = jnp.where(live[:, None] & inside & (place >= 0), place, NOWHERE)
-    own = None if reads.sources is None else Gathered(reads.sources, reads.owners, reads.starts)
-    return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), own, window)
-
-
-def _written(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int[Array, "Sl c"]:
-    """The places of all pages that a dispatch may write to."""
-    columns = (held // size - reads.first)[:, None] + jnp.arange((steps + size - 2) // size + 1)
-    places = jnp.take_along_axis(reads.places, jnp.clip(columns, 0, reads.places.shape[1] - 1), axis=1)
-    return jnp.where(columns < reads.places.shape[1], places, -1)
-
-
-def _taken(cache: Any, reads: Any, slots: Any) -> Any:
-    """What a layer keeps, as the steps of a dispatch read and write it: states of its slots, and pages gathered, or all
-    of them in their places."""
-    if isinstance(cache, Held):
-        return Held(*(x[slots] for x in cache)).placed()
-    return cache if cache is None or reads.sources is None else at_each_device(gathered, cache, reads.sources)
-
-
-def _with_states(cache: Any, taken: Any, slots: Any) -> Held | None:
-    """The states of all slots with those of a dispatch's, where a layer has some."""
-    if cache is None:
-        return None
-    return Held(
-        *(all.at[slots].set(mine, unique_indices=True) for all, mine in zip(cache, taken, strict=True))
-    ).placed()
-
-
-def _brought_back(cache: Any, taken: Any, places: jax.Array, reads: Any) -> Pages:
-    """A layer's pages with those that a dispatch has written to."""
-
-    def part(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:
-        return brought_back(*both, places, sources)
-
-    return taken if reads.sources is None else at_each_device(part, (cache, taken), places, reads.sources)
 
 
 def _request_keys(flow: Flow) -> Key[Array, "Sl"]:

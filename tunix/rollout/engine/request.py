@@ -39,6 +39,13 @@ class Request:
     """The paused completion that is continued; None for a new one."""
 
 
+def prompt_key(request: Request) -> tuple:
+    """The key of a request's prefix: equal for equal prompts under one adapter, with equal settings where the prompt's
+    log-probs are wanted."""
+    prompt = np.asarray(request.prompt, np.int32).tobytes()
+    return (prompt, request.adapter, request.sampling if request.sampling.prompt_logprobs else None)
+
+
 def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) -> None:
     """Checks that a prompt `[T]` can be completed.
 
