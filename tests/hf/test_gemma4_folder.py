@@ -1,6 +1,7 @@
 """Gemma 4's folders: a multimodal one gives its text part, spare keys and values stay out, other fields are refused."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditiona
 
 from tests.hf.test_model_folder import rewrite
 from tests.tiny_models import CASES, load, randomise
+from tunix.cli import main
 from tunix.errors import UserError
 from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import save_folder
@@ -105,3 +107,10 @@ def test_fields_of_gemma4_that_are_not_understood_are_refused(fields, message, t
     raw = {**new_keys(CASES["gemma4-shared-keys-wide-ffn"].hf_config().to_dict()), **fields}
     with pytest.raises(UserError, match=message):
         from_hf(raw, tmp_path / "config.json")
+
+
+def test_a_reward_model_is_refused_since_transformers_has_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = str(Path(__file__).parents[2] / "recipes/reward_qwen.yaml")
+    assert main(["run", recipe, "--tiny", "model.family=gemma4"]) == 2
+    assert "no sequence classifier for gemma4" in capsys.readouterr().err

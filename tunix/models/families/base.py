@@ -160,8 +160,8 @@ class FamilyText:
 
     architecture: str
     """Class in transformers, such as `LlamaForCausalLM`."""
-    classifier: str
-    """The class of a reward model, such as `LlamaForSequenceClassification`."""
+    classifier: str | None
+    """The class of a reward model, such as `LlamaForSequenceClassification`; None where transformers has none."""
     read: Callable[[Fields], DecoderConfig]
     """The fields of config.json -> our config."""
     write: Callable[[DecoderConfig], dict[str, Any]]

@@ -6,36 +6,20 @@ their values are made of their keys. Queries and keys are normed, and values wit
 scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
 earlier ones. Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those
 of https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
-
-Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
-Dp width of inputs of layers, Fw wider ffn width.
 """
 
-import re
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import GLOBAL, SHARED, WIDE, DecoderConfig, GlobalHeads, Rope
-from tunix.models.families.base import SHARED as SHARED_TENSORS
-from tunix.models.families.base import FamilyText, Tensor, axis_sizes, in_layers, layer_types, sizes, written
-from tunix.models.families.gemma import FOUR_NORMS, GELU, every
+from tunix.models.config import DecoderConfig, GlobalHeads, Rope
+from tunix.models.families.base import FamilyText, layer_types, sizes, written
+from tunix.models.families.gemma import GELU, every
+from tunix.models.families.gemma4_tensors import TENSORS, axes, spare
 from tunix.models.families.hf_config import Fields, write_rope
 
-MULTIMODAL = frozenset(
-    (
-        "vision_config",
-        "audio_config",
-        "boi_token_id",
-        "eoi_token_id",
-        "image_token_id",
-        "video_token_id",
-        "boa_token_id",
-        "eoa_token_id",
-        "eoa_token_index",
-        "audio_token_id",
-        "vision_soft_tokens_per_image",
-    )
-)
+_TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
+_OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
+MULTIMODAL = frozenset((*_OTHERS, *(f"{one}_token_id" for one in _TOKENS)))
 """Fields of a multimodal folder that concern pictures and sound."""
 EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 """Fields of layers with experts, which mean nothing where no layer has some."""
@@ -175,20 +159,6 @@ def five_to_one(layers: int) -> tuple[bool, ...]:
     return (*every(6, layers)[:-1], False)
 
 
-def axes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    own = config.global_heads
-    assert own is not None, "the family has them"
-    return {
-        **axis_sizes(config),
-        "Kw": own.kv_heads,
-        "Hw": own.head_dim,
-        "Dp": config.layer_inputs,
-        "L": config.num_layers,
-        "Fw": 2 * config.ffn,
-    }
-
-
 ALWAYS: dict[str, Any] = {
     "scale_embeddings": True,
     "post_norms": True,
@@ -236,78 +206,15 @@ SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
 """What E2B and E4B have in common."""
 
 
-def spare(config: DecoderConfig, name: str) -> bool:
-    """Whether a tensor would make keys or values in a layer that reads those of another."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
-    return found is not None and int(found[1]) in config.layers_with(tuple(SHARED))
-
-
-def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
-    """The tensors of attention in layers with this mixer, and in those that read their keys and values.
-
-    Args:
-        start: begins our names.
-        wider: ends the letters of the axes.
-    """
-    every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
-    alone = {
-        "k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
-        "v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
-        "k_norm/w": ("self_attn.k_norm.weight", h, h),
-    }
-    both = {
-        "q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
-        "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
-        "q_norm/w": ("self_attn.q_norm.weight", h, h),
-    }
-    found = {**in_layers(alone, source), **in_layers(both, every)}
-    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in found.items()}
-
-
-_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
-_TABLES = {name: one for name, one in SHARED_TENSORS.items() if not name.startswith("layers/")}
-_FFN = {
-    f"layers/{name}/w": replace(SHARED_TENSORS[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")
-}
-_WIDE = in_layers(
-    {
-        "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
-        "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
-        "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
-    },
-    WIDE,
-)
-_INPUTS = {
-    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "V (L Dp)", "V L Dp"),
-    "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
-    "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
-    **in_layers(
-        {
-            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
-            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
-            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
-        }
-    ),
-}
-
 GEMMA4 = FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
     hub="gemma-?4",
     template="gemma4",
     architecture="Gemma4ForCausalLM",
-    classifier="Gemma4ForSequenceClassification",
+    classifier=None,
     read=read_gemma4,
     write=write,
-    tensors={
-        **_TABLES,
-        **_attention("attention", "", ""),
-        **_attention(GLOBAL, "global_", "w"),
-        **_FFN,
-        **_WIDE,
-        **FOUR_NORMS,
-        **_INPUTS,
-        "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
-    },
+    tensors=TENSORS,
     presets={
         "gemma4-e2b": _gemma4(
             *(1536, 6144, 35, 8, 1, GlobalHeads(1, 512)),
