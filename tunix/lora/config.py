@@ -137,7 +137,7 @@ class AdapterConfig(Config):
     @property
     def modules(self) -> dict[str, Low]:
         """Our name of each adapted module of any family -> the rank and scale of its adapter."""
-        return {PROJECTIONS[name]: self._low(name) for name in self.targeted}
+        return {ours: self._low(name) for name in self.targeted for ours in PROJECTIONS[name]}
 
     def targeted_in(self, config: DecoderConfig) -> tuple[str, ...]:
         """Those of the adapted modules that a model has, as `targeted`.
@@ -147,7 +147,7 @@ class AdapterConfig(Config):
         """
         if config.experts is not None:
             self._refuse_experts(config)
-        there = projections_of(config.parts)
+        there = projections_of(config)
         for pattern in () if self.targets == "all-linear" else self.targets:
             if not there.keys() & matched(pattern):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
@@ -156,7 +156,7 @@ class AdapterConfig(Config):
     def _refuse_experts(self, config: DecoderConfig) -> None:
         """Experts have no adapters and are not rounded: neither `all-linear` nor a rounded base leaves them out."""
         if self.targets == "all-linear":
-            names = ", ".join(projections_of(config.parts))
+            names = ", ".join(projections_of(config))
             raise UserError(
                 f"adapter.targets: all-linear does not adapt the experts (mlp.experts) and the router (mlp.gate) of "
                 f"{config.family}; name what is to be adapted: [{names}]"
@@ -169,7 +169,8 @@ class AdapterConfig(Config):
 
     def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
-        return {PROJECTIONS[name]: self._low(name) for name in self.targeted_in(config)}
+        there = projections_of(config)
+        return {ours: self._low(name) for name in self.targeted_in(config) for ours in there[name]}
 
     def alpha_of(self, name: str) -> float:
         """The alpha of a module, given the last part of its name."""

@@ -29,6 +29,22 @@ class GatedFFN(nnx.Module):
         return gated((self.gate, self.up, self.down), self.activation, x, dropout_keys), {}
 
 
+class WideFFN(nnx.Module):
+    """`GatedFFN` of twice the width, whose parameters have names of their own: a parameter has one shape."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.activation = config.activation
+        self.wide_gate, self.wide_up, self.wide_down = projections(config.d_model, 2 * config.ffn, rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        return gated((self.wide_gate, self.wide_up, self.wide_down), self.activation, x, dropout_keys), {}
+
+
 Three = tuple[Projection, Projection, Projection]
 """The gate, the other factor, and what their product is multiplied with."""
 

@@ -5,46 +5,62 @@ one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a 
 """
 
 import re
-from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from tunix.errors import nearest
 
+if TYPE_CHECKING:
+    from tunix.models.config import DecoderConfig
+
 MODULES = {
-    "self_attn.q_proj": "q",
-    "self_attn.k_proj": "k",
-    "self_attn.v_proj": "v",
-    "self_attn.o_proj": "o",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-    "mlp.shared_expert.gate_proj": "gate",
-    "mlp.shared_expert.up_proj": "up",
-    "mlp.shared_expert.down_proj": "down",
-    "linear_attn.in_proj_qkv": "qkv",
-    "linear_attn.in_proj_z": "z",
-    "linear_attn.in_proj_b": "beta",
-    "linear_attn.in_proj_a": "decay",
-    "linear_attn.out_proj": "out",
+    "self_attn.q_proj": ("q", "global_q"),
+    "self_attn.k_proj": ("k", "global_k"),
+    "self_attn.v_proj": ("v", "global_v"),
+    "self_attn.o_proj": ("o", "global_o"),
+    "mlp.gate_proj": ("gate", "wide_gate"),
+    "mlp.up_proj": ("up", "wide_up"),
+    "mlp.down_proj": ("down", "wide_down"),
+    "mlp.shared_expert.gate_proj": ("gate",),
+    "mlp.shared_expert.up_proj": ("up",),
+    "mlp.shared_expert.down_proj": ("down",),
+    "per_layer_input_gate": ("input_gate",),
+    "per_layer_projection": ("input_out",),
+    "linear_attn.in_proj_qkv": ("qkv",),
+    "linear_attn.in_proj_z": ("z",),
+    "linear_attn.in_proj_b": ("beta",),
+    "linear_attn.in_proj_a": ("decay",),
+    "linear_attn.out_proj": ("out",),
 }
-"""Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them."""
-PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
+"""Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them. Several are ours
+where the matrix has another shape in some layers: what is said of it holds for all."""
+GLOBAL, WIDE = "global_", "wide_"
+"""What the names of the matrices of global layers begin with, where they have other shapes than those of local ones,
+and of those of an ffn that is wider in some layers."""
+PROJECTIONS: dict[str, tuple[str, ...]] = {}
 """The last part of Hugging Face's name -> ours."""
+for _name, _ours in MODULES.items():
+    PROJECTIONS.setdefault(_name.split(".")[-1], _ours)  # those of a shared expert are among the ffn's
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
 
-def modules_of(parts: Collection[str]) -> dict[str, str]:
-    """Hugging Face's name -> ours, of the matrices of a model whose layers have these parts.
-
-    Args:
-        parts: as `DecoderConfig.parts`, e.g. `("self_attn", "mlp")`.
-    """
-    return {name: ours for name, ours in MODULES.items() if name.rpartition(".")[0] in parts}
+def modules_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
+    """Hugging Face's name -> ours, of the matrices that a model has."""
+    there = (name for name in MODULES if name.rpartition(".")[0] in config.parts)
+    return {name: tuple(ours for ours in MODULES[name] if _has(config, ours)) for name in there}
 
 
-def projections_of(parts: Collection[str]) -> dict[str, str]:
+def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """As `modules_of`, by the last part of Hugging Face's name."""
-    return {name.split(".")[-1]: ours for name, ours in modules_of(parts).items()}
+    return {name.split(".")[-1]: ours for name, ours in modules_of(config).items()}
+
+
+def _has(config: "DecoderConfig", ours: str) -> bool:
+    """Whether a model has this one among our names of a matrix."""
+    if not ours.startswith(GLOBAL):
+        return config.shared_wide or not ours.startswith(WIDE)
+    own = config.global_heads
+    return own is not None and not (own.keys_are_values and ours == f"{GLOBAL}v")
 
 
 def matched(pattern: str) -> tuple[str, ...]:
