@@ -70,6 +70,7 @@ def test_the_coefficient_turns_a_loss_on_that_trains_the_router_and_is_not_evalu
     plain, evened = (trainer(CONFIG, rows=8, router_aux_loss_coef=c) for c in (0.0, 0.5))
     evaluated = [client.evaluate([batch], SFT_LOSS)["eval/loss"] for client in (plain, evened)]
     assert evaluated[0] == evaluated[1]
+    assert not [name for name in plain.evaluate([batch, batch], SFT_LOSS) if "moe" in name], "shares are not added up"
     metrics = evened.step(batch, SFT_LOSS)
     np.testing.assert_allclose(metrics["loss/router_aux"], 0.5 * whole["moe/load_balance"], rtol=1e-5)
     np.testing.assert_allclose(metrics["train/loss"], whole["train/loss"] + metrics["loss/router_aux"], rtol=1e-5)

@@ -215,9 +215,11 @@ class Compute:
         if loss.divergence:
             assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
             inputs = replace(inputs, compared=_compared(self.model, params, hidden, frozen.teacher, batch, index, loss))
-        coefficient = 0.0 if key is None else self.model.router_aux_loss_coef
-        load = load_sums(auxiliary, microbatches.share_of_tokens(index), coefficient)
-        sums = {**loss_sums(loss.function, inputs), **load}
+        sums = loss_sums(loss.function, inputs)
+        if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
+            return sums
+        load = load_sums(auxiliary, microbatches.share_of_tokens(index), self.model.router_aux_loss_coef)
+        sums = {**sums, **load}
         if "loss/router_aux" in load:
             sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
         return sums
