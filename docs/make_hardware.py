@@ -31,8 +31,6 @@ TARGETS = {
     "sft_llama_70b": ("v5p:8x8x8", "h100:256"),
     "grpo_llama_70b": ("v5p:8x8x8", "h100:256"),
     "sft_qwen_64k": ("h100:1", "v5p:1x1x1"),
-    "sft_qwen3_moe": ("h100:8",),
-    "dpo_qwen3_moe": ("h100:8",),
 }
 NAMES = {"h100": "H100 (80 GB)", "h200": "H200 (141 GB)", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 

@@ -21,7 +21,7 @@ MOST = 12
 BESIDES = 2
 """The empty slots, and the copy of the weights."""
 PATHS = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
-HARDWARE = {"grpo_llama_70b": "h100:256", "sft_qwen3_moe": "h100:8", "dpo_qwen3_moe": "h100:8"}
+HARDWARE = {"grpo_llama_70b": "h100:256"}
 """Where it is not `h100:1`; the hardware lines of recipes say the same."""
 
 
