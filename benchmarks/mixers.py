@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import experts
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
@@ -118,7 +119,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--sizes", type=int, nargs="+", default=[CHUNKS["cpu"]], help="tokens of a chunk")
     parser.add_argument("--most", type=float, default=6.0, help="GB beyond which nothing is run")
+    parser.add_argument("--experts", action="store_true", help="the products of experts in their place")
     arguments = parser.parse_args()
+    if arguments.experts:
+        Console(width=200).print(experts.measured(arguments.rounds))
+        return
     names = [*(f"chunks of {size}" for size in arguments.sizes), "steps", "attention"]
     heads = [*(f"{name} ms (ratio)" for name in names), *(f"{name} MB" for name in names)]
     table = Table("tokens", *heads, title=f"{HK * JV} heads of {WIDTH}, forward and backward, {jax.devices()[0]}")

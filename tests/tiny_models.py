@@ -163,6 +163,53 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "qwen3_moe-seven-of-three": Case(
+        "qwen3_moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    ),
+    "qwen3_moe-one-of-four-tied": Case(
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "qwen3_5_moe-five-of-two": Case(
+        "qwen3_5_moe_text",
+        {
+            **DELTA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
+    "qwen3_5_moe-three-of-four-tied": Case(
+        "qwen3_5_moe_text",
+        {
+            **DELTA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral-five": Case("mixtral", {"num_local_experts": 5}),
+    "mixtral-all-of-three-tied": Case(
+        "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "tie_word_embeddings": True}
+    ),
+}
+
 # Far from their tokens, global layers are told apart by the ropes of few pairs: a small theta turns them here.
 GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "hidden_size_per_layer_input": 0}
 GEMMA4_ROPE = {
@@ -231,6 +278,9 @@ EACH = (
     "qwen2-biases-grouped",
     "qwen3-wide-heads-tied",
     "qwen3_5-wide-values-tied",
+    "qwen3_moe-seven-of-three",
+    "qwen3_5_moe-five-of-two",
+    "mixtral-five",
     "gemma4-keys-are-values",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
@@ -336,8 +386,34 @@ def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:
     for name, array in params.items():
         tensor = FAMILIES[model.config.family].tensors[name]
         if name.startswith("layers/"):
-            layers = enumerate(model.config.layers_with(tensor.mixer))
-            found |= {tensor.key(layer): tensor.write(np.asarray(array[place])) for place, layer in layers}
+            for place, layer in enumerate(model.config.layers_with(tensor.mixer)):
+                own = np.asarray(array[place])
+                keys = tensor.keys(layer, own.shape)
+                parts = own if tensor.by_expert else [own]
+                found |= {key: tensor.write(part) for key, part in zip(keys, parts, strict=True)}
         else:
             found[tensor.name] = tensor.write(np.asarray(array))
+    return found
+
+
+LLAMAS = ("gate_proj", "up_proj", "down_proj")
+MERGED = {"qwen3_moe": LLAMAS, "qwen3_5_moe_text": LLAMAS, "mixtral": ("w1", "w3", "w2")}
+"""What the matrices of an expert are called in a folder, where transformers has one parameter for all experts."""
+
+
+def gradients_by_hf_name(reference: Any) -> dict[str, np.ndarray]:
+    """The gradients of transformers' model under the names of a folder, each expert's for itself."""
+    found = {}
+    for name, weight in reference.named_parameters():
+        gradient = weight.grad.numpy()
+        if reference.config.model_type == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith("experts"):
+            found[name] = gradient
+            continue
+        gate, up, down = MERGED[reference.config.model_type]
+        for expert, part in enumerate(gradient):
+            halves = zip((gate, up), np.split(part, 2), strict=True) if last == "gate_up_proj" else [(down, part)]
+            found |= {f"{stem}.{expert}.{matrix}.weight": one for matrix, one in halves}
     return found

@@ -95,6 +95,7 @@ def trainer(
     param_dtype: DType = "float32",
     remat: Remat = "none",
     gradient_sums: GradientSums = "compute",
+    router_aux_loss_coef: float = 0.0,
     has_scalar_head: bool = False,
     has_lm_head: bool = True,
     reference: bool = False,
@@ -106,6 +107,7 @@ def trainer(
     switches = {
         "remat": remat,
         "gradient_sums": gradient_sums,
+        "router_aux_loss_coef": router_aux_loss_coef,
         "has_scalar_head": has_scalar_head,
         "has_lm_head": has_lm_head,
         "quantization": quantization(adapter),

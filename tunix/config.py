@@ -183,6 +183,9 @@ class ModelConfig(Config):
     gradient_sums: GradientSums = "compute"
     """Precision in which the gradients of the layers' matrices are summed over tokens and devices: that of the
     computation, or `float32`, which loses no digits over however many devices, for twice the bytes."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
+    """For mixtures of experts: what the loss that evens out their use is multiplied by, e.g. 0.001. It is off by
+    default: in RL it disturbs what is learned. `moe/...` logs the use either way."""
     attention: Literal["auto", "einsum", "chunked", "splash", "mosaic"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
@@ -209,7 +212,7 @@ class MeshConfig(Config):
     """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp, weights over fsdp and tensor.
 
     `mesh: auto`, the default, chooses the sizes, and says why when the run starts. Sizes that are given have to divide
-    the model's heads, kv heads, ffn, vocabulary (by tensor) and d_model (by fsdp), and the rows.
+    the model's heads, kv heads, ffn, vocabulary (by tensor), experts (by expert) and d_model (by fsdp), and the rows.
     """
 
     data: int = 1
@@ -218,14 +221,17 @@ class MeshConfig(Config):
     """Shards of the weights and of their moments; each sees its own rows too."""
     context: int = 1
     """Parts of each row: a device holds the states of its part's tokens, and attends to the keys of the whole row."""
+    expert: int = 1
+    """Shards of the experts of a mixture; each sees all tokens of its rows, and computes what its own experts add."""
     tensor: int = 1
     """Shards of every matrix product: heads, ffn and vocabulary."""
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":
-        sizes = (self.data, self.fsdp, self.context, self.tensor)
+        sizes = (self.data, self.fsdp, self.context, self.expert, self.tensor)
         if any(size == 0 or size < -1 for size in sizes):
-            given = f"data={self.data} fsdp={self.fsdp} context={self.context} tensor={self.tensor}"
+            given = f"data={self.data} fsdp={self.fsdp} context={self.context} "
+            given += f"expert={self.expert} tensor={self.tensor}"
             raise ValueError(f"sizes are positive, or -1 for what is left, not {given}")
         if sizes.count(-1) > 1:
             raise ValueError("only one axis can be -1")

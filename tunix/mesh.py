@@ -20,7 +20,7 @@ from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 
 Axes = tuple[str | None, ...]
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "context", "expert", "tensor")
 PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}}
 """Options of XLA, by platform and dtype of the computation, where its default library is the slower one: on a CPU,
 YNNPACK keeps the reductions, and products go to Eigen."""
@@ -30,13 +30,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     """The mesh that a recipe asks for, over all devices or those given.
 
     Devices of several slices, or hosts, are ordered so that `data` crosses the slow network between them as far as its
-    size allows, then `fsdp` and `context`, and `tensor` last.
+    size allows, then `fsdp`, `context` and `expert`, and `tensor` last.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    asked = (config.data, config.fsdp, config.context, config.tensor)
+    asked = (config.data, config.fsdp, config.context, config.expert, config.tensor)
     fixed = math.prod(size for size in asked if size != -1)
     sizes = tuple(len(devices) // fixed if size == -1 else size for size in asked)
     if math.prod(sizes) != len(devices):
@@ -157,12 +157,13 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
     "time": "context",
     "pieces": ("data", "fsdp", "context"),
-    "draws": ("data", "fsdp", "context", "tensor"),
+    "draws": AXES,
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "ffn": "tensor",
+    "expert": "expert",
     "head": None,
     "layers": None,
     "rank": None,

@@ -187,8 +187,8 @@ def test_missing_and_broken_configs_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    with pytest.raises(UserError, match=r"'mixtral' is not supported; tunix has llama, .*qwen3"):
+    (tmp_path / "config.json").write_text('{"model_type": "dbrx"}')
+    with pytest.raises(UserError, match=r"'dbrx' is not supported; tunix has llama, .*qwen3"):
         read_config(tmp_path)
 
 

@@ -32,7 +32,9 @@ from tunix.types import Sampling, Sequence
 QLORA = AdapterConfig(kind="qlora", rank=4, tile=16)
 LOSS = SFT(SFTConfig()).objective
 # RICH has every switch of the decoder on.
-SHAPES = {"rich": RICH, **{name: replace(family.small, vocab_size=96) for name, family in FAMILIES.items()}}
+SMALL = {name: family.small for name, family in FAMILIES.items()}
+# Experts are not rounded: `tests/trainer/test_expert_load.py` has what is said then.
+SHAPES = {"rich": RICH, **{name: replace(c, vocab_size=96) for name, c in SMALL.items() if c.experts is None}}
 ALGORITHMS = {
     "sft": SFT(SFTConfig()),
     "dpo": DPO(DPOConfig()),
@@ -47,7 +49,7 @@ def batch(seed=0):
     return pack(sequences(6, seed), 6, 24)
 
 
-@pytest.mark.parametrize("name", ["rich", *slow(FAMILIES)])
+@pytest.mark.parametrize("name", ["rich", *slow(name for name in SHAPES if name != "rich")])
 def test_adapters_learn_and_the_base_stays(name):
     ours = trainer(SHAPES[name], adapter=QLORA)
     assert all(is_adapter(key) for key in ours.state.params)

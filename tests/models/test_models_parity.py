@@ -20,6 +20,7 @@ from tests.tiny_models import (
     CASES,
     EACH,
     by_hf_name,
+    gradients_by_hf_name,
     load,
     loss_and_gradients,
     our_logits,
@@ -68,7 +69,7 @@ def test_logits_and_gradients_equal_transformers(name, folders):
     reference.zero_grad()
     labels = torch.from_numpy(ids).long()
     reference(labels, labels=labels).loss.backward()
-    theirs = {key: weight.grad.numpy() for key, weight in reference.named_parameters()}
+    theirs = gradients_by_hf_name(reference)
     counted = ids.shape[0] * (ids.shape[1] - 1)
     ours = {key: g / counted for key, g in by_hf_name(model, loss_and_gradients(model, params, rows)[1]).items()}
     constant = saved_buffers(reference)

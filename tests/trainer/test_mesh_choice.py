@@ -154,17 +154,17 @@ def test_a_mesh_that_does_not_divide(mesh: MeshConfig, demand: Demand, words: li
 
 def test_a_mesh_that_divides():
     mesh, why = placed(MeshConfig(fsdp=4, tensor=2), Demand(PLAIN, rows=12, micro=4), jax.devices())
-    assert (dict(mesh.shape), why) == ({"data": 1, "fsdp": 4, "context": 1, "tensor": 2}, None)
+    assert (dict(mesh.shape), why) == ({"data": 1, "fsdp": 4, "context": 1, "expert": 1, "tensor": 2}, None)
     require(mesh, Demand(PLAIN))
 
 
 def test_data_crosses_slices_and_tensor_stays_within():
     mesh = build_mesh(MeshConfig(data=2, fsdp=4, tensor=2), tpus(4))
-    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices[:, :, 0])
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices[:, :, 0, 0])
     # Copies are in different slices; of the four shards of the weights two are in each; products stay in one.
     assert slices.tolist() == [[[0, 0]] * 2 + [[1, 1]] * 2, [[2, 2]] * 2 + [[3, 3]] * 2]
     hosts = build_mesh(MeshConfig(data=2, fsdp=8), gpus(2))
-    processes = np.vectorize(lambda device: device.process_index)(hosts.devices[:, :, 0, 0])
+    processes = np.vectorize(lambda device: device.process_index)(hosts.devices[:, :, 0, 0, 0])
     assert processes.tolist() == [[0] * 8, [1] * 8]
 
 

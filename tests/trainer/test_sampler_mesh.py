@@ -32,19 +32,19 @@ BYTES = 4 * (2 * (9216 // 2 * 2) + 2 * 96 * 32)
 @pytest.mark.parametrize(
     ("given", "memory", "shape"),
     [
-        (EIGHT, None, (8, 1, 1, 1)),
-        (EIGHT, 4.1 * BYTES, (8, 1, 1, 1)),
-        (EIGHT, 3.9 * BYTES, (4, 1, 1, 2)),
+        (EIGHT, None, (8, 1, 1, 1, 1)),
+        (EIGHT, 4.1 * BYTES, (8, 1, 1, 1, 1)),
+        (EIGHT, 3.9 * BYTES, (4, 1, 1, 1, 2)),
         # Two kv heads: no more than two devices can share a copy.
-        (EIGHT, BYTES / 100, (4, 1, 1, 2)),
-        (MeshConfig(fsdp=4, tensor=2), None, (8, 1, 1, 1)),
+        (EIGHT, BYTES / 100, (4, 1, 1, 1, 2)),
+        (MeshConfig(fsdp=4, tensor=2), None, (8, 1, 1, 1, 1)),
     ],
 )
 def test_a_copy_is_on_as_few_devices_as_have_room_for_it(given, memory, shape):
     mesh, line = sampler_mesh(build_mesh(given), None, MODEL, memory)
     assert mesh.devices.shape == shape
     assert line is not None
-    assert line.startswith(f"sampling: a copy of the weights on each{' 2' if shape[3] == 2 else ''} of 8 device(s)")
+    assert line.startswith(f"sampling: a copy of the weights on each{' 2' if shape[4] == 2 else ''} of 8 device(s)")
     assert mesh.devices.flatten().tolist() == build_mesh(given).devices.flatten().tolist()
 
 
@@ -66,7 +66,7 @@ def test_devices_that_need_no_other_mesh_keep_theirs():
 def test_what_does_not_divide_is_refused():
     mesh = build_mesh(EIGHT)
     chosen, _ = sampler_mesh(mesh, RolloutMeshConfig(tensor=2), MODEL, None)
-    assert chosen.devices.shape == (4, 1, 1, 2)
+    assert chosen.devices.shape == (4, 1, 1, 1, 2)
     with pytest.raises(UserError, match=r"rollout.mesh: tensor 4 does not divide 2 kv heads; tensor 2 would"):
         sampler_mesh(mesh, RolloutMeshConfig(tensor=4), MODEL, None)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 8 devices, 4 query heads"):

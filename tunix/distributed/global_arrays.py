@@ -40,7 +40,7 @@ def own_part(mesh: Mesh) -> Mesh:
     if processes.number() == 1:
         return mesh
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return Mesh(np.asarray(own).reshape(1, -1, 1, 1), AXES, axis_types=mesh.axis_types)
+    return Mesh(np.asarray(own).reshape(1, -1, 1, 1, 1), AXES, axis_types=mesh.axis_types)
 
 
 class Own:

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from tunix.models.families.table import FAMILIES, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import is_scale, tile_of
-from tunix.models.quantization.modules import projections_of
+from tunix.models.quantization.modules import modules_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
@@ -176,8 +177,24 @@ def named_tensors(folder: Path, family: str) -> dict[str, Stored]:
     for key, tensor in unpacked(tensors_of_folder(folder)).items():
         name = rename(key, FAMILIES[family].prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
-            named[name] = tensor
+            named |= dict(apart(name, tensor, FAMILIES[family].stacked))
     return named
+
+
+def apart(name: str, tensor: Stored, stacked: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Stored]]:
+    """A tensor under its name, or the matrices of all experts that it holds, each at its place in the file.
+
+    Args:
+        stacked: as `FamilyText.stacked`.
+    """
+    end = next((end for end in stacked if name.endswith(end)), None)
+    if end is None or len(tensor.shape) != 3 or tensor.shape[1] % len(stacked[end]):
+        return [(name, tensor)]
+    number, rows, width = tensor.shape
+    shape = (rows // len(stacked[end]), width)
+    keys = [f"{name.removesuffix(end)}.{expert}{own}" for expert in range(number) for own in stacked[end]]
+    size = tensor.size // len(keys)
+    return [(key, replace(tensor, shape=shape, begin=tensor.begin + at * size)) for at, key in enumerate(keys)]
 
 
 def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
@@ -314,7 +331,7 @@ def _write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), projections_of(config))
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), modules_of(config))
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

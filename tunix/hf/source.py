@@ -23,6 +23,7 @@ from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
 from tunix.hf.checked_config import read_folder
+from tunix.hf.expert_limits import check_experts
 from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
@@ -270,13 +271,15 @@ def adapted(
         rules: how the model is rounded while it trains; None where it is not.
 
     Raises:
-        UserError: this device cannot compute with the type that the base, or the model, is rounded to.
+        UserError: this device cannot compute with the type that the base, or the model, is rounded to; or
+            `check_experts` refuses.
     """
     adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    settings = {"dtype": config.dtype, "attention": config.attention, "gradient_sums": config.gradient_sums}
+    check_experts(decoder, config, rules)
+    settings = config.model_dump(include={"dtype", "attention", "gradient_sums", "router_aux_loss_coef"})
     return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
 
 

@@ -143,13 +143,29 @@ class AdapterConfig(Config):
         """Those of the adapted modules that a model has, as `targeted`.
 
         Raises:
-            UserError: a target means none of them.
+            UserError: a target means none of them; or experts would be left as they are and nothing says so.
         """
+        if config.experts is not None:
+            self._refuse_experts(config)
         there = projections_of(config)
         for pattern in () if self.targets == "all-linear" else self.targets:
             if not there.keys() & matched(pattern):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
         return tuple(name for name in self.targeted if name in there)
+
+    def _refuse_experts(self, config: DecoderConfig) -> None:
+        """Experts have no adapters and are not rounded: neither `all-linear` nor a rounded base leaves them out."""
+        if self.targets == "all-linear":
+            names = ", ".join(projections_of(config))
+            raise UserError(
+                f"adapter.targets: all-linear does not adapt the experts (mlp.experts) and the router (mlp.gate) of "
+                f"{config.family}; name what is to be adapted: [{names}]"
+            )
+        if self.kind == "qlora":
+            raise UserError(
+                f"adapter.kind: qlora would leave the experts (mlp.experts) of {config.family} unrounded, nearly all "
+                "of its weights; use lora"
+            )
 
     def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""

@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import CachedView
-from tunix.models.config import DELTANET, GLOBAL, SHARED, WIDE, DecoderConfig
+from tunix.models.attention.pages import CachedView, SlotsView
+from tunix.models.config import DELTANET, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
+from tunix.models.gated_ffn import GatedFFN, WideFFN
 from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
+from tunix.models.moe import MixtureOfExperts
 from tunix.models.per_layer import InputGate
 from tunix.models.self_attention import Attention, GlobalAttention, GlobalSharedAttention, Kept, SharedAttention
 
@@ -33,8 +35,8 @@ View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
 Cache = Pages | SlotStates | Kept
 """What a layer keeps of earlier tokens: keys and values, or states; `Kept` where layers read those of others."""
-Auxiliary = dict[str, Float[Array, ""]]
-"""Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
+Auxiliary = dict[str, Float[Array, "..."]]
+"""What a layer returns with its output, such as the load-balance loss of a router; stacked over layers."""
 
 
 class Mixer(Protocol):
@@ -59,50 +61,17 @@ class FeedForward(Protocol):
     """A module that transforms each token alone; its projections are attributes, named as the parameters are."""
 
     def __call__(
-        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The output for normed inputs, and the auxiliary terms."""
+        """The output for normed inputs, and the auxiliary terms.
+
+        Args:
+            real: which tokens are not padding, of which the output does not matter; None where all may be real.
+        """
         ...
-
-
-class GatedFFN(nnx.Module):
-    """`down(act(gate x) * up x)` (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        d, f = config.d_model, config.ffn
-        self.activation = config.activation
-        self.gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        gate, up = self.gate(x, dropout_keys), self.up(x, dropout_keys)
-        return self.down(gated(self.activation, gate, up), dropout_keys), {}
-
-
-class WideFFN(nnx.Module):
-    """`GatedFFN` of twice the width, whose parameters have names of their own: a parameter has one shape."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        d, f = config.d_model, 2 * config.ffn
-        self.activation = config.activation
-        self.wide_gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.wide_up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-        self.wide_down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        gate, up = self.wide_gate(x, dropout_keys), self.wide_up(x, dropout_keys)
-        return self.wide_down(gated(self.activation, gate, up), dropout_keys), {}
-
-
-def gated(activation: str, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-    """`act(gate) * up`."""
-    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 
 class Factor(nnx.Module):
@@ -158,7 +127,7 @@ class Block(nnx.Module):
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
-        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys)
+        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys, _real(view, x.shape[:2]))
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         if self.own_input is not None and self.post_input_norm is not None:
             assert given is not None, "layers with inputs of their own are given them"
@@ -173,6 +142,15 @@ class Block(nnx.Module):
         return {name: module for name, module in fields.items() if isinstance(module, Projection)}
 
 
+def _real(view: View, shape: tuple[int, ...]) -> Bool[Array, "B T"] | None:
+    """Which tokens are not padding, as far as a view tells."""
+    if isinstance(view, ByKind):
+        return view.views[0].ids > 0
+    if isinstance(view, StepView):
+        return jnp.broadcast_to(view.live[:, None], shape)
+    return None if isinstance(view, SlotsView) else view.ids > 0
+
+
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
     "attention": Attention,
     GLOBAL: GlobalAttention,
@@ -180,5 +158,8 @@ MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
     DELTANET: GatedDeltaNet,
 }
 """`LayerKind.mixer` -> the class of the mixer."""
-FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {"gated": GatedFFN}
+FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {
+    "gated": GatedFFN,
+    EXPERTS: MixtureOfExperts,
+}
 """`DecoderConfig.feed_forward` -> the class of the ffn."""

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
+EXPERTS = "experts"
+"""The feed-forward part with several experts."""
 GLOBAL = "global"
 """The mixer of global layers whose heads have other sizes than those of local ones (`DecoderConfig.global_heads`)."""
 SHARED = {"shared": "attention", "shared_wide": "attention", "global_shared": GLOBAL, "global_shared_wide": GLOBAL}
@@ -71,6 +73,20 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The settings of an ffn of several experts (`models/moe.py`); the width of each is `DecoderConfig.ffn`."""
+
+    number: int
+    """How many there are, e.g. 128."""
+    active: int
+    """How many each token uses, e.g. 8."""
+    renormalise: bool = True
+    """Whether the weights of those that a token uses are divided by their sum."""
+    shared: int = 0
+    """Width of a further expert that all tokens use, with a gate of its own; 0 for none."""
+
+
+@dataclass(frozen=True)
 class GlobalHeads:
     """The heads of global layers, where they differ from those of local ones."""
 
@@ -131,6 +147,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     ffn: int
+    """Width of the feed-forward part; of one expert where there are several."""
     activation: Literal["silu", "gelu_tanh"]
     norm_eps: float
     tied: bool
@@ -182,6 +199,8 @@ class DecoderConfig:
     """The sizes of the Gated DeltaNet layers, where there are any."""
     mixer: str = "attention"
     """The mixer of tokens of the other layers, by its name in `MIXERS` of `models/blocks.py`."""
+    experts: Experts | None = None
+    """The experts of the feed-forward part, where it has several."""
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
     stops: Stops = ()
@@ -191,6 +210,15 @@ class DecoderConfig:
     def scale(self) -> float:
         """The factor on q.k."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
+        empty where a projection is the layer's own."""
+        shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
+        linear = () if self.delta is None else ("linear_attn",)
+        inputs = ("",) if self.layer_inputs else ()
+        return ("self_attn", *linear, *(("mlp",) if self.experts is None else shared), *inputs)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, summed.
+        """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, stacked.
 
         Args:
             noise: added to the embeddings (NEFTune).
@@ -172,18 +172,22 @@ class Decoder(nnx.Module):
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         plain, given = (kinds, numbers), self._layer_inputs(tokens, x)
-        auxiliary, shared = {}, {}
+        found: dict[str, list[jax.Array]] = {}
+        shared: dict[str, PyTree] = {}
         for stage in c.stages:
             layer = partial(self._layer, stage, self._kinds(segments), dropout_keys)
             others = Others(_part(plain, stage), _part(given, stage), shared)
             period = [self.structures[kind.mixer].paths for kind in c.kinds[stage.start : stage.stop][: stage.period]]
             weights = self._of_stage(stacked, stage)
             x, terms = over_layers(layer, cast, x, weights, others, self.remat, period)
-            kept = {name: term for name, term in terms.items() if name.startswith(READ_LATER)}
-            shared = {**shared, **{name.removeprefix(READ_LATER): term for name, term in kept.items()}}
-            auxiliary |= {name: auxiliary.get(name, 0) + term for name, term in terms.items() if name not in kept}
+            for name, term in terms.items():
+                if name.startswith(READ_LATER):  # by one layer
+                    shared = {**shared, name.removeprefix(READ_LATER): jax.tree.map(lambda x: x[0], term)}
+                else:
+                    found.setdefault(name, []).append(term)
         # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
         norm = in_compute("norm/w", self.norm.w[...], dtype)
+        auxiliary = {name: jnp.concatenate(terms) for name, terms in found.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
     def _layer(

@@ -63,6 +63,8 @@ class Model:
     """What the backward pass recomputes of each layer; see `scan.KEEPS`."""
     gradient_sums: GradientSums = "compute"
     """Dtype in which the gradients of matrices are summed over tokens and devices: `dtype`, or float32."""
+    router_aux_loss_coef: float = 0.0
+    """What a mixture's `load_balance` is multiplied by in the loss that trains it; 0 for no such loss."""
     attention: str = "auto"
     """Name of the implementation of attention within rows; see `attend.implementation`."""
     adapt: Adapt | None = None
@@ -195,10 +197,9 @@ class Model:
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, and the auxiliary terms of the layers, summed over layers.
+        """Hidden states after the final norm, and the auxiliary terms of the layers, stacked over those that have them.
 
-        Dense models have none (`blocks.FeedForward`). To train on them, let the trainer's step call this instead of
-        `hidden`, and add each term to the loss as a `Term`, scaled as the family prescribes.
+        Dense models have none (`blocks.FeedForward`).
         """
         decoder = nnx.merge(self._split[0], nested({self._paths[name]: x for name, x in params.items()}))
         segments = Segments(segment_ids, positions, parents)

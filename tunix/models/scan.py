@@ -79,7 +79,9 @@ def over_layers(
     remat: Remat,
     period: Sequence[Collection[Path]],
 ) -> tuple[Float[Array, "B T D"], Terms]:
-    """`layer(place, x, weights, others)` for each layer in turn: the last one's x, and the second results, summed.
+    """`layer(place, x, weights, others)` for each layer in turn: the last one's x, and the second results.
+
+    Those are stacked, each over the layers that return it.
 
     Args:
         layer: computes the layer at a place of the period with its cast weights.
@@ -102,15 +104,16 @@ def over_layers(
 
     def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
-            found: Terms = {}
+            found: dict[str, list[PyTree]] = {}
             for number, place in enumerate(places):
                 own = place.part(inputs) if len(places) > 1 else inputs
                 x, terms = jax.checkpoint(partial(one, number), policy=policy(remat))(x, shared, *own)
-                found |= {name: found[name] + term if name in found else term for name, term in terms.items()}
-            return x, found
+                for name, term in terms.items():
+                    found.setdefault(name, []).append(term)
+            return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in found.items()}
 
         x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, (others.plain, given)))
-        return x, jax.tree.map(lambda term: jnp.sum(term, axis=0), terms)
+        return x, jax.tree.map(lambda term: term.reshape(-1, *term.shape[2:]), terms)
 
     nowhere = [None] * len(stacked)
     more = (others.given, others.shared)

@@ -64,7 +64,7 @@ def apart(config: RolloutMeshConfig | None, devices: Sequence[Any]) -> tuple[lis
         )
     training = [device for group in groups.values() for device in group[:-each]]
     sampling = np.asarray([device for group in groups.values() for device in group[-each:]])
-    return training, Mesh(sampling.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return training, Mesh(sampling.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def demand_of(recipe: Recipe, decoder: DecoderConfig, algorithm: Algorithm) -> Demand:

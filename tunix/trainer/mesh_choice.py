@@ -16,7 +16,7 @@ from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 from tunix.mesh import RULES, build_mesh, groups_of, row_shards
 from tunix.models.config import DecoderConfig
-from tunix.trainer.perf import matmul_weights
+from tunix.trainer.perf import idle_weights, matmul_weights
 
 MOST_FSDP = 16
 """Shards of the weights up to which every matrix is gathered whole; above, `auto` splits products over `tensor`. On 64
@@ -32,6 +32,7 @@ WORDS = {
     "ffn": "columns of the MLP (ffn)",
     "vocab": "ids of the vocabulary",
     "embed": "columns of the model (d_model)",
+    "expert": "experts",
 }
 """What a message calls a logical axis."""
 
@@ -64,6 +65,7 @@ class Demand:
             "ffn": c.ffn,
             "vocab": c.vocab_size,
             "embed": c.d_model,
+            **({} if c.experts is None else {"expert": c.experts.number}),
         }
 
     def split_by(self, axis: str) -> dict[str, int]:
@@ -86,7 +88,7 @@ def state_bytes(
         moments: dtype of the optimizer's moments.
         copies: frozen copies besides, e.g. 1 for a reference.
     """
-    weights = matmul_weights(model) + (0 if model.tied else model.vocab_size * model.d_model)
+    weights = matmul_weights(model) + idle_weights(model) + (0 if model.tied else model.vocab_size * model.d_model)
     own = BYTES[dtype] if trained is None else 2 * BYTES[trained] + 2 * BYTES[moments]
     return float(weights * (own + copies * BYTES[dtype]))
 
@@ -125,12 +127,15 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
         UserError: it does not; with the numbers, and the nearest ones that would.
     """
     wrong = []
-    for axis in ("fsdp", "tensor"):
+    for axis in ("fsdp", "expert", "tensor"):
         width, sizes = mesh.shape[axis], demand.split_by(axis)
         if whole := [f"{size} {WORDS[name]}" for name, size in sizes.items() if size % width]:
             wrong.append(
                 f"{key}: {axis} {width} does not divide {', '.join(whole)}; {near_divisors(axis, width, sizes)}"
             )
+    if demand.model.experts is None and mesh.shape["expert"] > 1:
+        family = demand.model.family
+        wrong.append(f"{key}: expert {mesh.shape['expert']}: {family} has no experts to split; leave it at 1")
     for problem in _uneven(demand, row_shards(mesh)):
         wrong.append(f"{key}: rows are split over data {mesh.shape['data']} x fsdp {mesh.shape['fsdp']}, but {problem}")
     wrong += [f"{key}: context {problem}" for problem in _unsplit(demand, mesh.shape["context"])]
@@ -228,4 +233,5 @@ def memory_of(devices: Sequence[jax.Device]) -> float | None:  # pyright: ignore
 def _written(sizes: MeshConfig) -> str:
     """Sizes as in a recipe: `{data: 2, fsdp: 4, tensor: 1}`."""
     context = "" if sizes.context == 1 else f"context: {sizes.context}, "
-    return f"{{data: {sizes.data}, fsdp: {sizes.fsdp}, {context}tensor: {sizes.tensor}}}"
+    expert = "" if sizes.expert == 1 else f"expert: {sizes.expert}, "
+    return f"{{data: {sizes.data}, fsdp: {sizes.fsdp}, {context}{expert}tensor: {sizes.tensor}}}"

@@ -70,7 +70,10 @@ def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
 
 
 def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """Inputs and outputs of matrices by name, for the layers with each mixer."""
+    """Inputs and outputs of matrices by name, for the layers with each mixer.
+
+    Of a mixture's experts they are those that a token uses, side by side.
+    """
     c, d = config, config.d_model
     found: dict[str, dict[str, tuple[int, int]]] = {}
     if c.delta is not None:
@@ -85,11 +88,30 @@ def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
             found[kind.mixer] |= {f"{start}k": (d, narrow)}
             found[kind.mixer] |= {} if own and own.keys_are_values else {f"{start}v": (d, narrow)}
     for mixer, of_layer in found.items():
-        f, start = (2 * c.ffn, "wide_") if mixer in WIDE else (c.ffn, "")
-        of_layer |= {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
+        of_layer |= _ffn_matrices(c, "wide_" if mixer in WIDE else "")
         if width := c.layer_inputs:
             of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
     return found
+
+
+def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int]]:
+    """Those of the ffn of a layer; `start` begins the names of an ffn of twice the width."""
+    d, f = config.d_model, config.ffn * (2 if start else 1)
+    if config.experts is None:
+        return {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
+    used, shared = config.experts.active * f, config.experts.shared
+    found = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
+    if shared:
+        found |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d), "shared_gate": (d, 1)}
+    return found
+
+
+def idle_weights(config: DecoderConfig) -> int:
+    """Number of weights of experts that a token does not use, in all layers; 0 without experts."""
+    if config.experts is None:
+        return 0
+    idle = config.experts.number - config.experts.active
+    return config.num_layers * idle * 3 * config.d_model * config.ffn
 
 
 def layer_weights(config: DecoderConfig) -> int:

@@ -95,6 +95,8 @@ def per_token(config: DecoderConfig, mixer: str, shards: int) -> Mapping[str, fl
     c, kind = config, config.kinds_with(mixer)[0]
     wide, narrow = c.num_heads * kind.head_dim / shards, kind.paged * kind.kv_heads * kind.head_dim / shards
     ffn = (2 if mixer in WIDE else 1) * c.ffn / shards
+    if c.experts is not None:
+        ffn = (c.experts.active * c.ffn + c.experts.shared) / shards
     # A layer's inputs of its own are made before the layers, and so are kept, and their gradients.
     stream = {"input": float(c.d_model + 2 * c.layer_inputs), "x": float(c.d_model)}
     if mixer == DELTANET and c.delta is not None:

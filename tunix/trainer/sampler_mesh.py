@@ -43,7 +43,7 @@ def sampler_mesh(
     several, mesh = processes.number() > 1, own_part(mesh)
     sizes = Demand(model.config).split_by("tensor")
     tensor = _fewest(mesh, sizes, model, memory) if config is None else _checked(mesh, sizes, config.tensor)
-    shape = (mesh.size // tensor, 1, 1, tensor)
+    shape = (mesh.size // tensor, 1, 1, 1, tensor)
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"

@@ -21,9 +21,11 @@ from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from tunix.algorithms.loss import trained_only
 from tunix.mesh import constrain
+from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
+from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Term
 from tunix.util.loops import loop
@@ -85,6 +87,11 @@ class Microbatches:
     def number(self) -> int:
         """M, the number of micro-batches."""
         return self.rows["tokens"].shape[0]
+
+    def share_of_tokens(self, index: Index) -> Float[Array, ""]:
+        """The part of the batch's real tokens that a micro-batch holds."""
+        real = jnp.sum(self.rows["segment_ids"] > 0, axis=(1, 2))
+        return real[index] / jnp.maximum(jnp.sum(real), 1)
 
     def at(self, index: Index) -> Batch:
         """The rows of one micro-batch `[R T]`, with the whole batch's per-sequence arrays and counts."""
@@ -197,7 +204,7 @@ class Compute:
             noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
         if key is not None and self.drops:
             dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
-        hidden = hidden_of(self.model, params, batch, noise, dropout_keys)
+        hidden, auxiliary = forward_of(self.model, params, batch, noise, dropout_keys)
         logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
         if loss.logprobs:
             logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
@@ -208,7 +215,14 @@ class Compute:
         if loss.divergence:
             assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
             inputs = replace(inputs, compared=_compared(self.model, params, hidden, frozen.teacher, batch, index, loss))
-        return loss_sums(loss.function, inputs)
+        sums = loss_sums(loss.function, inputs)
+        if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
+            return sums
+        load = load_sums(auxiliary, microbatches.share_of_tokens(index), self.model.router_aux_loss_coef)
+        sums = {**sums, **load}
+        if "loss/router_aux" in load:
+            sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
+        return sums
 
     def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
@@ -225,9 +239,20 @@ def hidden_of(
     dropout_keys: TokenKeys | None = None,
 ) -> Float[Array, "B T D"]:
     """The model's final hidden states for a batch's rows."""
+    return forward_of(model, params, batch, noise, dropout_keys)[0]
+
+
+def forward_of(
+    model: Model,
+    params: Params,
+    batch: Batch,
+    noise: Float[Array, "B T D"] | None = None,
+    dropout_keys: TokenKeys | None = None,
+) -> tuple[Float[Array, "B T D"], Auxiliary]:
+    """The final hidden states for a batch's rows, and the layers' auxiliary terms."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
     parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise, dropout_keys=dropout_keys)
+    return model.forward(params, tokens, positions, segments, parents=parents, noise=noise, dropout_keys=dropout_keys)
 
 
 def _logprobs(
@@ -286,7 +311,7 @@ def to_scalars(sums: Sums) -> dict[str, jax.Array]:
     flat: dict[str, jax.Array] = {}
     for name, value in sums.items():
         flat |= {name: value.value, f"{name}/at": value.place} if isinstance(value, Peak) else {name: value}
-    return flat
+    return load_metrics(flat)
 
 
 def reduce(term: Term, batch: Batch) -> Float[Array, ""]:

@@ -69,7 +69,7 @@ def test_a_new_family_is_told_by_a_folder_and_is_unknown_without_its_line(monkey
     (tmp_path / "rows.jsonl").write_text(ROW)
     (tmp_path / "config.json").write_text('{"model_type": "toyling"}')
     sections = {"model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path / "rows.jsonl")}, "output": "run"}
-    with pytest.raises(UserError, match=r"does not tell it; set it to one of llama, .*qwen3_5$"):
+    with pytest.raises(UserError, match=r"does not tell it; set it to one of llama, .*, qwen3_5, .*mixtral$"):
         Recipe.build(sections).tiny()
     with pytest.raises(UserError, match=r"model.family: 'gema' is not one of 'llama', .* Did you mean 'gemma'\?"):
         Recipe.build({**sections, "model": {"init": "random", "family": "gema"}})
@@ -81,7 +81,7 @@ def test_a_new_family_is_told_by_a_folder_and_is_unknown_without_its_line(monkey
 class ExpertsConfig(DecoderConfig):
     """A family may have numbers of its own."""
 
-    experts: int = 3
+    members: int = 3
 
 
 class Bank(nnx.Module):
@@ -95,10 +95,12 @@ class Experts(nnx.Module):
     """The mean of all experts, and as auxiliary term the mean square of what they put out."""
 
     def __init__(self, config: ExpertsConfig, rngs: nnx.Rngs):
-        e, d, f = config.experts, config.d_model, config.ffn
+        e, d, f = config.members, config.d_model, config.ffn
         self.ups, self.downs = Bank((e, d, f), ("embed", "ffn"), rngs), Bank((e, f, d), ("ffn", "embed"), rngs)
 
-    def __call__(self, x: jax.Array, dropout_keys: jax.Array | None = None) -> tuple[jax.Array, Auxiliary]:
+    def __call__(
+        self, x: jax.Array, dropout_keys: jax.Array | None = None, real: jax.Array | None = None
+    ) -> tuple[jax.Array, Auxiliary]:
         y = jnp.einsum("BTD,EDF->EBTF", x, self.ups.w[...])
         y = jnp.einsum("EBTF,EFD->BTD", jax.nn.silu(y), self.downs.w[...]) / self.ups.w.shape[0]
         return y, {"size": jnp.mean(y**2)}
@@ -111,27 +113,27 @@ SPARSE = replace(
         **{
             **vars(TOY.read(fields)),
             "family": "sparse",
-            "feed_forward": "experts",
-            "experts": fields.integer("experts"),
+            "feed_forward": "mean",
+            "members": fields.integer("members"),
         }
     ),
-    write=lambda config: TOY.write(config) | {"model_type": "sparse", "experts": config.experts},
+    write=lambda config: TOY.write(config) | {"model_type": "sparse", "members": config.members},
     model_types=("sparse",),
     tensors={
         **TOY.tensors,
         "layers/ups/w": Tensor(f"{STEM}.up_proj.weight", "F D", "E D F"),
         "layers/downs/w": Tensor(f"{STEM}.down_proj.weight", "D F", "E F D"),
     },
-    axes=lambda config: {**axis_sizes(config), "E": config.experts},
+    axes=lambda config: {**axis_sizes(config), "E": config.members},
 )
-SMALL = ExpertsConfig(**{**vars(TOY.small), "family": "sparse", "feed_forward": "experts"})
+SMALL = ExpertsConfig(**{**vars(TOY.small), "family": "sparse", "feed_forward": "mean"})
 
 
 @pytest.fixture
 def sparse(monkeypatch) -> Model:
     """A family whose ffn has experts: its file, a line of the families and one of the ffns."""
     monkeypatch.setitem(FAMILIES, "sparse", SPARSE)
-    monkeypatch.setitem(FEED_FORWARDS, "experts", Experts)
+    monkeypatch.setitem(FEED_FORWARDS, "mean", Experts)
     return Model(SMALL)
 
 
@@ -171,14 +173,14 @@ def test_an_expert_is_turned_as_a_matrix_is():
 
 
 def test_auxiliary_terms_reach_whoever_calls_the_model(sparse):
-    """Two layers, whose terms are added, with gradients; a dense model has none."""
+    """Two layers, each with its term, with gradients; a dense model has none."""
     params = sparse.init(jax.random.key(0), dict.fromkeys(sparse.shapes, "float32"), one_device())
     tokens = jnp.arange(3, 11)[None]
     rows = (tokens, jnp.arange(8)[None], jnp.ones_like(tokens))
 
     @jax.jit
     def terms(params):
-        return sparse.forward(params, *rows)[1]["size"]
+        return jnp.sum(sparse.forward(params, *rows)[1]["size"])
 
     # Without its down matrices a layer adds nothing to the stream, and its term is 0.
     last_off = {**params, "layers/downs/w": params["layers/downs/w"].at[-1].set(0)}

@@ -33,6 +33,7 @@ from tunix.models.quantization.formats import (
     stored_bytes,
     tile_of,
 )
+from tunix.models.quantization.modules import projections_of
 from tunix.rollout.engine.programs import IN_TURN
 
 BASES = ("nf4", "int8", "int4", "fp8")
@@ -104,7 +105,9 @@ def test_a_folder_is_rounded_while_it_is_loaded(name, base, tmp_path):
     model = replace(whole, quantization=Quantization(base, 16))
     params = load_params(model, tmp_path, dict.fromkeys(model.shapes, "float32"), one_device())
     assert set(params) == set(model.shapes)
-    assert set(model.quantized) == {f"layers/{name}/w" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert set(model.quantized) == {
+        f"layers/{name}/w" for ours in projections_of(model.config).values() for name in ours
+    }
     for key, value in params.items():
         assert value.shape == model.shapes[key]
         if key in model.quantized:

@@ -9,7 +9,7 @@ Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H hea
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -143,6 +143,7 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
         "K": c.num_kv_heads,
         "H": c.head_dim,
         "F": c.ffn,
+        **({} if c.experts is None else {"E": c.experts.number}),
     }
 
 
@@ -182,6 +183,9 @@ class FamilyText:
     """The size of each axis that `tensors` names."""
     prefixes: tuple[tuple[str, str | None], ...] = ()
     """Prefixes of tensors in multimodal folders -> those of a text folder; None for parts that are left out."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Ends of the names of tensors that hold all experts, which a folder may have in place of one for each -> the ends
+    of each expert's matrices, in the order of its rows: `.gate_up_proj` -> `.gate_proj.weight`, `.up_proj.weight`."""
     spare: Callable[[DecoderConfig, str], bool] = lambda config, name: False
     """Whether a folder may have a tensor of this name that the model has no use for; an export leaves it out."""
     passengers: tuple[str, ...] = ()

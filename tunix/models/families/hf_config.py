@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tunix.errors import UserError
-from tunix.models.config import Rope, Stops
+from tunix.models.config import Experts, Rope, Stops
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -133,6 +133,22 @@ class Fields:
         if not isinstance(value, dict):
             self.refuse(name, "must be an object.")
         return value
+
+    def experts(self, number: int = 128, active: int = 8, *, renormalise: bool = True) -> Experts:
+        """The experts of a mixture, whose number has two spellings.
+
+        Args:
+            number: how many there are where the file does not say.
+            active: how many a token uses where the file does not say.
+            renormalise: whether the weights of those that a token uses are divided by their sum.
+        """
+        stated = [self.integer(name) for name in ("num_experts", "num_local_experts") if self.get(name) is not None]
+        if len(set(stated)) > 1:
+            self.refuse("num_experts", "contradicts num_local_experts in the same file.")
+        experts = Experts(stated[0] if stated else number, self.integer("num_experts_per_tok", active), renormalise)
+        if experts.active > experts.number:
+            self.refuse("num_experts_per_tok", f"is more than the {experts.number} experts that there are.")
+        return experts
 
     def stops(self) -> Stops:
         """The ids that the folder names, lists as tuples."""

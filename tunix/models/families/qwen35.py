@@ -10,6 +10,7 @@ Axes: D model width, N query heads, H head dim, Hg head dim and its gate's, Hk k
 key head's channels, Dk width of a key, Dv width of a value, Ta taps.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tunix.models.families.base import (
     SHARED,
     TWO_NORMS,
     FamilyText,
+    Shape,
     Tensor,
     axis_sizes,
     in_layers,
@@ -33,23 +35,33 @@ VISION = frozenset(
 """Fields of a multimodal folder that concern its vision part."""
 DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 """Fields of heads that draft several tokens, which nothing here computes with."""
+DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
+"""Sizes that a config.json may leave out."""
 TYPES = {"linear_attention": True, "full_attention": False}
 
 
 def read_qwen35(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
     if "text_config" in fields.raw:
-        return read_multimodal(fields)
+        return read_multimodal(fields, read_qwen35)
+    fields.only("mlp_only_layers", [], None)
+    return read_text(fields, sizes(fields, **DEFAULTS), family="qwen3_5")
+
+
+def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
+    """The config of a model with these mixers, from a text config.json.
+
+    Args:
+        shape: its sizes.
+        different: what else its feed-forward part sets.
+    """
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
-    fields.only("mlp_only_layers", [], None)
     fields.read |= set(DRAFTING)
-    shape = sizes(fields, head_dim=256, max_position_embeddings=32_768)
     share = fields.number("partial_rotary_factor", 0.25)
     return DecoderConfig(
-        family="qwen3_5",
         activation="silu",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=True,
@@ -60,7 +72,7 @@ def read_qwen35(fields: Fields) -> DecoderConfig:
         linear_layers=_linear_layers(fields, shape["num_layers"]),
         delta=_delta(fields),
         stops=fields.stops(),
-        **shape,
+        **{**shape, **different},
     )
 
 
@@ -96,10 +108,10 @@ def _linear_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return linear
 
 
-def read_multimodal(fields: Fields) -> DecoderConfig:
-    """The text part of a `qwen3_5` config.json."""
+def read_multimodal(fields: Fields, read: Callable[[Fields], DecoderConfig]) -> DecoderConfig:
+    """The text part of a multimodal config.json, which `read` reads."""
     text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
-    config = read_qwen35(text)
+    config = read(text)
     text.finish()
     fields.only("tie_word_embeddings", config.tied)
     fields.read |= VISION
@@ -196,6 +208,18 @@ _MIXED = {
     "qkv/w": ("in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
     "conv/w": ("conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
 }
+PREFIXES = (("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None))
+TENSORS: Mapping[str, Tensor] = {
+    **SHARED,
+    **TWO_NORMS,
+    **{name: replace({**SHARED, **QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
+    **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
+    **_DELTA,
+    **{
+        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.linear_attn.{name}", theirs, axes, DELTANET, _CHANNELS)
+        for ours, (name, theirs, axes) in _MIXED.items()
+    },
+}
 
 QWEN35 = FamilyText(
     model_types=("qwen3_5_text", "qwen3_5"),
@@ -205,17 +229,7 @@ QWEN35 = FamilyText(
     classifier="Qwen3_5TextForSequenceClassification",
     read=read_qwen35,
     write=write,
-    tensors={
-        **SHARED,
-        **TWO_NORMS,
-        **{name: replace({**SHARED, **QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
-        **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
-        **_DELTA,
-        **{
-            f"layers/{ours}": Tensor(f"model.layers.{{layer}}.linear_attn.{name}", theirs, axes, DELTANET, _CHANNELS)
-            for ours, (name, theirs, axes) in _MIXED.items()
-        },
-    },
+    tensors=TENSORS,
     presets={
         "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, 16, tied=True),
         "qwen3.5-2b": _qwen35(2048, 6144, 24, 8, 2, 16, tied=True),
@@ -228,7 +242,7 @@ QWEN35 = FamilyText(
     ),
     linear=three_to_one,
     axes=axes,
-    prefixes=(("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None)),
+    prefixes=PREFIXES,
     passengers=("mtp.",),
     passenger_fields=DRAFTING,
 )

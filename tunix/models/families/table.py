@@ -18,8 +18,11 @@ from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
 from tunix.models.families.hf_config import Fields
 from tunix.models.families.llama import LLAMA
+from tunix.models.families.mixtral import MIXTRAL
 from tunix.models.families.qwen import QWEN2, QWEN3
 from tunix.models.families.qwen35 import QWEN35
+from tunix.models.families.qwen35_moe import QWEN35_MOE
+from tunix.models.families.qwen_moe import QWEN3_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
 from tunix.util.atomic_io import refuse_foreign
 
@@ -201,5 +204,8 @@ FAMILIES: dict[str, FamilyText] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_5": QWEN35,
+    "qwen3_5_moe": QWEN35_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
 }
 """What `model.family` may be in a recipe -> the family. A new one is one file in this folder, and one line here."""

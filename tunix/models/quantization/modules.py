@@ -20,6 +20,9 @@ MODULES = {
     "mlp.gate_proj": ("gate", "wide_gate"),
     "mlp.up_proj": ("up", "wide_up"),
     "mlp.down_proj": ("down", "wide_down"),
+    "mlp.shared_expert.gate_proj": ("gate",),
+    "mlp.shared_expert.up_proj": ("up",),
+    "mlp.shared_expert.down_proj": ("down",),
     "per_layer_input_gate": ("input_gate",),
     "per_layer_projection": ("input_out",),
     "linear_attn.in_proj_qkv": ("qkv",),
@@ -30,23 +33,26 @@ MODULES = {
 }
 """Hugging Face's names of a layer's matrices -> ours, those of all families; a layer has some of them. Several are ours
 where the matrix has another shape in some layers: what is said of it holds for all."""
-LINEAR, OWN_INPUT = "linear_attn.", "per_layer_"
-"""What the names of the matrices of Gated DeltaNet layers begin with, and of those of inputs of each layer's own."""
 GLOBAL, WIDE = "global_", "wide_"
 """What the names of the matrices of global layers begin with, where they have other shapes than those of local ones,
 and of those of an ffn that is wider in some layers."""
-PROJECTIONS = {name.split(".")[-1]: ours for name, ours in MODULES.items()}
+PROJECTIONS: dict[str, tuple[str, ...]] = {}
 """The last part of Hugging Face's name -> ours."""
+for _name, _ours in MODULES.items():
+    PROJECTIONS.setdefault(_name.split(".")[-1], _ours)  # those of a shared expert are among the ffn's
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
 
+def modules_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
+    """Hugging Face's name -> ours, of the matrices that a model has."""
+    there = (name for name in MODULES if name.rpartition(".")[0] in config.parts)
+    return {name: tuple(ours for ours in MODULES[name] if _has(config, ours)) for name in there}
+
+
 def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
-    """The last part of Hugging Face's name -> ours, of the matrices that a model has."""
-    kinds = ((LINEAR, config.delta is None), (OWN_INPUT, not config.layer_inputs))
-    without = tuple(start for start, lacking in kinds if lacking)
-    there = (name for name in MODULES if not name.startswith(without))
-    return {name.split(".")[-1]: tuple(ours for ours in MODULES[name] if _has(config, ours)) for name in there}
+    """As `modules_of`, by the last part of Hugging Face's name."""
+    return {name.split(".")[-1]: ours for name, ours in modules_of(config).items()}
 
 
 def _has(config: "DecoderConfig", ours: str) -> bool:
@@ -79,4 +85,4 @@ def matched(pattern: str) -> tuple[str, ...]:
     if not names:
         hint = nearest(pattern, [*PROJECTIONS, *MODULES])
         raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")
-    return tuple(names)
+    return tuple(dict.fromkeys(names))

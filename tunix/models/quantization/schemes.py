@@ -7,13 +7,12 @@ Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tunix.errors import UserError, nearest
-from tunix.models.quantization.modules import MODULES
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 
 SECTION, METHOD = "quantization_config", "compressed-tensors"
@@ -69,20 +68,18 @@ class Packing:
         return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
 
 
-def section(packing: Mapping[str, Packing], head: str, there: Collection[str]) -> dict[str, Any]:
+def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """The value of SECTION in config.json.
 
     Args:
         packing: how each packed matrix of a layer is packed, by our name of it, e.g. `up`.
         head: the name of the head, which stays as it is.
-        there: the last parts of the names of the matrices that the model has.
+        there: the names of the matrices that the model has -> ours (`modules_of`).
     """
     targets: dict[str, list[str]] = {}
     ignored = [head]
     schemes: dict[str, dict[str, Any]] = {}
-    for theirs, ours in MODULES.items():
-        if theirs.split(".")[-1] not in there:
-            continue
+    for theirs, ours in there.items():
         target = f"re:.*{re.escape(theirs)}$"
         found = [packing[one] for one in ours if one in packing]
         if not found:

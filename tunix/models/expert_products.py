@@ -1,0 +1,233 @@
+"""Products of tokens with the matrices of their experts: what a mixture of experts multiplies.
+
+Pairs of a token and one of its experts are sorted by expert (`Routes`), so that each matrix multiplies consecutive
+rows. `to_experts` takes tokens to rows of their pairs, `from_experts` takes rows to sums of tokens; each is the other
+one's transpose, and so its gradient. `jax.lax.ragged_dot` multiplies where a compiler has a kernel for it. On a CPU
+that would compute every row with every matrix, so there the experts take turns: one product each, of as many rows as it
+has, rounded up. The rows of the next expert that it thereby computes are overwritten in their turn, so that nothing is
+padded or masked; only the gradient of the matrices, a sum over rows, leaves foreign rows out. Tokens are gathered where
+they are multiplied: to write all rows into new memory first costs a CPU as much as a third of their product.
+
+Axes: D inputs, F outputs, E experts, k experts of a token, n tokens, r rows: those of all pairs in their order, and on
+a CPU some spare ones.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.mesh import platform
+
+LEAST, MOST = 8, 32
+"""Bounds of what numbers of rows are rounded up to on a CPU; between them, an eighth of the mean of an expert."""
+STEPS = 16
+"""How many numbers of rows there are: experts with more rows than the largest take several turns."""
+
+
+class Routes(NamedTuple):
+    """Which rows belong to which expert."""
+
+    pairs: Int[Array, "r"]
+    """The pairs sorted by expert, token by token: token 3's second expert of two is 7. Those that are not computed come
+    last, and spare ones are 0."""
+    places: Int[Array, "n k"]
+    """The row of each pair."""
+    here: Bool[Array, "n k"]
+    """Whether a pair is computed: others add nothing."""
+    sizes: Int[Array, "E"]
+    """How many rows each expert has."""
+
+    @property
+    def tokens(self) -> Int[Array, "r"]:
+        """The token of each row."""
+        return self.pairs // self.places.shape[1]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The numbers of rows that a CPU multiplies at once."""
+        mean = self.places.size // len(self.sizes)
+        step = min(max(mean // 8, LEAST), MOST) // LEAST * LEAST
+        return tuple(step * (number + 1) for number in range(STEPS))
+
+
+def routes(experts: Int[Array, "n k"], number: int, here: Bool[Array, "n k"]) -> Routes:
+    """Sorts pairs by expert, and those of one expert by token.
+
+    Args:
+        experts: the number of each pair's expert, from 0 to `number` - 1 where the pair is computed.
+        number: how many experts there are.
+        here: whether a pair is computed.
+    """
+    groups = jnp.where(here, experts, number).reshape(-1)
+    order = jnp.argsort(groups, stable=True)
+    places = jnp.argsort(order).reshape(experts.shape)
+    ends = jnp.searchsorted(groups[order], jnp.arange(number), side="right")
+    found = Routes(order, places, here, jnp.diff(ends, prepend=0).astype(jnp.int32))
+    spare = found.blocks[-1] if platform() == "cpu" else 0
+    return found._replace(pairs=jnp.pad(order, (0, spare)))
+
+
+@jax.custom_vjp
+def in_rows(values: Float[Array, "n k"], where: Routes) -> Float[Array, "r"]:
+    """A number of each pair for its row. No two pairs share a row, so that the gradient is gathered, not scattered."""
+    return values.reshape(-1)[where.pairs]
+
+
+in_rows.defvjp(
+    lambda values, where: (in_rows(values, where), where),
+    lambda where, d: (jnp.where(where.here, d[where.places], 0), None),
+)
+
+
+@jax.custom_vjp
+def to_experts(x: Float[Array, "n D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "r F"]:
+    """Each pair's token times its expert's matrix; rows of pairs that are not computed hold anything finite.
+
+    Gradients in the dtypes of what they are of; sums over rows are in float32.
+    """
+    return _products(x, True, matrices, False, where)
+
+
+def _to_experts_forward(x: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
+    return to_experts(x, matrices, where), (x, matrices, where)
+
+
+def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
+    x, matrices, where = saved
+    d_x = _sums(_products(d, False, matrices, True, where), where)
+    return d_x, _gradients((x, d), (True, False), matrices, where), None
+
+
+to_experts.defvjp(_to_experts_forward, _to_experts_backward)
+
+
+@jax.custom_vjp
+def from_experts(rows: Float[Array, "r D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "n F"]:
+    """For each token the sum of its pairs' rows times their experts' matrices. Gradients as those of `to_experts`."""
+    return _sums(_products(rows, False, matrices, False, where), where)
+
+
+def _from_experts_forward(rows: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
+    return from_experts(rows, matrices, where), (rows, matrices, where)
+
+
+def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array, None]:
+    rows, matrices, where = saved
+    d_rows = _products(d, True, matrices, True, where)
+    return d_rows, _gradients((rows, d), (False, True), matrices, where), None
+
+
+from_experts.defvjp(_from_experts_forward, _from_experts_backward)
+
+
+def _sums(rows: Float[Array, "r F"], where: Routes) -> Float[Array, "n F"]:
+    """The sum of each token's rows, computed in float32."""
+    # Gathers one by one are fused with the sum; one of all would be written out, and take 6 times as long.
+    pairs = zip(where.places.T, where.here.T, strict=True)
+    found = [jnp.where(here[:, None], _taken(rows, places), 0).astype(jnp.float32) for places, here in pairs]
+    return sum(found[1:], found[0]).astype(rows.dtype)
+
+
+def _taken(x: Float[Array, "n D"], index: Int[Array, "a"]) -> Float[Array, "a D"]:
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _products(
+    x: Float[Array, "_ _"], by_token: bool, matrices: Float[Array, "E _ _"], transposed: bool, where: Routes
+) -> Float[Array, "r _"]:
+    """Each expert's rows times its matrix, or times its transposed matrix.
+
+    Args:
+        x: what the rows are, or the tokens that they are gathered from (`by_token`).
+    """
+    if platform() != "cpu":
+        rows = _taken(x, where.tokens) if by_token else x
+        return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, where.sizes)
+    rows = _rows_of(x, by_token, where)
+
+    def expert(number: jax.Array, start: jax.Array, end: jax.Array, y: jax.Array) -> jax.Array:
+        def block(size: int, at: jax.Array, y: jax.Array) -> jax.Array:
+            matrix = matrices[number].T if transposed else matrices[number]
+            return jax.lax.dynamic_update_slice_in_dim(y, rows(at, size) @ matrix, at, axis=0)
+
+        return _over_blocks(block, where.blocks, start, end, y)
+
+    outputs = matrices.shape[1 if transposed else 2]
+    return _over_experts(expert, where, jnp.zeros((len(where.pairs), outputs), x.dtype))
+
+
+def _gradients(
+    sides: tuple[jax.Array, jax.Array], by_token: tuple[bool, bool], matrices: Float[Array, "E D F"], where: Routes
+) -> Float[Array, "E D F"]:
+    """Each matrix's gradient: its rows, transposed, times the gradients of their products.
+
+    Args:
+        sides: the rows and the gradients, or the tokens that they are gathered from (`by_token`).
+    """
+    if platform() != "cpu":
+        rows, d = (_taken(x, where.tokens) if here else x for x, here in zip(sides, by_token, strict=True))
+        return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, where.sizes), matrices)[1](d)[0]
+    rows, d = (_rows_of(x, here, where) for x, here in zip(sides, by_token, strict=True))
+
+    def expert(number: jax.Array, start: jax.Array, end: jax.Array, found: jax.Array) -> jax.Array:
+        def block(size: int, at: jax.Array, summed: jax.Array) -> jax.Array:
+            own = at + jnp.arange(size) < end
+            some = jnp.where(own[:, None], rows(at, size), 0)
+            return summed + jnp.einsum("rD,rF->DF", some, d(at, size), preferred_element_type=jnp.float32)
+
+        summed = _over_blocks(block, where.blocks, start, end, jnp.zeros(matrices.shape[1:], jnp.float32))
+        return jax.lax.dynamic_update_index_in_dim(found, summed.astype(found.dtype), number, axis=0)
+
+    return _over_experts(expert, where, jnp.zeros_like(matrices))
+
+
+def _rows_of(x: jax.Array, by_token: bool, where: Routes) -> Callable[[jax.Array, int], jax.Array]:
+    """A function from a place and a number of rows to these rows."""
+    tokens = where.tokens
+
+    def rows(at: jax.Array, size: int) -> jax.Array:
+        if by_token:
+            return _taken(x, jax.lax.dynamic_slice_in_dim(tokens, at, size))
+        return jax.lax.dynamic_slice_in_dim(x, at, size)
+
+    return rows
+
+
+def _over_experts(
+    expert: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array], where: Routes, so_far: jax.Array
+) -> jax.Array:
+    """`expert(number, start, end, so_far)` for each expert, which has the rows from `start` to `end`."""
+    ends = jnp.cumsum(where.sizes)
+
+    def one(number: jax.Array, so_far: jax.Array) -> jax.Array:
+        return expert(number, ends[number] - where.sizes[number], ends[number], so_far)
+
+    return jax.lax.fori_loop(0, len(where.sizes), one, so_far)
+
+
+def _over_blocks(
+    block: Callable[[int, jax.Array, jax.Array], jax.Array],
+    sizes: tuple[int, ...],
+    start: jax.Array,
+    end: jax.Array,
+    so_far: jax.Array,
+) -> jax.Array:
+    """`block(size, at, so_far)` for the rows from `start` to `end`: by the largest size while that is needed, then once
+    by the least that holds the rest."""
+
+    def turn(size: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at, so_far = state
+        return at + size, block(size, at, so_far)
+
+    def more(than: int, state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return end - state[0] > than
+
+    state = start, so_far
+    for size, less in zip(reversed(sizes), (*reversed(sizes[:-1]), 0), strict=True):
+        # A loop where a condition would do: the compiler copies what a condition's branches change.
+        state = jax.lax.while_loop(partial(more, less), partial(turn, size), state)
+    return state[1]

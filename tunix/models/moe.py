@@ -1,0 +1,184 @@
+"""Mixtures of experts: an ffn of which each token uses few parts, chosen by a router.
+
+    s = softmax(x W_router),   C = the k largest of s,   y = sum over e in C of w_e down_e(act(gate_e x) * up_e x)
+
+where w_e is s_e, or s_e divided by the sum of s over C (`Experts.renormalise`). That is the mixture of Shazeer et al.
+2017 (https://arxiv.org/abs/1701.06538) with the softmax before the choice, as Qwen 3 and Mixtral have it (renormalised,
+both orders give the same). Qwen 3.5 adds a shared expert, that all tokens use, times sigmoid(g x) (`Experts.shared`).
+No expert has a capacity: no token is dropped, and none depends on the others.
+
+Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
+(`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
+(`tensor`), and computes their part for the tokens of its rows; the parts are summed. No token and no expert moves.
+
+Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token, n tokens, m pairs of a token
+and a chosen expert.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.mesh import Axes, constrain, partition
+from tunix.models.config import DecoderConfig, Experts
+from tunix.models.expert_products import from_experts, in_rows, routes, to_experts
+from tunix.models.gated_ffn import activated, gated, projections
+from tunix.models.layers import TokenKeys, weight
+
+BALANCE, ROWS = "load_balance", "rows"
+"""The auxiliary terms of a layer."""
+SPLIT = ("expert", "tensor")
+"""Mesh axes over which the experts' results are summed."""
+
+
+class Router(nnx.Module):
+    """The matrix that scores experts, one column each."""
+
+    def __init__(self, config: DecoderConfig, experts: Experts, rngs: nnx.Rngs):
+        shape = (config.d_model, experts.number)
+        self.w = weight(rngs, shape, ("embed", None), std=config.d_model**-0.5)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        """Each token's probabilities of the experts, in float32 throughout: a rounding error can change the choice."""
+        w = self.w[...].astype(jnp.float32)
+        logits = jnp.einsum("BTD,DE->BTE", x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
+        return jax.nn.softmax(logits, axis=-1)
+
+
+class Bank(nnx.Module):
+    """A matrix of each expert."""
+
+    def __init__(self, shape: tuple[int, int, int], axes: Axes, rngs: nnx.Rngs):
+        self.w = weight(rngs, shape, axes, std=shape[1] ** -0.5)
+
+
+class SharedGate(nnx.Module):
+    """The sigmoid that weighs the shared expert, one number for each token."""
+
+    def __init__(self, d: int, rngs: nnx.Rngs):
+        self.w = weight(rngs, (d,), ("embed",), std=d**-0.5)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
+        return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.w[...])[..., None])
+
+
+class Choice(NamedTuple):
+    """Which experts each token uses."""
+
+    experts: Int[Array, "B T k"]
+    """Their numbers, the most probable first; of equal ones the one with the lower number."""
+    weights: Float[Array, "B T k"]
+    """What their results are multiplied by, in float32."""
+
+
+class MixtureOfExperts(nnx.Module):
+    """The ffn of several experts; its matrices are stacked over them, and named as the parameters are."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        assert config.experts is not None, "their number comes with the ffn"
+        self.experts, self.activation = config.experts, config.activation
+        e, d, f = config.experts.number, config.d_model, config.ffn
+        self.router = Router(config, config.experts, rngs)
+        self.gates = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
+        self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
+        self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs)
+        if config.experts.shared:
+            self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
+            self.shared_gate = SharedGate(d, rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "..."]]]:
+        """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
+
+        The auxiliary term `rows` counts the tokens that chose each expert. `load_balance` is E times the sum over
+        experts of the share of choices and the mean probability: 1 where all are used alike, E where one is used alone
+        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4).
+
+        Args:
+            real: which tokens are not padding; None where all are.
+        """
+        real = jnp.ones(x.shape[:2], bool) if real is None else real
+        scores = self.router(x)
+        choice = self.chosen(scores)
+        y = self._spread(x, choice, real)
+        if self.experts.shared:
+            shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
+            y = y + self.shared_gate(x) * shared
+        return y, _usage(scores, choice, real, self.experts.number)
+
+    def chosen(self, scores: Float[Array, "B T E"]) -> Choice:
+        """The experts with the largest scores. The choice has no gradient; the weights have that of their scores."""
+        _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), self.experts.active)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.experts.renormalise:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return Choice(experts, weights)
+
+    def _spread(self, x: Float[Array, "B T D"], choice: Choice, real: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The weighted results, computed by each device of the mesh in use for its tokens and its experts."""
+        matrices = (self.gates.w[...], self.ups.w[...], self.downs.w[...])
+        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, self.activation)
+        if mesh.empty or mesh.size == 1:
+            return compute(0, x, choice, real, *matrices)
+        tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
+        banks = [partition(axes, w.shape, mesh) for axes, w in zip(_HERE, matrices, strict=True)]
+        split = [axis for axis, there in zip(SPLIT, (banks[0][0], banks[0][2]), strict=True) if there]
+
+        def part(
+            x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: jax.Array
+        ) -> jax.Array:
+            first = jax.lax.axis_index("expert") * len(matrices[0]) if "expert" in split else 0
+            y = compute(first, x, Choice(experts, weights), real, *matrices)
+            return jax.lax.psum(y, tuple(split)) if split else y
+
+        specs = (wide, wide, wide, tokens, *banks)
+        at_home = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
+        y = at_home(x, *choice, real, *matrices)
+        return constrain(y, "rows", "time", None)
+
+
+_HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
+"""How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
+
+
+def _mixed(
+    activation: str,
+    first: Int[Array, ""] | int,
+    x: Float[Array, "B T D"],
+    choice: Choice,
+    real: Bool[Array, "B T"],
+    gates: Float[Array, "E D F"],
+    ups: Float[Array, "E D F"],
+    downs: Float[Array, "E F D"],
+) -> Float[Array, "B T D"]:
+    """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing."""
+    active, width = choice.experts.shape[-1], x.shape[-1]
+    experts = choice.experts - first
+    here = real[..., None] & (experts >= 0) & (experts < len(gates))
+    where = routes(experts.reshape(-1, active), len(gates), here.reshape(-1, active))
+    tokens = x.reshape(-1, width)
+    gate = checkpoint_name(to_experts(tokens, gates, where), "gate")
+    up = checkpoint_name(to_experts(tokens, ups, where), "up")
+    weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
+    mixed = from_experts((activated(activation, gate) * up * weights).astype(x.dtype), downs, where)
+    return mixed.reshape(x.shape)
+
+
+def _usage(
+    scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int
+) -> dict[str, Float[Array, "..."]]:
+    """The auxiliary terms of one layer."""
+    tokens = jnp.maximum(jnp.sum(real), 1)
+    shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
+    rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
+    means = jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1)) / tokens
+    return {BALANCE: number * jnp.sum(rows / (tokens * choice.experts.shape[-1]) * means), ROWS: rows}
