@@ -33,6 +33,7 @@ FLOORS = (
     "models.families",
     "lora",
     "hf",
+    "interop",
     "rollout.workers",
     "rollout.rewards",
     "rollout.environments",
