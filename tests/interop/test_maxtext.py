@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tests.interop import by_hand
 from tunix.errors import UserError
 from tunix.hf.model_folder import named_tensors
-from tunix.interop.maxtext import described, export_maxtext, import_maxtext
+from tunix.interop.maxtext import export_maxtext, import_maxtext
 
 EVERY = [(family, scanned) for family in by_hand.FAMILIES for scanned in (True, False)]
 
@@ -68,14 +68,14 @@ def test_vocabularies_of_another_length(family, ours, theirs, tmp_path):
     config = by_hand.fields(family, vocab_size=ours, num_hidden_layers=layers)
     weights = by_hand.tensors(config)
     here = by_hand.folder(tmp_path / "here", config, weights)
-    export_maxtext(here, tmp_path / "exported")
+    settings = export_maxtext(here, tmp_path / "exported")
     found = by_hand.arrays_of(tmp_path / "exported" / "0" / "items")["token_embedder/embedding"]
     embedding = weights["model.embed_tokens.weight"]
     shared = min(ours, theirs)
     assert found.shape == (theirs, 16)
     np.testing.assert_array_equal(found[:shared], embedding[:shared] * np.float32(4))
     assert not found[shared:].any()
-    assert f"vocab_size={theirs} " in described(tmp_path / "exported", scanned=True)
+    assert f"vocab_size={theirs} logits_via_embedding=true normalize_embedding_logits=true" in settings
     import_maxtext(tmp_path / "exported", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")["model.embed_tokens.weight"]
     assert back.shape == embedding.shape

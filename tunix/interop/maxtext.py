@@ -4,7 +4,7 @@ A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_array
 the arithmetic. Both ways the arrays that there must be are known before any is read: those that are missing, too many
 or of another shape are named.
 
-Axes: V vocabulary, D model width, L layers of a stack.
+Axes: V vocabulary, D model width, L layers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
 from tunix.interop.maxtext_tables import TABLES, Array, Leaf, Table, table_of
-from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, nested, write
+from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, nested, write_step
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import FAMILIES, read_config, to_hf
@@ -51,7 +51,7 @@ class Slot:
     shape: tuple[int, ...]
     """In the checkpoint, e.g. `[D L N H]`."""
     own: tuple[int, ...]
-    """Of the weight here, of one layer: `[D N H]`."""
+    """Shape of the weight here, in one layer, e.g. `[D N H]`."""
 
 
 def slots(config: DecoderConfig, table: Table, scanned: bool) -> dict[str, Slot]:
@@ -78,7 +78,7 @@ def slots(config: DecoderConfig, table: Table, scanned: bool) -> dict[str, Slot]
     return found
 
 
-def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> None:
+def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
     """Writes a model folder as a checkpoint of MaxText, in float32: `out/0/items`, with config.json and the tokenizer
     in `out`, by which `import_maxtext` reads it back.
 
@@ -89,6 +89,9 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> None:
         source: the folder in Hugging Face's format.
         out: the new folder; must not exist, or be an empty one.
         scanned: whether layers are stacked, as MaxText has them by default (`scan_layers`).
+
+    Returns:
+        MaxText's settings for it: `load_parameters_path=out/0/items scan_layers=true ...`.
 
     Raises:
         UserError: the family has no table, a tensor is missing or misshapen, or something exists at `out`.
@@ -107,7 +110,8 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> None:
     }
     with atomic_folder(out) as folder:
         write_beside(folder, config, {**to_hf(config), "dtype": "float32"}, source)
-        write(folder, {**nested(arrays), "step": 0, "opt_state": {}})
+        write_step(folder, {**nested(arrays), "step": 0, "opt_state": {}})
+    return _settings(config, out, scanned)
 
 
 def _stack(slot: Slot, config: DecoderConfig, stored: Mapping[str, Stored]) -> Array:
@@ -229,13 +233,12 @@ def _tensor(config: DecoderConfig, slot: Slot) -> Tensor:
     return FAMILIES[config.family].tensors[slot.name]
 
 
-def described(out: Path, *, scanned: bool) -> str:
-    """MaxText's settings for what `export_maxtext` has written.
+def _settings(config: DecoderConfig, out: Path, scanned: bool) -> str:
+    """MaxText's settings for a checkpoint.
 
-    MaxText divides the logits of an embedding by sqrt(D) unless told otherwise, which undoes what it multiplies
-    Gemma's by.
+    It divides logits by sqrt(D) where the head is the embedding, unless told otherwise: right for Gemma, whose
+    embedding is multiplied by that.
     """
-    config = read_config(out)
     settings = {
         "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
         "scan_layers": str(scanned).lower(),

@@ -17,7 +17,7 @@ Our layout of a layer's weights is MaxText's already. What differs, and is easil
 Everything is computed in float32. Moves round nothing, nor does sqrt(H) where H is a power of 4; elsewhere a value is
 rounded once each way, in float32: what was bfloat16 comes back to the bit (1 + w from |w| = 2^-16 on).
 
-Axes: V vocabulary, D model width, N query heads, K kv heads, H head dim, L layers of a stack.
+Axes: V vocabulary, D model width, N query heads, K kv heads, H head dim, L layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
