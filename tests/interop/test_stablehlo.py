@@ -16,7 +16,7 @@ import tunix
 from tests.tiny_models import CASES, EACH, reference_folder
 from tests.tiny_runs import model_folder
 from tunix.errors import UserError
-from tunix.interop import standalone, stablehlo
+from tunix.interop import stablehlo, standalone
 from tunix.interop.programs import Shapes
 from tunix.interop.stablehlo import PLATFORMS, export_stablehlo
 
