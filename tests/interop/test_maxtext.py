@@ -1,18 +1,24 @@
 """MaxText's checkpoints against `by_hand`, which has the layout of its own."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.fake_store import environment, served
 from tests.interop import by_hand
 from tunix.errors import UserError
 from tunix.hf.model_folder import named_tensors
 from tunix.interop.maxtext import export_maxtext, import_maxtext
 
+ROOT = Path(__file__).parents[2]
 EVERY = [(family, scanned) for family in by_hand.FAMILIES for scanned in (True, False)]
 
 
@@ -205,3 +211,26 @@ def test_nothing_is_overwritten_and_a_description_is_asked_for(tmp_path):
         export_maxtext(lacking, tmp_path / "out")
     assert named_tensors(here, "llama")  # as it was
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_an_object_store(tmp_path):
+    """Steps in a bucket, of which the last is read: by a process that finds a local folder in the store's place."""
+    config = by_hand.fields("qwen3")
+    here = by_hand.folder(tmp_path / "here", config, by_hand.tensors(config))
+    root = tmp_path / "buckets"
+    root.mkdir()
+    for step, seed in (("90", 0), ("100", 1)):
+        items = by_hand.checkpoint(
+            tmp_path / step, by_hand.there(config, by_hand.tensors(config, seed=seed), scanned=True)
+        )
+        for file in (file for file in items.rglob("*") if file.is_file()):
+            key = f"bucket/run/checkpoints/{step}/items/{file.relative_to(items)}"
+            (root / quote(key, safe="")).write_bytes(file.read_bytes())
+    words = ["import", "maxtext:gs://bucket/run/checkpoints", str(tmp_path / "back"), "--like", str(here)]
+    call = [sys.executable, "-m", "tests.fake_store", str(root), *words]
+    with served(root) as address:
+        env = {**os.environ, **environment(address)}
+        done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    same(load_file(tmp_path / "back" / "model.safetensors"), by_hand.tensors(config, seed=1))
