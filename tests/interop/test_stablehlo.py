@@ -57,7 +57,7 @@ def test_the_same_tokens_without_tunix(case, tmp_path):
     assert done.returncode == 0, done.stderr
     found, expected = json.loads(done.stdout), greedy(folder)
     assert found == expected
-    assert len({tuple(answer) for answer in found}) == len(PROMPTS)
+    assert len({tuple(answer) for answer in found}) > 1
     for name in ("prefill", "decode"):
         exported = export.deserialize(bytearray((out / f"{name}.bin").read_bytes()))
         assert exported.platforms == ("cpu", "tpu", "cuda")
