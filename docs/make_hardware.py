@@ -1,4 +1,4 @@
-"""Writes the hardware lines of recipes, and that column of README's table, from what the compilers said.
+"""Writes the hardware lines of recipes, and that column of their table, from what the compilers said.
 
     python docs/make_hardware.py                        the lines, from docs/hardware.json
     python docs/make_hardware.py --plan sft_qwen ...    plans these recipes again first (all without names)
@@ -19,6 +19,7 @@ from tunix.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 FOUND = Path(__file__).with_name("hardware.json")
+TABLE = ROOT / "docs/guide/recipes.md"
 HEAD = "# Hardware   "
 WIDTH = 120
 GIB = 2**30
@@ -79,7 +80,7 @@ def line_of(name: str, known: dict[str, Any]) -> str:
 
 
 def cell_of(name: str, known: dict[str, Any]) -> str:
-    """The hardware column of a recipe in README's table."""
+    """The hardware column of a recipe in their table."""
     topology, found = next((topology, found) for topology, found in known[name].items() if found["fits"])
     return phrase(topology, found).partition(" GiB")[0].rpartition(" of ")[0] + " GiB"
 
@@ -87,14 +88,14 @@ def cell_of(name: str, known: dict[str, Any]) -> str:
 def files(known: dict[str, Any]) -> dict[Path, str]:
     """Every file that has such lines, as it should be."""
     wanted: dict[Path, str] = {}
-    readme = (ROOT / "README.md").read_text()
+    table = TABLE.read_text()
     for name in known:
         path = ROOT / "recipes" / f"{name}.yaml"
         old = re.compile(rf"^{HEAD}.*\n(#            .*\n)*", re.M)
         wanted[path] = old.sub(line_of(name, known), path.read_text(), count=1)
         row = re.compile(rf"^(\| \[{name}\]\([^|]*\|[^|]*\|)[^|]*\|", re.M)
-        readme = row.sub(rf"\1 {cell_of(name, known)} |", readme)
-    return {**wanted, ROOT / "README.md": readme}
+        table = row.sub(rf"\1 {cell_of(name, known)} |", table)
+    return {**wanted, TABLE: table}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.device.parity import REFERENCE, digest, projected, sequences, weights
-from tests.tiny_models import CASES, EACH, by_hf_name
+from tests.tiny_models import CASES, EACH, by_hf_name, saved_buffers
 from tunix.models.families.table import FAMILIES, from_hf
 from tunix.models.model import Model
 
@@ -41,6 +41,7 @@ def logprobs(made: Any, vocab: int) -> torch.Tensor:
 def stacked(model: Model, made: Any) -> dict[str, np.ndarray]:
     """transformers' gradients under our names and in our layouts."""
     theirs = {key: weight.grad.numpy() for key, weight in made.named_parameters()}
+    theirs |= {key: np.zeros(weight.shape) for key, weight in saved_buffers(made).items()}
     found = {}
     for name, shape in model.shapes.items():
         tensor, layered = FAMILIES[model.config.family].tensors[name], name.startswith("layers/")

@@ -1,4 +1,4 @@
-"""The hardware lines of recipes and README are what the compilers said, and they still say it."""
+"""The hardware lines of recipes and of their table are what the compilers said, and they still say it."""
 
 import importlib.util
 import json

@@ -200,7 +200,7 @@ def test_every_command_has_its_line():
 
 def test_every_recipe_is_in_the_table():
     for path in (ROOT / "recipes").glob("*.yaml"):
-        assert f"| [{path.stem}](recipes/{path.name}) |" in PAGES["README.md"]
+        assert f"| [{path.stem}](../../recipes/{path.name}) |" in PAGES["docs/guide/recipes.md"]
 
 
 def test_the_readme_is_the_map_and_leads_to_every_page():

@@ -156,9 +156,70 @@ CASES |= {
         "qwen3_5_text",
         {
             **DELTA,
+            "rms_norm_eps": 3e-3,  # attention before them, computed in another order, moves what they read
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "linear_num_key_heads": 4,
         },
+    ),
+}
+
+# Far from their tokens, global layers are told apart by the ropes of few pairs: a small theta turns them here.
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "hidden_size_per_layer_input": 0}
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+CASES |= {
+    "gemma4-keys-are-values": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "rope_parameters": GEMMA4_ROPE,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma4-inputs-of-layers": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
+    "gemma4-shared-keys": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            # transformers computes no such model without these; what few of them make may be near 0, and is normed.
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 97,
+            "rope_parameters": GEMMA4_ROPE,
+        },
+    ),
+    "gemma4-shared-keys-wide-ffn": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
+    "gemma4-last-layer-global-untied": Case(
+        "gemma4_text", {**GEMMA4, "num_key_value_heads": 1, "tie_word_embeddings": False}
     ),
 }
 
@@ -170,20 +231,36 @@ EACH = (
     "qwen2-biases-grouped",
     "qwen3-wide-heads-tied",
     "qwen3_5-wide-values-tied",
+    "gemma4-keys-are-values",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start."""
+    """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start.
+
+    So too what does not train but is saved, such as a factor on a whole layer, which would amplify errors near 0. Where
+    attention has no scale, norms of queries have it, as in trained models: softmaxes would be sharp and amplify too.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        for buffer in saved_buffers(model).values():
+            buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 1:
                 weight.add_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0:
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The numbers of a model that do not train but are in its folder."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def reference_model(case: Case) -> Any:

@@ -15,20 +15,24 @@ a single place needs has a small-letter name.
     Co  columns of a page table: the pages that a slot holds
     D   model width
     Dk  width of a key
+    Dp  width of inputs of layers: of the embeddings that a token has for each layer
     Dv  width of a value
     E   experts
     En  entries of a book
     F   ffn width
+    Fw  wider ffn width: where some layers have a wider one
     G   group: the completions of one prompt
     Gs  guesses
     H   head dim
     Hg  head dim and its gate's
     Hk  key heads
     Hv  value heads
+    Hw  head dim of global layers: where it is another than in local ones
     I   inputs: all contracted axes of a projection, flattened
     J   query heads of a kv head: N / K of them
     Jv  value heads of a key head: Hv / Hk of them
     K   kv heads
+    Kw  kv heads of global layers: where there are others than in local ones
     L   layers
     M   micro-batches
     N   query heads

@@ -64,12 +64,19 @@ def packed(vocab: int) -> Inputs:
 
 
 def weights(model: Model) -> dict[str, np.ndarray]:
-    """Random float32 weights: matrices near unit gain, vectors (norms, biases) around 0 or 1, as they start."""
+    """Random float32 weights: matrices near unit gain, vectors (norms, biases) around 0 or 1, as they start.
+
+    Where attention has no scale, norms of queries have it, as in trained models: a sharp softmax would amplify errors.
+    """
 
     def one(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
         if name.endswith("/w") and len(shape) - name.startswith("layers/") == 1:
-            return 0.3 * noise + (0.0 if model.config.norm_offset else 1.0)
+            usual = 0.3 * noise + (0.0 if model.config.norm_offset else 1.0)
+            unscaled = model.config.scale == 1 and name.endswith("q_norm/w")
+            return usual * np.float32(shape[-1] ** -0.5) if unscaled else usual
+        if name.endswith("/factor"):
+            return 0.1 * noise + 1.0
         if name.endswith("/b"):
             return 0.3 * noise
         return noise * np.float32(model.config.d_model**-0.5)

@@ -162,8 +162,9 @@ def test_rules_from_words_and_files(tmp_path):
     ]
     assert words == Rules.model_validate({"rules": wanted})
     assert {name: rule.weights for name, rule in words.modules.items()} == {
-        **dict.fromkeys(("gate", "up", "down"), "int4"),
-        **dict.fromkeys(("q", "k", "v", "qkv", "z", "beta", "decay", "out"), "nf4"),
+        **dict.fromkeys(("gate", "up", "down", "wide_gate", "wide_up", "wide_down"), "int4"),
+        **dict.fromkeys(("q", "k", "v", "global_q", "global_k", "global_v", "input_gate", "input_out"), "nf4"),
+        **dict.fromkeys(("qkv", "z", "beta", "decay", "out"), "nf4"),
     }
     (tmp_path / "rules.yaml").write_text("rules: [{module: .*, weights: int8}]")
     assert read_words(str(tmp_path / "rules.yaml")).rules[0].tile is None
@@ -280,7 +281,9 @@ def test_a_type_that_the_device_does_not_know_is_told(monkeypatch):
 def test_the_page_s_section_reaches_every_matrix():
     (block,) = blocks("docs/guide/quantization.md", "yaml")
     section = parse_yaml(block.text, "quantization.md")["quantization"]
-    assert set(QuantizationConfig.model_validate(section).modules) == set(PROJECTIONS.values())
+    assert set(QuantizationConfig.model_validate(section).modules) == {
+        name for ours in PROJECTIONS.values() for name in ours
+    }
 
 
 def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):

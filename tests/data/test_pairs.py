@@ -90,7 +90,7 @@ def test_given_ids_stay_as_they_are():
     assert example({**row, "prompt_ids": []}, None) == Dropped(NOTHING_TRAINED)
 
 
-@pytest.mark.parametrize("template", ["gemma", "llama3", "chatml"])
+@pytest.mark.parametrize("template", ["gemma", "gemma4", "llama3", "chatml"])
 def test_chats_are_the_templates_own(template):
     tokenizer = bytes_tokenizer(template)
     conversations = [[user("hi"), said(answer)] for answer in ("yes", "no")]
@@ -103,7 +103,7 @@ def test_chats_are_the_templates_own(template):
         {"prompt": [user("hi")], "chosen": conversations[0], "rejected": conversations[1]},
         {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: no"},
     ]
-    stop = {"gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "chatml": "<|im_end|>"}[template]
+    stop = {"gemma": "<end_of_turn>", "gemma4": "<turn|>", "llama3": "<|eot_id|>", "chatml": "<|im_end|>"}[template]
     for row in rows:
         chosen, rejected = example(row, tokenizer, chat=True).sequences
         assert [chosen.tokens.tolist(), rejected.tokens.tolist()] == expected
@@ -368,7 +368,7 @@ def test_rows_without_a_label_are_named():
 # --- Made rows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", ["gemma", "llama3", "chatml"])
+@pytest.mark.parametrize("template", ["gemma", "gemma4", "llama3", "chatml"])
 @pytest.mark.parametrize(
     ("function", "train_on"),
     [

@@ -18,6 +18,7 @@ TEXTS = [
 TEXT = "the numbers 12345,\n\n it's there é 🙂 <end_of_turn> <|im_end|> \t x"
 MODEL_TYPES = {
     "gemma": ("gemma", "gemma2", "gemma3_text", "gemma3"),
+    "gemma4": ("gemma4_text", "gemma4"),
     "llama3": ("llama",),
     "chatml": ("qwen2", "qwen3"),
 }

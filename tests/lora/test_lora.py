@@ -36,6 +36,8 @@ ADAPTERS = {
     ),
     "qwen3-wide-heads-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, rslora=True, ranks={"v_proj": 4}),
     "qwen3_5-wide-values-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"in_proj_qkv": 3, "in_proj_b": 1}),
+    "gemma4-keys-are-values": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"q_proj": 3, "v_proj": 1}),
+    "gemma4-shared-keys-wide-ffn": AdapterConfig(rank=2, alpha=4.0, ranks={"mlp.*": 3, "per_layer_input_gate": 1}),
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
 FOR_ALL = (
@@ -43,6 +45,7 @@ FOR_ALL = (
     "gemma2-windows-caps",
     "qwen2-biases-grouped",
     "qwen3_5-wide-values-tied",
+    "gemma4-keys-are-values",
 )
 parity = pytest.mark.parametrize("name", [*FOR_ALL, *slow(name for name in ADAPTERS if name not in FOR_ALL)])
 """Patterns, magnitudes, and tables that train."""
@@ -146,7 +149,7 @@ def test_ranks_and_scales_by_hand():
     assert plain.modules["k"] == (4, 8.0)  # the first pattern counts
     assert plain.modules["v"] == (16, 2.0)  # 32 / 16
     assert plain.modules["up"] == (16, 0.5)  # 8 / 16
-    assert stable.modules == {"v": (16, 8.0)}  # 32 / sqrt(16)
+    assert stable.modules_of(PLAIN) == {"v": (16, 8.0)}  # 32 / sqrt(16)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DeltaNet
 from tunix.models.model import Model
-from tunix.models.scan import over_layers
+from tunix.models.scan import Others, over_layers
 from tunix.rollout.engine.budget import page_bytes, state_bytes, within
 from tunix.rollout.engine.shapes import Sizes
 from tunix.trainer.config import OptimizerConfig
@@ -64,10 +64,10 @@ def test_terms_are_summed_over_the_layers_that_have_them():
     names = [("a",), ("b",), ("a",)]
     weights = {("all", "w"): jnp.arange(1.0, 7.0)}
 
-    def layer(place: int, x: jax.Array, own: dict, others: None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def layer(place: int, x: jax.Array, own: dict, others: Others) -> tuple[jax.Array, dict[str, jax.Array]]:
         return x, dict.fromkeys(names[place], own["all", "w"])
 
-    _, terms = over_layers(layer, lambda _, w: w, jnp.zeros((1, 1, 1)), weights, None, "none", [[*weights]] * 3)
+    _, terms = over_layers(layer, lambda _, w: w, jnp.zeros((1, 1, 1)), weights, Others(), "none", [[*weights]] * 3)
     assert {name: float(term) for name, term in terms.items()} == {"a": 1.0 + 3 + 4 + 6, "b": 2.0 + 5}
 
 

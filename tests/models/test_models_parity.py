@@ -25,6 +25,7 @@ from tests.tiny_models import (
     our_logits,
     reference_folder,
     rows_of,
+    saved_buffers,
     tokens,
 )
 from tunix.hf.model_folder import save_folder
@@ -70,7 +71,9 @@ def test_logits_and_gradients_equal_transformers(name, folders):
     theirs = {key: weight.grad.numpy() for key, weight in reference.named_parameters()}
     counted = ids.shape[0] * (ids.shape[1] - 1)
     ours = {key: g / counted for key, g in by_hf_name(model, loss_and_gradients(model, params, rows)[1]).items()}
-    assert set(ours) == set(theirs)
+    constant = saved_buffers(reference)
+    assert set(ours) == {*theirs, *constant}
+    assert not any(np.any(ours.pop(key)) for key in constant)
     relative = {key: np.linalg.norm(ours[key] - theirs[key]) / np.linalg.norm(theirs[key]) for key in ours}
     assert max(relative.values()) < 1e-3, max(relative, key=relative.__getitem__)
 

@@ -88,3 +88,15 @@ def test_gradients_of_float32_weights_are_those_of_the_bfloat16_products(params)
     backward = [one for one in jax.make_jaxpr(run)(layers).jaxpr.eqns if one.params.get("reverse")]
     stacked = [x.aval.dtype for one in backward for x in one.outvars if x.aval.shape == (C.num_layers, 32, 64)]
     assert stacked == [jnp.bfloat16, jnp.bfloat16]  # gate and up
+
+
+def test_inputs_of_layers_have_gradients_beside_those_of_weights_that_the_scan_casts():
+    """They are no weights of layers, but pass into the scan like these; both dtypes of the gradients' sums agree."""
+    config = replace(C, layer_inputs=8)
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    params = {name: 0.2 * jax.random.normal(next(keys), shape) for name, shape in Model(config).shapes.items()}
+    found = gradients(Model(config, dtype="bfloat16"), params)
+    right = gradients(Model(config), params)
+    for name in ("inputs/embed/w", "inputs/context/w", "inputs/norm/w", "layers/input_gate/w", "layers/input_out/w"):
+        apart = np.linalg.norm(found[name] - right[name]) / np.linalg.norm(right[name])
+        assert apart < 0.05, name  # bfloat16 keeps 8 bits

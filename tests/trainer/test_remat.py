@@ -34,6 +34,10 @@ def test_a_step_is_what_it_holds_what_layers_keep_and_its_fullest_moment():
     assert layer > head
     for remat, numbers in {"none": whole, "attention": block + attention, "mlp": block + mlp, "block": block}.items():
         assert step_bytes(spec, Held(1000, 10), remat) == 1000 + 28 * 2 * 16_384 * numbers + 10 + layer
+    # Inputs of each layer's own, 64 numbers and their gradients, are there whatever is recomputed.
+    inputs = replace(spec, model=replace(spec.model, config=replace(LONG, layer_inputs=64)))
+    more = (28 + LAYER) * 2 * 16_384 * 2 * 64
+    assert step_bytes(inputs, Held(0, 0), "block") == step_bytes(spec, Held(0, 0), "block") + more
     # Few tokens: the head is the fullest.
     assert step_bytes(spec_of(length=8), Held(0, 0), "block") == 28 * 2 * 8 * block + head
 

@@ -68,7 +68,7 @@ def quantize(
     if setting is not None and before is not None:
         after = _loss_of(setting, out)
         numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
-    print(_shown(options, out, projections_of(inference.source.decoder.delta is not None), parsed, moved, numbers))
+    print(_shown(options, out, projections_of(inference.source.decoder), parsed, moved, numbers))
     return numbers
 
 
@@ -124,7 +124,7 @@ def _loss_of(before: Setting, out: Path) -> EvalResult:
 def _shown(
     options: InferenceOptions,
     out: Path,
-    names: Mapping[str, str],
+    names: Mapping[str, tuple[str, ...]],
     rules: Rules,
     moved: Mapping[str, float],
     numbers: Mapping[str, float],
@@ -133,14 +133,14 @@ def _shown(
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     lines = [f"{options.model} rounded into {out}, {options.dtype}, {readable(size)}B"]
     chosen = rules.modules
-    for theirs, name in names.items():
-        if name not in chosen:
+    for theirs, ours in names.items():
+        if ours[0] not in chosen:
             lines.append(f"  {theirs:<10} as it was")
             continue
-        rule = chosen[name]
+        rule, furthest = chosen[ours[0]], max(moved[name] for name in ours)
         tile = f"tiles of {rule.tile}" if rule.tile else "a scale for each output"
         inputs = f", inputs {rule.activations}" if rule.activations else ""
-        lines.append(f"  {theirs:<10} {rule.weights}, {tile}{inputs}: moved by {moved[name]:.3%} (root mean square)")
+        lines.append(f"  {theirs:<10} {rule.weights}, {tile}{inputs}: moved by {furthest:.3%} (root mean square)")
     if "loss/after" in numbers:
         lines.append(f"held-out loss {numbers['loss/before']:.4f} -> {numbers['loss/after']:.4f} nats per token")
     return "\n".join(lines)

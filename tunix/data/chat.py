@@ -105,7 +105,7 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
 
     Args:
         tokenizer: its own template is replaced.
-        spec: `gemma`, `llama3`, `chatml`, or a .jinja file.
+        spec: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file.
 
     Raises:
         UserError: there is no such name or file, or the tokenizer lacks the format's marker tokens.
@@ -159,8 +159,8 @@ def _render(
 
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{tokenizer.name} has no chat template: set data.chat_template to gemma, llama3, chatml or a .jinja file, "
-            "or give rows of prompt and completion strings, or text"
+            f"{tokenizer.name} has no chat template: set data.chat_template to gemma, gemma4, llama3, chatml or a "
+            ".jinja file, or give rows of prompt and completion strings, or text"
         )
     try:
         return tokenizer.apply_template(messages, add_generation_prompt, **template_kwargs)

@@ -46,7 +46,7 @@ class DataConfig(Config):
     the rows of a batch in order, and cuts wherever one is full. With both, `batch_size` counts pieces, and a piece's
     first token, which nothing in it predicts, is not trained."""
     chat_template: str | None = None
-    """Chat template: `gemma`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
+    """Chat template: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
     would write today's date, which a run that is resumed tomorrow could not repeat."""

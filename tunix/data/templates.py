@@ -1,12 +1,12 @@
 """Chat templates for tokenizers that have none, and the marker tokens that each template needs.
 
-They write the format that the families were trained on (Gemma's turns, Llama 3's headers, ChatML's im_start) and no
-more: no default system prompt, no tools, no thinking blocks. A folder's own template takes precedence.
+They write the format that the families were trained on (Gemma's turns and Gemma 4's, Llama 3's headers, ChatML's
+im_start) and no more: no default system prompt, no tools, no thinking blocks. A folder's own template takes precedence.
 """
 
 from typing import Literal, get_args
 
-TemplateName = Literal["gemma", "llama3", "chatml"]
+TemplateName = Literal["gemma", "gemma4", "llama3", "chatml"]
 TEMPLATE_NAMES: tuple[TemplateName, ...] = get_args(TemplateName)
 
 # Content is a string, or a list of {"type": "text", "text": ...} parts.
@@ -42,6 +42,17 @@ _GEMMA = r"""
 {%- endif -%}
 """
 
+_GEMMA4 = r"""
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+    {{- text(message.content) | trim + '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\n' -}}
+{%- endif -%}
+"""
+
 _LLAMA3 = r"""
 {%- macro header(role) -%}
     {{- '<|start_header_id|>' + ('ipython' if role == 'tool' else role) + '<|end_header_id|>\n\n' -}}
@@ -66,17 +77,19 @@ _CHATML = r"""
 
 TEMPLATES: dict[TemplateName, str] = {
     "gemma": (_TEXT + _GEMMA).strip(),
+    "gemma4": (_TEXT + _GEMMA4).strip(),
     "llama3": (_TEXT + _LLAMA3).strip(),
     "chatml": (_TEXT + _CHATML).strip(),
 }
 
 MARKERS: dict[TemplateName, tuple[str, ...]] = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "gemma4": ("<|turn>", "<turn|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
 
-STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "llama3": True, "chatml": False}
+STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "gemma4": True, "llama3": True, "chatml": False}
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 """Tokens that end an assistant's turn in the families' formats; a vocabulary has some of them or none."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import FAMILIES, read_json
 
@@ -24,6 +25,19 @@ class Padding(NamedTuple):
     """Its id, e.g. 0; None where no token is suitable: transformers then scores one sequence at a time."""
     token: str | None = None
     """Its text, e.g. `<pad>`, where the tokenizer's files contain it."""
+
+
+def require_classifier(config: DecoderConfig) -> None:
+    """Refuses a reward model of a family that transformers could not load.
+
+    Raises:
+        UserError: transformers has no sequence classifier for the family.
+    """
+    if FAMILIES[config.family].classifier is None:
+        raise UserError(
+            f"model.path: transformers has no sequence classifier for {config.family}, so that nothing could load a "
+            "reward model of it: train one of another family"
+        )
 
 
 def classifier_fields(config: DecoderConfig, padding: Padding) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from tunix.models.families.table import FAMILIES, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import is_scale, tile_of
+from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
@@ -223,6 +224,7 @@ def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, S
                 "Set tie_word_embeddings to false there, or remove the tensor."
             )
         extra = [name for name in extra if name != head]
+    extra = [name for name in extra if not FAMILIES[config.family].spare(config, name)]
     if not extra:
         return
     beyond = [
@@ -321,7 +323,7 @@ def write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), config.delta is not None)
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), projections_of(config))
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

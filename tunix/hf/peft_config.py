@@ -81,7 +81,7 @@ def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig)
     tied, targeted = config.tied, adapter.targeted_in(config)
     wider = 2 if adapter.start == "pissa" else 1
     louder = math.sqrt(wider) if adapter.rslora else wider
-    ranks = {name: adapter.modules[PROJECTIONS[name]].rank for name in targeted}
+    ranks = {name: adapter.modules[PROJECTIONS[name][0]].rank for name in targeted}
     alphas = {name: adapter.alpha_of(name) for name in targeted}
     whole = (["embed_tokens"] if tied and adapter.also else list(adapter.also)) + ([HEADS[0]] if scores else [])
     fields = {

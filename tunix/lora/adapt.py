@@ -22,12 +22,13 @@ from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig, Low
 from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Block
-from tunix.models.config import DecoderConfig
+from tunix.models.config import SHARED, DecoderConfig
 from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
 from tunix.models.model import Model, Params, is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
 from tunix.models.quantization.modules import PROJECTIONS
+from tunix.models.self_attention import Kept
 from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -71,9 +72,14 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
             projection.watched = True
         x = jnp.zeros((1, 1, decoder.d_model))
         here = jnp.zeros((1, 1), jnp.int32)
-        rope = rope_tables(here, decoder.rope, decoder.head_dim)
-        segments = Segments(here, here)
-        adapted = cast(Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, rngs=rngs))
+        kind = decoder.kinds_with(block.mixer_name)[0]
+        rope = rope_tables(here, kind.rope, kind.head_dim)
+        segments, given = Segments(here, here), jnp.zeros((1, 1, decoder.layer_inputs))
+        other = jnp.zeros((1, 1, kind.kv_heads, kind.head_dim))
+        kept = Kept(other, other) if kind.mixer in SHARED else None
+        adapted = cast(
+            Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, given=given, rngs=rngs)
+        )
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
@@ -102,7 +108,7 @@ def _check_rank(name: str, low: Low, projection: Projection) -> None:
     shape, contracted = projection.w.shape, projection.contracted
     most = min(math.prod(shape[:contracted]), math.prod(shape[contracted:]))
     if low.rank > most:
-        (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if ours == name]
+        (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
         raise UserError(
             f"adapter.rank: {low.rank} is above {most}, the most that {theirs}'s matrix can have: lower it, or set "
             f"adapter.ranks: {{{theirs}: {most}}}"

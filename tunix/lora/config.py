@@ -137,7 +137,7 @@ class AdapterConfig(Config):
     @property
     def modules(self) -> dict[str, Low]:
         """Our name of each adapted module of any family -> the rank and scale of its adapter."""
-        return {PROJECTIONS[name]: self._low(name) for name in self.targeted}
+        return {ours: self._low(name) for name in self.targeted for ours in PROJECTIONS[name]}
 
     def targeted_in(self, config: DecoderConfig) -> tuple[str, ...]:
         """Those of the adapted modules that a model has, as `targeted`.
@@ -145,7 +145,7 @@ class AdapterConfig(Config):
         Raises:
             UserError: a target means none of them.
         """
-        there = projections_of(config.delta is not None)
+        there = projections_of(config)
         for pattern in () if self.targets == "all-linear" else self.targets:
             if not there.keys() & matched(pattern):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
@@ -153,7 +153,8 @@ class AdapterConfig(Config):
 
     def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
-        return {PROJECTIONS[name]: self._low(name) for name in self.targeted_in(config)}
+        there = projections_of(config)
+        return {ours: self._low(name) for name in self.targeted_in(config) for ours in there[name]}
 
     def alpha_of(self, name: str) -> float:
         """The alpha of a module, given the last part of its name."""

@@ -4,7 +4,7 @@ The config names which mixer and which ffn (`MIXERS` and `FEED_FORWARDS` at the 
 same call, and one line there. Training, prefill and decoding share this code: with a cache the mixer
 first writes its new tokens there, then attends to what the cache holds.
 
-Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim.
+Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim, Dp width of inputs of layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,23 +17,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import constrain
-from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView
-from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.config import DELTANET, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
-from tunix.models.layers import Norm, Projection, TokenKeys, rotate
+from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
+from tunix.models.per_layer import InputGate
+from tunix.models.self_attention import Attention, GlobalAttention, GlobalSharedAttention, Kept, SharedAttention
 
-PARTS = ("mixer", "ffn")
+PARTS = ("mixer", "ffn", "own_input")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
 
-RopeTables = tuple[jax.Array, jax.Array]
-"""cos and sin `[B T H/2]`."""
 View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
-Cache = Pages | SlotStates
-"""What a layer keeps of earlier tokens: keys and values, or states."""
+Cache = Pages | SlotStates | Kept
+"""What a layer keeps of earlier tokens: keys and values, or states; `Kept` where layers read those of others."""
 Auxiliary = dict[str, Float[Array, ""]]
 """Scalars that a layer returns with its output, such as the load-balance loss of a router; summed over layers."""
 
@@ -66,49 +65,6 @@ class FeedForward(Protocol):
         ...
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with rope; with `qk_norm` each head's query and key are normed before rope.
-
-    With `output_gate` q's matrix has a second half for each head, whose sigmoid multiplies the head's output.
-    """
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        c, bias = config, config.qkv_bias
-        d, n, k, h = c.d_model, c.num_heads, c.num_kv_heads, c.head_dim
-        self.config, outputs = config, 2 * h if c.output_gate else h
-        self.q = Projection("BTD,DNH->BTNH", (d, n, outputs), ("embed", "heads", "head"), rngs, contracted=1, bias=bias)
-        self.k = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
-        self.v = Projection("BTD,DKH->BTKH", (d, k, h), ("embed", "kv_heads", "head"), rngs, contracted=1, bias=bias)
-        self.o = Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2)
-        self.q_norm = Norm(h, "head", eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm else None
-        self.k_norm = Norm(h, "head", eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm else None
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        rope: RopeTables,
-        view: View,
-        cache: Cache | None = None,
-        dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        q, k, v = self.q(x, dropout_keys), self.k(x, dropout_keys), self.v(x, dropout_keys)
-        q, gate = jnp.split(q, 2, axis=-1) if self.config.output_gate else (q, None)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        q, k, v = checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
-        how = {"scale": self.config.scale, "softcap": self.config.attention_softcap}
-        if isinstance(view, Segments | ByKind):
-            mixed, cache = attend(q, k, v, view, **how), None
-        else:
-            assert isinstance(cache, Pages), "a view of pages comes with the pages"
-            assert isinstance(view, CachedView), "pages come with their view"
-            mixed, cache = attend_cached(q, k, v, cache, view, **how)
-        if gate is not None:
-            mixed = mixed * jax.nn.sigmoid(checkpoint_name(gate, "q"))
-        return self.o(mixed, dropout_keys), cache
-
-
 class GatedFFN(nnx.Module):
     """`down(act(gate x) * up x)` (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
@@ -123,9 +79,40 @@ class GatedFFN(nnx.Module):
         self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         gate, up = self.gate(x, dropout_keys), self.up(x, dropout_keys)
-        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * up, dropout_keys), {}
+        return self.down(gated(self.activation, gate, up), dropout_keys), {}
+
+
+class WideFFN(nnx.Module):
+    """`GatedFFN` of twice the width, whose parameters have names of their own: a parameter has one shape."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, f = config.d_model, 2 * config.ffn
+        self.activation = config.activation
+        self.wide_gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.wide_up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+        self.wide_down = Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None = None
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        gate, up = self.wide_gate(x, dropout_keys), self.wide_up(x, dropout_keys)
+        return self.wide_down(gated(self.activation, gate, up), dropout_keys), {}
+
+
+def gated(activation: str, gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+    """`act(gate) * up`."""
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+
+
+class Factor(nnx.Module):
+    """A number that multiplies what a layer returns, as its folder has it: it does not train."""
+
+    def __init__(self):
+        self.factor = nnx.Param(jnp.ones((), jnp.float32), axes=())
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x * jax.lax.stop_gradient(self.factor[...])
 
 
 class Block(nnx.Module):
@@ -139,12 +126,15 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
         d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
-        self.mixer = MIXERS[mixer](config, rngs)
-        self.ffn = FEED_FORWARDS[config.feed_forward](config, rngs)
+        self.mixer_name, self.mixer = mixer, MIXERS[mixer](config, rngs)
+        self.ffn = WideFFN(config, rngs) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
         self.pre_attn_norm = Norm(d, "embed", **norm)
         self.pre_mlp_norm = Norm(d, "embed", **norm)
         self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
         self.post_mlp_norm = Norm(d, "embed", **norm) if config.post_norms else None
+        self.own_input = InputGate(config, rngs) if config.layer_inputs else None
+        self.post_input_norm = Norm(d, "embed", **norm) if config.layer_inputs else None
+        self.output = Factor() if config.output_factor else None
 
     def __call__(
         self,
@@ -153,6 +143,7 @@ class Block(nnx.Module):
         view: View,
         cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
+        given: Float[Array, "B T Dp"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
 
@@ -162,21 +153,32 @@ class Block(nnx.Module):
             view: which tokens see each other, within this layer's window.
             cache: the mixer's pages of earlier tokens, only with a `CachedView`.
             dropout_keys: a key for each token, by which adapters drop inputs.
+            given: the layer's own inputs, where layers have some.
         """
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
         y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
+        if self.own_input is not None and self.post_input_norm is not None:
+            assert given is not None, "layers with inputs of their own are given them"
+            x = x + self.post_input_norm(self.own_input(x, given, dropout_keys))
+        x = x if self.output is None else self.output(x)
         return constrain(x, "rows", "time", None), cache, auxiliary
 
     def projections(self) -> dict[str, Projection]:
         """The projections of the layer by name, the mixer's first."""
-        fields = {**vars(self.mixer), **vars(self.ffn)}
+        parts = [self.mixer, self.ffn, *([] if self.own_input is None else [self.own_input])]
+        fields = {name: module for part in parts for name, module in vars(part).items()}
         return {name: module for name, module in fields.items() if isinstance(module, Projection)}
 
 
-MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {"attention": Attention, DELTANET: GatedDeltaNet}
+MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
+    "attention": Attention,
+    GLOBAL: GlobalAttention,
+    **{mixer: GlobalSharedAttention if source == GLOBAL else SharedAttention for mixer, source in SHARED.items()},
+    DELTANET: GatedDeltaNet,
+}
 """`LayerKind.mixer` -> the class of the mixer."""
 FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {"gated": GatedFFN}
 """`DecoderConfig.feed_forward` -> the class of the ffn."""

@@ -1,11 +1,17 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
+GLOBAL = "global"
+"""The mixer of global layers whose heads have other sizes than those of local ones (`DecoderConfig.global_heads`)."""
+SHARED = {"shared": "attention", "shared_wide": "attention", "global_shared": GLOBAL, "global_shared_wide": GLOBAL}
+"""The mixers of layers without keys and values of their own -> the mixer of the layers whose they read. Those that are
+called wide come with an ffn that is twice as wide."""
+WIDE = tuple(mixer for mixer in SHARED if mixer.endswith("_wide"))
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
 """Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
 
@@ -16,10 +22,11 @@ class Rope:
 
     theta: float = 10_000.0
     """Base of the frequencies."""
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """How frequencies are scaled beyond the original length."""
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
+    """How frequencies are scaled beyond the original length; proportional: they are those of a head that is rotated
+    whole, and the last ones are 0."""
     factor: float = 1.0
-    """Divides the frequencies: all of them (linear), or the low ones (llama3, yarn)."""
+    """Divides the frequencies: all of them (linear, proportional), or the low ones (llama3, yarn)."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_length / this are divided by `factor`."""
     high_freq_factor: float = 4.0
@@ -33,7 +40,8 @@ class Rope:
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None for 0.1 ln(factor) + 1."""
     share: float = 1.0
-    """The part of each head that is rotated, its first dimensions; e.g. 0.25 for Qwen 3.5."""
+    """The part of each head that is rotated, its first dimensions, e.g. 0.25 for Qwen 3.5; proportional: the first of
+    its pairs (i, i + H/2)."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class GlobalHeads:
+    """The heads of global layers, where they differ from those of local ones."""
+
+    kv_heads: int
+    """K, e.g. 4 where local layers have 16."""
+    head_dim: int
+    """H, e.g. 512 where local layers have 256."""
+    keys_are_values: bool = False
+    """Whether values are made of the keys before their norm and rope: then these layers have no v."""
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """The settings in which layers of one decoder differ. Known while a program is traced: never an array."""
 
@@ -71,11 +91,31 @@ class LayerKind:
     """Positions that a token sees, itself included; None for all of its sequence."""
     mixer: str = "attention"
     """What mixes the tokens, by its name in `MIXERS` of `models/blocks.py`; it decides which weights a layer has."""
+    head_dim: int = 0
+    """H of its queries, keys and values, e.g. 128; 0 where it has none."""
+    kv_heads: int = 0
+    """K, e.g. 8; 0 where it has no keys and values."""
 
     @property
     def paged(self) -> bool:
-        """Whether decoding reads keys and values of earlier tokens from pages; else a state of constant size."""
-        return self.mixer != DELTANET
+        """Whether keys and values of earlier tokens are kept in pages; else a state of constant size, or nothing."""
+        return self.mixer != DELTANET and self.mixer not in SHARED
+
+    @property
+    def source(self) -> "LayerKind":
+        """The kind of the layers whose keys and values it reads: itself where it has some."""
+        return replace(self, mixer=SHARED.get(self.mixer, self.mixer))
+
+
+class Stage(NamedTuple):
+    """Layers, one after the other, that are computed by one scan."""
+
+    start: int
+    """The number of the first one."""
+    stop: int
+    """One after the number of the last one."""
+    period: int
+    """After how many layers their mixers repeat, e.g. 4 for three of one mixer and one of another."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +160,20 @@ class DecoderConfig:
     """For each layer whether it is local; empty where none is."""
     rope_local: Rope | None = None
     """Gemma 3: rope of the local layers; None for `rope`."""
+    global_heads: GlobalHeads | None = None
+    """Gemma 4: the heads of the global layers; None where all layers have the same."""
+    value_norm: bool = False
+    """Gemma 4: each head's value is divided by its root mean square, as `qk_norm` does without a weight."""
+    output_factor: bool = False
+    """Gemma 4: what a layer returns is multiplied by a number that the folder has for it, and that does not train."""
+    shared_layers: int = 0
+    """Gemma 4 E2B and E4B: so many layers at the end have no keys and values; each reads those of the last layer before
+    them that sees as far, e.g. 20."""
+    shared_wide: bool = False
+    """Gemma 4 E2B: the ffn of these layers is twice as wide."""
+    layer_inputs: int = 0
+    """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`per_layer.py`), e.g. 256; 0 where
+    it has none."""
     output_gate: bool = False
     """Qwen 3.5: each head's output of attention is multiplied by a sigmoid, made by the other half of q's matrix."""
     linear_layers: tuple[bool, ...] = ()
@@ -154,12 +208,18 @@ class DecoderConfig:
         return tuple(kind for kind in self.distinct_kinds if kind.paged)
 
     @property
+    def query_width(self) -> float:
+        """Numbers of a token's queries, the mean over layers that have some, e.g. 4096.0."""
+        wide = [self.num_heads * kind.head_dim for kind in self.kinds if kind.head_dim]
+        return sum(wide) / len(wide)
+
+    @property
     def mixers(self) -> tuple[str, ...]:
         """Each mixer once, in the order in which they first appear."""
         return tuple(dict.fromkeys(kind.mixer for kind in self.kinds))
 
-    def layers_with(self, mixer: str | None) -> tuple[int, ...]:
-        """The numbers of the layers with this mixer; None for all layers."""
+    def layers_with(self, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
+        """The numbers of the layers with this mixer, or with one of several; None for all layers."""
         return _layers_with(self, mixer)
 
     def kinds_with(self, mixer: str) -> tuple[LayerKind, ...]:
@@ -167,28 +227,53 @@ class DecoderConfig:
         return tuple(kind for kind in self.distinct_kinds if kind.mixer == mixer)
 
     @property
-    def period(self) -> int:
-        """After how many layers their mixers repeat, e.g. 4 for three of one mixer and one of another."""
-        mixers = [kind.mixer for kind in self.kinds]
+    def stages(self) -> tuple[Stage, ...]:
+        """The scans that compute the layers in turn: one, but where layers read the keys and values of others. Then the
+        period that has these others is a stage of its own, from which they are handed on."""
+        first = self.num_layers - self.shared_layers
+        if not self.shared_layers:
+            return (Stage(0, first, self._period(0, first)),)
+        period = self._period(0, first)
+        before = Stage(0, first - period, period)
+        last = Stage(first, self.num_layers, self._period(first, self.num_layers))
+        return (*((before,) if before.stop else ()), Stage(first - period, first, period), last)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The numbers of the layers whose keys and values later layers read, e.g. (13, 14)."""
+        own = self.kinds[: self.num_layers - self.shared_layers]
+        read = {kind.source for kind in self.kinds[len(own) :]}
+        return tuple(number for number, kind in enumerate(own) if kind in read and kind not in own[number + 1 :])
+
+    def _period(self, start: int, stop: int) -> int:
+        """After how many of these layers their mixers repeat."""
+        mixers = [kind.mixer for kind in self.kinds[start:stop]]
+        number = len(mixers)
         return next(
             length
-            for length in range(1, self.num_layers + 1)
-            if self.num_layers % length == 0 and mixers == mixers[:length] * (self.num_layers // length)
+            for length in range(1, number + 1)
+            if number % length == 0 and mixers == mixers[:length] * (number // length)
         )
 
 
 # Kept: a folder's tensors ask for them by name and layer.
 @lru_cache(maxsize=64)
 def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
-    far = LayerKind(config.rope, mixer=config.mixer)
-    near = far if config.window is None else LayerKind(config.rope_local or config.rope, config.window, config.mixer)
+    far = LayerKind(config.rope, None, config.mixer, config.head_dim, config.num_kv_heads)
+    near = far if config.window is None else replace(far, rope=config.rope_local or config.rope, window=config.window)
+    if heads := config.global_heads:
+        far = replace(far, mixer=GLOBAL, head_dim=heads.head_dim, kv_heads=heads.kv_heads)
     linear, none = LayerKind(config.rope, mixer=DELTANET), (False,) * config.num_layers
-    return tuple(
+    kinds = [
         linear if delta else near if local else far
         for delta, local in zip(config.linear_layers or none, config.local_layers or none, strict=True)
-    )
+    ]
+    first = config.num_layers - config.shared_layers
+    readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == config.shared_wide}
+    return (*kinds[:first], *(replace(kind, mixer=readers[kind.mixer]) for kind in kinds[first:]))
 
 
 @lru_cache(maxsize=64)
-def _layers_with(config: DecoderConfig, mixer: str | None) -> tuple[int, ...]:
-    return tuple(number for number, kind in enumerate(config.kinds) if mixer in (None, kind.mixer))
+def _layers_with(config: DecoderConfig, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
+    wanted = (mixer,) if isinstance(mixer, str) else mixer
+    return tuple(number for number, kind in enumerate(config.kinds) if wanted is None or kind.mixer in wanted)

@@ -4,28 +4,36 @@ Tokens -> embeddings -> a scan over stacked blocks -> final norm -> hidden state
 these into log-probs without ever holding all logits. Inputs are packed rows: in each segment positions restart, and
 attention stays within it.
 
-Axes: B rows, T time, V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers.
+Axes: B rows, T time, V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers,
+Dp width of inputs of layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from tunix.config import DType, GradientSums
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import Auxiliary, Block, RopeTables
-from tunix.models.config import DecoderConfig
-from tunix.models.layers import MATRICES, Norm, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
+from tunix.models.blocks import Auxiliary, Block
+from tunix.models.config import SHARED, DecoderConfig, Stage
+from tunix.models.layers import MATRICES, Norm, RopeTables, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
+from tunix.models.per_layer import LayerInputs, layer_inputs
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
-from tunix.models.scan import Path, Remat, Weights, over_layers
+from tunix.models.scan import Others, Path, Remat, Weights, over_layers
+from tunix.models.self_attention import Kept
 
+READ_LATER = "kept by "
+"""Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
+OfKind = Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]
+"""The rope tables and the view of a layer, from the index of its kind among those of its mixer."""
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
 
@@ -96,6 +104,7 @@ class Decoder(nnx.Module):
         self.config, self.attention, self.gradient_sums = config, attention, gradient_sums
         self.remat: Remat = remat
         self.embed = Table(config, rngs)
+        self.inputs = LayerInputs(config, rngs) if config.layer_inputs else None
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.value = ValueHead(config) if has_scalar_head else None
@@ -149,7 +158,6 @@ class Decoder(nnx.Module):
             x = x + noise.astype(dtype)
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
-        order, of_kind = c.kinds[: c.period], self._kinds(segments)
         projections = {name: one for mixer in c.mixers for name, one in self.block(mixer).projections().items()}
 
         def cast(path: Path, w: jax.Array) -> jax.Array:
@@ -161,37 +169,94 @@ class Decoder(nnx.Module):
                     return w
             return in_compute(name, w, dtype)
 
-        def layer(place: int, x: jax.Array, weights: Weights, kind_and_number: tuple) -> tuple[jax.Array, Auxiliary]:
-            (kind, number), mixer = kind_and_number, order[place].mixer
-            layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
-            rope, view = of_kind[mixer](kind)
-            x, _, auxiliary = self.structures[mixer].block(weights)(x, rope, view, dropout_keys=layer_keys)
-            return x, auxiliary
-
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
-        period = [self.structures[kind.mixer].paths for kind in order]
-        x, auxiliary = over_layers(layer, cast, x, stacked, (kinds, numbers), self.remat, period)
+        plain, given = (kinds, numbers), self._layer_inputs(tokens, x)
+        auxiliary, shared = {}, {}
+        for stage in c.stages:
+            layer = partial(self._layer, stage, self._kinds(segments), dropout_keys)
+            others = Others(_part(plain, stage), _part(given, stage), shared)
+            period = [self.structures[kind.mixer].paths for kind in c.kinds[stage.start : stage.stop][: stage.period]]
+            weights = self._of_stage(stacked, stage)
+            x, terms = over_layers(layer, cast, x, weights, others, self.remat, period)
+            kept = {name: term for name, term in terms.items() if name.startswith(READ_LATER)}
+            shared = {**shared, **{name.removeprefix(READ_LATER): term for name, term in kept.items()}}
+            auxiliary |= {name: auxiliary.get(name, 0) + term for name, term in terms.items() if name not in kept}
         # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
         norm = in_compute("norm/w", self.norm.w[...], dtype)
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
-    def _kinds(self, segments: Segments) -> dict[str, Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]]:
+    def _layer(
+        self,
+        stage: Stage,
+        of_kind: Mapping[str, OfKind],
+        dropout_keys: TokenKeys | None,
+        place: int,
+        x: Float[Array, "B T D"],
+        weights: Weights,
+        others: Others,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """The stream after a layer, its auxiliary terms, and the keys and values that later stages read.
+
+        Args:
+            stage: the layer's.
+            of_kind: for each mixer what `_kinds_with` returns.
+            dropout_keys: a key for each token.
+            place: the layer's in its period.
+            weights: those that it has.
+            others: its kind and number, its own inputs, and keys and values by the mixer of the layers that made them.
+        """
+        c, at = self.config, stage.start + place
+        (index, number), kind = others.plain, c.kinds[at]
+        layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
+        rope, view = of_kind[kind.mixer](index)
+        read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
+        block = self.structures[kind.mixer].block(weights)
+        x, kept, auxiliary = block(x, rope, view, read, dropout_keys=layer_keys, given=others.given)
+        if at in c.sources and stage.stop - stage.start == stage.period:
+            assert isinstance(kept, Kept), "a layer hands on what others read"
+            return x, {**auxiliary, READ_LATER + kind.mixer: (kept.keys, kept.values)}
+        return x, auxiliary
+
+    def _of_stage(self, stacked: Weights, stage: Stage) -> Weights:
+        """The weights of the layers of a stage, each stacked over those of them that have it."""
+        if len(self.config.stages) == 1:
+            return stacked
+        found: dict[Path, jax.Array] = {}
+        for path, w in stacked.items():
+            mixers = tuple(mixer for mixer, one in self.structures.items() if path in one.paths)
+            here = [stage.start <= number < stage.stop for number in self.config.layers_with(mixers)]
+            if any(here):
+                found[path] = w[here.index(True) : here.index(True) + sum(here)]
+        return found
+
+    def _layer_inputs(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T Dp"] | None:
+        """The inputs of each layer's own, where layers have some, for embedded tokens."""
+        if self.inputs is None:
+            return None
+        embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
+        context, norm = (in_compute("w", w, x.dtype) for w in (context, norm))
+        return layer_inputs(self.config, embed, context, norm, tokens, x)
+
+    def _kinds(self, segments: Segments) -> dict[str, OfKind]:
         """For each mixer a function from the index of a layer's kind, among those of the mixer, to its rope tables and
         view: one block serves them all."""
         return {mixer: self._kinds_with(mixer, segments) for mixer in self.config.mixers}
 
-    def _kinds_with(
-        self, mixer: str, segments: Segments
-    ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
+    def _kinds_with(self, mixer: str, segments: Segments) -> OfKind:
         kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(segments.positions, kind.rope, self.config.head_dim) for kind in kinds]
+        tables = [rope_tables(segments.positions, kind.rope, kind.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
         layers = tuple(self.config.kinds.count(kind) for kind in kinds)
         return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
+
+
+def _part(stacked: PyTree, stage: Stage) -> PyTree:
+    """The part of a stage in what is stacked over all layers."""
+    return jax.tree.map(lambda x: x[stage.start : stage.stop], stacked)
 
 
 def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:

@@ -4,12 +4,13 @@ Weights are stored layer by layer (`unstack`), because layers run unrolled here:
 layer has pages (`attention/pages.py`); layers of one kind use the same numbers of pages for the same tokens. A DeltaNet
 has a state for each slot instead (`deltanet.py`).
 
-Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers.
+Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers,
+Dp width of inputs of layers.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,18 @@ from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
-from tunix.models.blocks import Cache, RopeTables
-from tunix.models.config import DecoderConfig, LayerKind
+from tunix.models.blocks import Cache
+from tunix.models.config import SHARED, DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
-from tunix.models.layers import rms_norm, rope_tables
+from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
+from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
+from tunix.models.self_attention import Kept
 from tunix.util.exact import once
 
-TOP = ("embed/w", "head/w", "norm/w")
+TOP = ("embed/w", "head/w", "norm/w", *NAMES)
 """The parameters outside of the layers that decoding reads."""
 LAYERS = "layers/"
 BY_ADAPTER = ("_lora_share", "_lora_gain")
@@ -100,8 +103,8 @@ def empty(
     *,
     slots: int,
     dtype: DType,
-) -> tuple[Cache, ...]:
-    """Empty pages or states, those of each layer.
+) -> tuple[Cache | None, ...]:
+    """Empty pages or states, those of each layer; None where a layer reads the keys and values of another.
 
     Args:
         config: of the decoder.
@@ -113,47 +116,57 @@ def empty(
         dtype: of the model, in which these hold the inputs of their convolutions.
     """
 
-    def one(of: LayerKind) -> Cache:
+    def one(of: LayerKind) -> Cache | None:
+        if of.mixer in SHARED:
+            return None
         if not of.paged:
             assert config.delta is not None, "its sizes come with the layers"
             return SlotStates.empty(config.delta, slots, dtype)
-        pages = layout.empty(numbers[config.paged_kinds.index(of)], config.num_kv_heads, config.head_dim, size, kind)
+        pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 
     return tuple(map(one, config.kinds))
 
 
-def decode_spec(config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int) -> DecodeSpec:
-    """What is read on each device of a mesh: pages of `page` tokens by queries of this dtype."""
+def decode_specs(
+    config: DecoderConfig, mesh: Mesh, dtype: DType, cache: CacheType, page: int
+) -> tuple[DecodeSpec, ...]:
+    """What is read on each device of a mesh, for each shape of the heads: pages of `page` tokens by queries of this
+    dtype."""
     device = mesh.devices.flat[0]
     where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     capability = getattr(device, "compute_capability", None) if where == "gpu" else None
-    split = partition(("kv_heads",), (config.num_kv_heads,), mesh)[0] is not None
-    parts = mesh.shape["tensor"] if split else 1
-    return DecodeSpec(
-        config.num_heads // parts,
-        config.num_kv_heads // parts,
-        config.head_dim,
-        dtype,
-        cache,
-        page,
-        tuple(kind.window for kind in config.paged_kinds),
-        config.attention_softcap,
-        where,
-        None if capability is None else float(capability),
-    )
+
+    def one(kv_heads: int, head_dim: int) -> DecodeSpec:
+        split = partition(("kv_heads",), (kv_heads,), mesh)[0] is not None
+        parts = mesh.shape["tensor"] if split else 1
+        return DecodeSpec(
+            config.num_heads // parts,
+            kv_heads // parts,
+            head_dim,
+            dtype,
+            cache,
+            page,
+            tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
+            config.attention_softcap,
+            where,
+            None if capability is None else float(capability),
+        )
+
+    kinds = config.paged_kinds
+    return tuple(one(*shape) for shape in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
 
 
 def extend(
     model: Model,
     weights: Weights,
-    caches: tuple[Cache, ...],
+    caches: tuple[Cache | None, ...],
     tokens: Int[Array, "B C"],
     positions: Int[Array, "B C"],
     views: Sequence[CachedView],
     states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
-) -> tuple[Float[Array, "B C D"], tuple[Cache, ...]]:
+) -> tuple[Float[Array, "B C D"], tuple[Cache | None, ...]]:
     """Hidden states of new tokens after the final norm, and the caches with them.
 
     Args:
@@ -164,14 +177,21 @@ def extend(
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
     """
     c = model.config
-    ropes = [rope_tables(positions, kind.rope, c.head_dim) for kind in c.distinct_kinds]
+    ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
     x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
-    new = []
-    for kind, own, cache in zip(c.kinds, weights.layers, caches, strict=True):
-        view = views[c.paged_kinds.index(kind)] if kind.paged else states
+    given: Any = [None] * c.num_layers
+    if c.layer_inputs:
+        table, context, norm = (weights.top[name] for name in NAMES)
+        given = layer_inputs(c, table, context, norm, tokens, x)
+    new, kept = [], {}
+    for kind, own, cache, mine in zip(c.kinds, weights.layers, caches, given, strict=True):
+        view = views[c.paged_kinds.index(kind.source)] if kind.source.paged else states
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
-        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, cache, adapters)
+        read = kept[kind.source] if kind.mixer in SHARED else cache
+        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, read, mine, adapters)
+        if isinstance(cache, Kept):
+            kept[kind], cache = cache, cache.pages
         new.append(cache)
     return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
 
@@ -185,9 +205,10 @@ def _layer(
     x: Float[Array, "B C D"],
     rope: RopeTables,
     view: CachedView | StepView | PieceStates,
-    cache: Cache,
+    cache: Cache | None,
+    given: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
-) -> tuple[Float[Array, "B C D"], Cache]:
+) -> tuple[Float[Array, "B C D"], Cache | None]:
     """A layer's output and its cache. As a program within another, it is traced once for each kind of layer.
 
     Args:
@@ -195,8 +216,7 @@ def _layer(
         mixer: the layer's.
     """
     del where
-    x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache)
-    assert new is not None, "a layer with a view of its cache returns its cache"
+    x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
     return x, new
 
 

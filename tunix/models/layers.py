@@ -30,6 +30,8 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nn
 
 MATRICES = ("w", "w_lora_a", "w_lora_b")
 """Names of a projection's parameters that `project` multiplies by."""
+RopeTables = tuple[jax.Array, jax.Array]
+"""cos and sin `[B T H/2]`."""
 TokenKeys = Key[Array, "B T"]
 """A random key for each token."""
 
@@ -282,14 +284,24 @@ def rms_norm(x: jax.Array, w: jax.Array, *, eps: float, offset: bool) -> jax.Arr
     return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
+def unit_rms(x: jax.Array, *, eps: float) -> jax.Array:
+    """`x / rms(x)` over the last axis, in float32: a norm without weights."""
+    return rms_norm(x, jnp.ones((), jnp.float32), eps=eps, offset=False)
+
+
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     """`[h / 2]` float32 frequencies of the dimensions that are rotated, after scaling, and the factor on cos and sin.
 
+    Of a proportional rope all dimensions are, the last pairs with frequency 0.
+
     llama3: Dubey et al. 2024, https://arxiv.org/abs/2407.21783. yarn: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
     """
-    head_dim = int(head_dim * rope.share)
+    share, head_dim = (rope.share, head_dim) if rope.kind == "proportional" else (1.0, int(head_dim * rope.share))
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "proportional":
+        plain[int(share * head_dim // 2) :] = 0
+        return plain / np.float32(rope.factor), 1.0
     if rope.kind == "default":
         return plain, 1.0
     slow = plain / rope.factor

@@ -40,8 +40,21 @@ kernel's forward pass runs twice; `offload` keeps what `block` does in the host'
 Path = tuple[str, ...]
 """Where a layer's weight is in its block, e.g. `("mixer", "q", "w")`."""
 Weights = Mapping[Path, jax.Array]
-Terms = dict[str, jax.Array]
-Layer = Callable[[int, Float[Array, "B T D"], Weights, PyTree], tuple[Float[Array, "B T D"], Terms]]
+Terms = dict[str, PyTree]
+
+
+class Others(NamedTuple):
+    """What layers read besides the stream and their weights."""
+
+    plain: PyTree = None
+    """Stacked over all layers; it has no gradient."""
+    given: PyTree = None
+    """The same with a gradient."""
+    shared: PyTree = None
+    """Read by all layers alike, with a gradient."""
+
+
+Layer = Callable[[int, Float[Array, "B T D"], Weights, Others], tuple[Float[Array, "B T D"], Terms]]
 Cast = Callable[[Path, jax.Array], jax.Array]
 
 
@@ -62,7 +75,7 @@ def over_layers(
     cast: Cast,
     x: Float[Array, "B T D"],
     weights: Weights,
-    others: PyTree,
+    others: Others,
     remat: Remat,
     period: Sequence[Collection[Path]],
 ) -> tuple[Float[Array, "B T D"], Terms]:
@@ -73,7 +86,7 @@ def over_layers(
         cast: the weight that a layer uses, given its path and its slice. Its gradient has to be that of its result, as
             a cast's is.
         weights: each stacked over the layers that have it.
-        others: what differs between layers besides, stacked over all; it has no gradient.
+        others: what else layers read; each gets its part of what is stacked.
         remat: what is kept for the backward pass.
         period: the weights that each layer of a period has.
     """
@@ -81,44 +94,46 @@ def over_layers(
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
     dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
 
-    def one(number: int, x: jax.Array, weights: list, sinks: list, others: PyTree) -> tuple[jax.Array, Terms]:
+    def one(number: int, x: jax.Array, shared: PyTree, weights: list, sinks: list, each: tuple) -> tuple:
         here = places[number].weights
         leaves = [_cast(casts[at], *both) for at, *both in zip(here, weights, sinks, strict=True)]
         own = dict(zip((paths[at] for at in here), leaves, strict=True))
-        return layer(number, checkpoint_name(x, INPUT), own, others)
+        return layer(number, checkpoint_name(x, INPUT), own, Others(each[0], each[1], shared))
 
-    def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
-        found: Terms = {}
-        for number, place in enumerate(places):
-            own = place.part(inputs) if len(places) > 1 else inputs
-            x, terms = jax.checkpoint(partial(one, number), policy=policy(remat))(x, *own)
-            found |= {name: found[name] + term if name in found else term for name, term in terms.items()}
-        return x, found
+    def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
+        def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
+            found: Terms = {}
+            for number, place in enumerate(places):
+                own = place.part(inputs) if len(places) > 1 else inputs
+                x, terms = jax.checkpoint(partial(one, number), policy=policy(remat))(x, shared, *own)
+                found |= {name: found[name] + term if name in found else term for name, term in terms.items()}
+            return x, found
 
-    def run(x: jax.Array, stacked: list, sinks: list) -> tuple[jax.Array, Terms]:
-        x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, others))
+        x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, (others.plain, given)))
         return x, jax.tree.map(lambda term: jnp.sum(term, axis=0), terms)
 
     nowhere = [None] * len(stacked)
+    more = (others.given, others.shared)
     if used == dtypes:
-        return run(x, stacked, nowhere)
+        return run(x, stacked, nowhere, *more)
 
     @jax.custom_vjp
-    def scanned(x: jax.Array, stacked: list) -> tuple[jax.Array, Terms]:
-        return run(x, stacked, nowhere)
+    def scanned(x: jax.Array, stacked: list, more: tuple) -> tuple[jax.Array, Terms]:
+        return run(x, stacked, nowhere, *more)
 
-    def forward(x: Any, stacked: list) -> tuple[Any, Any]:
+    def forward(x: Any, stacked: list, more: tuple) -> tuple[Any, Any]:
         # Zeros that nobody reads, so that nobody makes them: their gradients are the weights', as the products are.
         sinks = [jnp.zeros(w.value.shape, kind) if w.perturbed else None for w, kind in zip(stacked, used, strict=True)]
         values = [w.value for w in stacked]
-        return jax.vjp(lambda x, sinks: run(x, values, sinks), x.value, sinks)
+        others = jax.tree.map(lambda leaf: leaf.value, more)
+        return jax.vjp(lambda x, sinks, more: run(x, values, sinks, *more), x.value, sinks, others)
 
-    def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list]:
-        d_x, d_sinks = pull(jax.tree.map(_instantiated, d_results, is_leaf=_is_zero))
-        return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)]
+    def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list, tuple]:
+        d_x, d_sinks, d_more = pull(jax.tree.map(_instantiated, d_results, is_leaf=_is_zero))
+        return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)], d_more
 
     scanned.defvjp(forward, backward, symbolic_zeros=True)
-    return scanned(x, stacked)
+    return scanned(x, stacked, more)
 
 
 def _used(cast: Callable[[jax.Array], jax.Array], stacked: jax.Array) -> jnp.dtype:

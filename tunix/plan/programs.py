@@ -217,7 +217,9 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
 
 
 def _placed_cache(mesh: Mesh, cache: Any) -> Any:
-    """The shapes of what a layer keeps of earlier tokens, where they are."""
+    """The shapes of what a layer keeps of earlier tokens, where they are; None where it keeps nothing."""
+    if cache is None:
+        return None
     if isinstance(cache, SlotStates):
         return SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in zip(cache, STATE_AXES, strict=True)))  # pyright: ignore[reportArgumentType]
     return placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes))

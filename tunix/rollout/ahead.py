@@ -77,6 +77,7 @@ class Ahead:
         """The thread of this process has ended with an error that others do not have, and wait for it."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._spread: threading.Thread | None = None
         self._asked = 0
         """Steps that were handed out."""
         self._sampled = 1
@@ -135,8 +136,10 @@ class Ahead:
         self._journal.forget_before(self._asked)
 
     def close(self) -> None:
-        """Ends the thread, and what the stream reads and scores with."""
+        """Ends the threads, and what the stream reads and scores with."""
         self._stop.set()
+        if self._spread is not None:
+            self._spread.join(ENDING)  # has told the others by then
         if self._thread is not None:
             self._thread.join(ENDING)
         self._inner.close()  # and with it what is being scored
@@ -183,8 +186,8 @@ class Ahead:
             self._thread = threading.Thread(target=self._sample_steps, name="rollouts", daemon=True)
             self._thread.start()
             if processes.number() > 1:
-                spread = threading.Thread(target=processes.spread, args=(self._name, self._stop), daemon=True)
-                spread.start()
+                self._spread = threading.Thread(target=processes.spread, args=(self._name, self._stop), daemon=True)
+                self._spread.start()
 
     def _until(self, happened: Callable[[], bool]) -> None:
         """Waits for something, with the lock held; or for the end of the run, or an error of the thread."""

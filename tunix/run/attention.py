@@ -9,7 +9,7 @@ from tunix.errors import UserError
 from tunix.models.attention import gate
 from tunix.models.attention.attend import described, implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, LayerKind
 
 
 def attention_of(
@@ -57,11 +57,14 @@ def _specs(
     config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
 ) -> list[AttentionSpec]:
     """The calls of the model's kinds of layers."""
-    q, k = (
-        jax.ShapeDtypeStruct((1, length, heads, config.head_dim), model.dtype)
-        for heads in (config.num_heads, config.num_kv_heads)
-    )
     ids = jnp.zeros((1, length), jnp.int32)
-    views = [Segments(ids, ids, ids if branched else None, kind.window) for kind in config.paged_kinds]
+
+    def one(kind: LayerKind) -> AttentionSpec:
+        q, k = (
+            jax.ShapeDtypeStruct((1, length, heads, kind.head_dim), model.dtype)
+            for heads in (config.num_heads, kind.kv_heads)
+        )
+        return spec_of(q, k, Segments(ids, ids, ids if branched else None, kind.window), config.attention_softcap)
+
     with jax.set_mesh(mesh):
-        return [spec_of(q, k, view, config.attention_softcap) for view in views]
+        return list(map(one, config.paged_kinds))

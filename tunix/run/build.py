@@ -16,6 +16,7 @@ from tunix.data.pipeline import account, sequences_of
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed.global_arrays import own_part
+from tunix.hf.classifier_folder import require_classifier
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
@@ -66,6 +67,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     play = Player(environment, inputs.tokenizer, kwargs) if environment else None
     sampling = sampling_of(recipe, inputs, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
+    if algorithm.critic == "alone":
+        require_classifier(inputs.source.decoder)
     memory = memory_of(devices)
     mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory)
     check_ahead(recipe, algorithm, mesh, sampling_mesh)

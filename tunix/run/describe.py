@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import described
-from tunix.models.kv_cache import decode_spec
+from tunix.models.kv_cache import decode_specs
 from tunix.models.model import Model
 from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
@@ -36,7 +36,7 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
     if (rounding := learner.spec.model.quantization) is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(learner.frozen):.3f} bytes a weight"
     if rules is not None:
-        weights += f"; {rules.summary(learner.spec.model.config.delta is not None)}"
+        weights += f"; {rules.summary(learner.spec.model.config)}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
@@ -77,7 +77,7 @@ def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | Non
     if sampling is not None:
         division = f"{division or 'sampling'}, on {sampling.size} device(s) of its own"
     dtype = spec.model.dtype
-    cache = decode_spec(spec.model.config, mesh, dtype, rollout.cache_dtype or dtype, PAGE)
+    cache = decode_specs(spec.model.config, mesh, dtype, rollout.cache_dtype or dtype, PAGE)
     pages = f"pages are read by {described(cache, reader_here(cache, mesh).name)}"
     return f"{division}; {pages}" if division else f"sampling: {pages}"
 

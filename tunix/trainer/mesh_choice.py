@@ -60,7 +60,7 @@ class Demand:
         c = self.model
         return {
             "heads": c.num_heads,
-            "kv_heads": c.num_kv_heads,
+            "kv_heads": math.gcd(*(kind.kv_heads for kind in c.paged_kinds)),
             "ffn": c.ffn,
             "vocab": c.vocab_size,
             "embed": c.d_model,

@@ -89,9 +89,9 @@ def answers_per_row(
     """
     shards, capacity = row_shards(mesh), _tokens_per_device(mesh)
     # Operations of a layer for a token; attention's two products span half of a row on average.
-    weights, attention = 2 * layer_weights(config), 2 * SCORES * config.num_heads * config.head_dim
+    weights, attention = 2 * layer_weights(config), 2 * SCORES * config.query_width
 
-    def cost(together: int) -> int:
+    def cost(together: int) -> float:
         length = row_length(together, longest, completion)
         return -(-number // (together * shards)) * length * (weights + attention * length)
 

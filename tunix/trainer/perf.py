@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.config import DELTANET, GLOBAL, WIDE, DecoderConfig
 from tunix.types import Batch
 
 PEAK_FLOPS: dict[str, float] = {
@@ -65,19 +65,31 @@ def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
         len(config.layers_with(mixer)) * sum(map(math.prod, of_layer.values()))
         for mixer, of_layer in matrices(config).items()
     )
-    return sum(layers) + head * config.vocab_size * config.d_model
+    inputs = config.d_model * config.num_layers * config.layer_inputs
+    return sum(layers) + inputs + head * config.vocab_size * config.d_model
 
 
-def matrices(config: DecoderConfig) -> dict[str | None, dict[str, tuple[int, int]]]:
-    """Inputs and outputs of matrices by name, for each mixer's layers, and under None of those that all layers have."""
-    c, d, found = config, config.d_model, {}
+def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
+    """Inputs and outputs of matrices by name, for the layers with each mixer."""
+    c, d = config, config.d_model
+    found: dict[str, dict[str, tuple[int, int]]] = {}
     if c.delta is not None:
         values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
         found[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
         found[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
-    wide, narrow = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    found[c.mixer] = {"q": (d, wide * (1 + c.output_gate)), "k": (d, narrow), "v": (d, narrow), "o": (wide, d)}
-    return found | {None: {"gate": (d, c.ffn), "up": (d, c.ffn), "down": (c.ffn, d)}}
+    for kind in (kind for kind in c.distinct_kinds if kind.head_dim):
+        wide, narrow = c.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim
+        start, own = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.global_heads)
+        found[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
+        if kind.paged:
+            found[kind.mixer] |= {f"{start}k": (d, narrow)}
+            found[kind.mixer] |= {} if own and own.keys_are_values else {f"{start}v": (d, narrow)}
+    for mixer, of_layer in found.items():
+        f, start = (2 * c.ffn, "wide_") if mixer in WIDE else (c.ffn, "")
+        of_layer |= {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
+        if width := c.layer_inputs:
+            of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
+    return found
 
 
 def layer_weights(config: DecoderConfig) -> int:
@@ -99,7 +111,7 @@ def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
 def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:
     """FLOPs of a forward pass between tokens: `4 N H` for a pair in a layer of attention (its score, its value), and
     `6 Hv Dk Dv` for a token in a DeltaNet (it reads the state for its key and its query, and writes its value)."""
-    attention = 4 * len(config.layers_with(config.mixer)) * config.num_heads * config.head_dim * pairs
+    attention = 4 * config.num_heads * sum(kind.head_dim for kind in config.kinds) * pairs
     if config.delta is None:
         return attention
     state = config.delta.value_heads * config.delta.key_dim * config.delta.value_dim

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.mesh import RULES, row_shards
 from tunix.models.attention.attend import SHORT
-from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.config import DELTANET, WIDE, DecoderConfig
 from tunix.models.delta_rule import CHUNKS
 from tunix.models.quantization.formats import stored_bytes
 from tunix.models.scan import KEEPS, Remat
@@ -92,9 +92,11 @@ def per_token(config: DecoderConfig, mixer: str, shards: int) -> Mapping[str, fl
     What is float32 counts twice: the log-sum-exp, and the products within the chunks of a DeltaNet, which have no name
     there.
     """
-    c = config
-    wide, narrow, ffn = (n / shards for n in (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.ffn))
-    stream = {"input": float(c.d_model), "x": float(c.d_model)}
+    c, kind = config, config.kinds_with(mixer)[0]
+    wide, narrow = c.num_heads * kind.head_dim / shards, kind.paged * kind.kv_heads * kind.head_dim / shards
+    ffn = (2 if mixer in WIDE else 1) * c.ffn / shards
+    # A layer's inputs of its own are made before the layers, and so are kept, and their gradients.
+    stream = {"input": float(c.d_model + 2 * c.layer_inputs), "x": float(c.d_model)}
     if mixer == DELTANET and c.delta is not None:
         size, heads, values = (
             CHUNKS["gpu"],

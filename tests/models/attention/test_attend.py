@@ -116,11 +116,12 @@ def test_a_view_by_kind_is_the_view_of_that_kind():
 
 def test_each_layer_has_its_kind():
     assert RICH.rope_local is not None
-    near, far = LayerKind(RICH.rope_local, 5), LayerKind(RICH.rope)
+    heads = {"head_dim": RICH.head_dim, "kv_heads": RICH.num_kv_heads}
+    near, far = LayerKind(RICH.rope_local, 5, **heads), LayerKind(RICH.rope, **heads)
     assert RICH.kinds == (near, far, near)
     assert RICH.distinct_kinds == (near, far)
-    assert replace(RICH, rope_local=None).kinds[0] == LayerKind(RICH.rope, 5)
-    assert PLAIN.kinds == (LayerKind(PLAIN.rope),) * 2
+    assert replace(RICH, rope_local=None).kinds[0] == LayerKind(RICH.rope, 5, **heads)
+    assert PLAIN.kinds == (LayerKind(PLAIN.rope, head_dim=PLAIN.head_dim, kv_heads=PLAIN.num_kv_heads),) * 2
 
 
 @pytest.mark.parametrize(

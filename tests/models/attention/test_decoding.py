@@ -144,7 +144,14 @@ def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, mon
     ],
 )
 def test_a_kernel_reads_what_it_can(spec: DecodeSpec, name: str):
-    assert reader(spec).name == name
+    assert reader([spec]).name == name
+
+
+def test_layers_whose_heads_differ_are_read_by_one_implementation():
+    wide = replace(V5P, head_dim=96)
+    assert reader([V5P, replace(V5P, head_dim=256)]).name == "ragged"
+    assert reader([V5P, wide]).name == "gathered"
+    assert described([V5P, wide], "gathered").startswith("gathered (ragged: a head dim of 96 is no multiple of 128")
 
 
 def test_the_triton_kernel_masks_what_fills_up_a_tile():
@@ -161,11 +168,11 @@ def test_the_triton_kernel_masks_what_fills_up_a_tile():
 
 
 def test_the_line_says_who_reads_and_why_nobody_faster():
-    assert described(V5P, "ragged") == "ragged"
-    assert described(H100, "triton") == "triton (ragged: it needs a TPU)"
+    assert described([V5P], "ragged") == "ragged"
+    assert described([H100], "triton") == "triton (ragged: it needs a TPU)"
     wide = replace(H100, head_dim=96)
-    assert described(wide, "gathered").endswith("triton: a head dim of 96 is no power of two of at least 16)")
-    assert described(H100, "gathered").endswith("triton: it gives other numbers on this device)")
+    assert described([wide], "gathered").endswith("triton: a head dim of 96 is no power of two of at least 16)")
+    assert described([H100], "gathered").endswith("triton: it gives other numbers on this device)")
 
 
 def test_a_layout_is_read_by_one_implementation_alone():
@@ -174,11 +181,11 @@ def test_a_layout_is_read_by_one_implementation_alone():
 
 
 def test_a_cache_of_8_bits_that_would_be_gathered_is_refused_but_on_a_cpu():
-    assert unsaved(replace(V5P, cache="int8")) == f"ragged cannot read it in its place: {decode_ragged.lacks(INT8)}"
-    assert unsaved(replace(V5P, cache="int8", platform="cpu")) is None
-    assert unsaved(replace(V5P, cache="fp8")) is None
-    assert unsaved(replace(H100, cache="int8")) is None
-    assert unsaved(replace(V5P, head_dim=64)) is None
+    assert unsaved([replace(V5P, cache="int8")]) == f"ragged cannot read it in its place: {decode_ragged.lacks(INT8)}"
+    assert unsaved([replace(V5P, cache="int8", platform="cpu")]) is None
+    assert unsaved([replace(V5P, cache="fp8")]) is None
+    assert unsaved([replace(H100, cache="int8")]) is None
+    assert unsaved([replace(V5P, head_dim=64)]) is None
 
 
 @pytest.mark.parametrize(("forget", "below"), [(False, True), (True, False)], ids=["whole", "forgets its window"])

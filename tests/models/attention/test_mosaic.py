@@ -119,5 +119,6 @@ def test_what_the_kernel_lacks():
     for found, expected in ((hopper, "mosaic"), (replace(hopper, capability=8.0), "einsum")):
         assert implementation(found).name == expected
     assert "bfloat16, not float32" in str(mosaic.lacks(replace(hopper, dtype="float32")))
+    assert "heads of 512 numbers" in str(mosaic.lacks(replace(hopper, head_dim=512)))
     assert "sinks" in str(mosaic.lacks(replace(hopper, sinks=True)))
     assert implementation(replace(hopper, sinks=True, keys=4096)).name == "chunked"

@@ -31,7 +31,8 @@ def test_slots_get_half_of_the_longest_each_and_pages_all_the_room():
 
 
 def test_layers_with_a_window_have_all_they_need():
-    near, far = LayerKind(WIDE.rope, 64), LayerKind(WIDE.rope)
+    heads = {"head_dim": WIDE.head_dim, "kv_heads": WIDE.num_kv_heads}
+    near, far = LayerKind(WIDE.rope, 64, **heads), LayerKind(WIDE.rope, **heads)
     local = replace(WIDE, local_layers=(True, True, True, False), window=64)
     assert local.kinds == (near, near, near, far)
     sizes = replace(BARE, windows=(64, None))

@@ -129,10 +129,10 @@ def test_token_ids_need_no_tokenizer():
 
 
 CHATML = bytes_tokenizer("chatml")
-STOPS = {"gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
+STOPS = {"gemma": "<end_of_turn>", "gemma4": "<turn|>", "llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
 
 
-@pytest.mark.parametrize("template", ["gemma", "llama3", "chatml"])
+@pytest.mark.parametrize("template", ["gemma", "gemma4", "llama3", "chatml"])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_messages_go_on_as_the_template_writes_them(template: Any, stopped: bool):
     """Prompt + turn + continuation are the tokens of the whole conversation, where the turn says what was drawn.

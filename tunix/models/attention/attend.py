@@ -108,6 +108,7 @@ def attend_cached(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
+    written: bool = False,
 ) -> tuple[Float[Array, "B C N H"], Pages]:
     """Attention of new tokens to their sequences, whose earlier tokens are in pages; and the pages with the new ones.
 
@@ -120,15 +121,16 @@ def attend_cached(
         scale: multiplies q.k.
         softcap: `softcap * tanh(scores / softcap)` before the mask.
         sinks: as in `attend`.
+        written: whether the pages have the new tokens already, as another layer's whose keys and values these are.
     """
     how, new = {"scale": scale, "softcap": softcap}, rounded(k, v, cache.kind)
 
     def part(cache, q, new, view):
         if not isinstance(view, PieceView):
-            cache = pages.written(cache, view.writes, new)
+            cache = cache if written else pages.written(cache, view.writes, new)
             return cache, of_slots(q, cache, view, **how)
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
-        cache = pages.piece_written(cache, view, new)
+        cache = cache if written else pages.piece_written(cache, view, new)
         return cache, pages.before_piece(q, cache, view, **how)
 
     cache, found = at_each_device(part, cache, q, new, view, mixes=True)

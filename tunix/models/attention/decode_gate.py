@@ -6,6 +6,8 @@ Axes: B rows, N query heads, K kv heads, H head dim, Pg pages, Pt tokens of a pa
 """
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,17 @@ HELD = (1, 300, 900, 1024)
 """Tokens of the slots."""
 
 
-def reader_here(spec: DecodeSpec, mesh: Mesh) -> Reader:
-    """The implementation that reads a cache on a mesh: a kernel has to give the right numbers where its devices are."""
-    one = reader(spec)
+def reader_here(specs: Sequence[DecodeSpec], mesh: Mesh) -> Reader:
+    """The implementation that reads a cache on a mesh: a kernel has to give the right numbers where its devices are.
+
+    Args:
+        specs: of each shape of the cache's heads.
+        mesh: the sampler's.
+    """
+    one = reader(specs)
     if not one.in_place or mesh.devices.flat[0] not in jax.local_devices():
         return one
-    apart = remembered([one.name, spec], lambda: measured(one, spec))
+    apart = max(remembered([one.name, spec], partial(measured, one, spec)) for spec in specs)
     if apart <= LIMIT:
         return one
     logging.getLogger(__name__).warning(

@@ -7,7 +7,7 @@ from tunix.config import CacheType
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """The properties of a cache and of the queries that read it, on each device."""
+    """The properties of a cache and of the queries that read it, on each device; of layers with one shape of heads."""
 
     heads: int
     """N, query heads of a device."""
@@ -22,7 +22,7 @@ class DecodeSpec:
     page: int
     """Pt, e.g. 128."""
     windows: tuple[int | None, ...]
-    """The window of each kind of layer; None for all of a sequence."""
+    """The window of each kind of these layers; None for all of a sequence."""
     softcap: float | None
     """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
     platform: str

@@ -6,7 +6,7 @@ An implementation comes with the layout of pages that it reads. To add a kernel,
 Axes: B rows, C tokens at a time, N query heads, H head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxtyping import Array, Float
@@ -41,27 +41,32 @@ IMPLEMENTATIONS: tuple[Reader, ...] = (
 BY_NAME = {one.name: one for one in IMPLEMENTATIONS}
 
 
-def reader(spec: DecodeSpec) -> Reader:
-    """The first implementation of the table that can read a cache."""
-    return next(one for one in IMPLEMENTATIONS if one.lacks(spec) is None)
+def reader(specs: Sequence[DecodeSpec]) -> Reader:
+    """The first implementation of the table that can read a cache, given the spec of each shape of its heads."""
+    return next(one for one in IMPLEMENTATIONS if _lacks(one, specs) is None)
 
 
-def described(spec: DecodeSpec, chosen: str) -> str:
+def _lacks(one: Reader, specs: Sequence[DecodeSpec]) -> str | None:
+    """Why an implementation cannot read a cache: what it lacks for the first shape of heads that it cannot read."""
+    return next(filter(None, map(one.lacks, specs)), None)
+
+
+def described(specs: Sequence[DecodeSpec], chosen: str) -> str:
     """The implementation that was chosen, and why no faster one: `triton (ragged: it needs a TPU)`."""
     faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(BY_NAME[chosen])]
-    reasons = [f"{one.name}: {one.lacks(spec) or 'it gives other numbers on this device'}" for one in faster]
+    reasons = [f"{one.name}: {_lacks(one, specs) or 'it gives other numbers on this device'}" for one in faster]
     return chosen + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
-def unsaved(spec: DecodeSpec) -> str | None:
+def unsaved(specs: Sequence[DecodeSpec]) -> str | None:
     """Why a cache of 8 bits would save nothing on this platform; None where it does, and for other caches.
 
     Where pages are gathered they are there twice. A CPU does so with every cache.
     """
-    if spec.cache not in LARGEST or spec.platform == "cpu" or reader(spec).in_place:
+    if specs[0].cache not in LARGEST or specs[0].platform == "cpu" or reader(specs).in_place:
         return None
-    kernel = IMPLEMENTATIONS[0 if spec.platform == "tpu" else 1]
-    return f"{kernel.name} cannot read it in its place: {kernel.lacks(spec)}"
+    kernel = IMPLEMENTATIONS[0 if specs[0].platform == "tpu" else 1]
+    return f"{kernel.name} cannot read it in its place: {_lacks(kernel, specs)}"
 
 
 def of_slots(

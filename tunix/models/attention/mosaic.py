@@ -24,6 +24,9 @@ from tunix.models.attention.inputs import LANES, AttentionSpec, DMixed, Gradient
 
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
+WIDEST = 256
+"""Numbers of a head up to which the kernels' blocks fit an SM's shared memory: at 512 they ask for 395 KB of 232 (told
+by the compiler, tokamax 0.0.12)."""
 NEVER = 1e30
 """A log-sum-exp beside which every weight is 0."""
 
@@ -54,6 +57,8 @@ def unfit(spec: AttentionSpec) -> str | None:
         return f"it multiplies bfloat16, not {spec.dtype}"
     if spec.queries != spec.keys and spec.queries % LANES:
         return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
+    if spec.head_dim > WIDEST:
+        return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
     if spec.sinks:
         return "its backward pass takes no gradient by the log-sum-exp, which sinks have"
     return None

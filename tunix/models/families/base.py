@@ -36,8 +36,8 @@ class Tensor:
     """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is an axis that we leave out."""
     ours: str
     """Axes in our order: `D N H`; before them E, where each expert's is a tensor of its own: `E D F`."""
-    mixer: str | None = None
-    """The mixer whose layers have it (`LayerKind.mixer`); None where all layers do."""
+    mixer: str | tuple[str, ...] | None = None
+    """The mixer whose layers have it (`LayerKind.mixer`), or several; None where all layers do."""
     runs: tuple[str, tuple[int, ...]] | None = None
     """An axis that the file takes apart, and how many of it come first, then next: of `("U", (1, 1))` in `(Hk U Dk)`
     the first of each head of all heads, the second of all heads, then the rest of all heads. None where it does not."""
@@ -160,8 +160,8 @@ class FamilyText:
 
     architecture: str
     """Class in transformers, such as `LlamaForCausalLM`."""
-    classifier: str
-    """The class of a reward model, such as `LlamaForSequenceClassification`."""
+    classifier: str | None
+    """The class of a reward model, such as `LlamaForSequenceClassification`; None where transformers has none."""
     read: Callable[[Fields], DecoderConfig]
     """The fields of config.json -> our config."""
     write: Callable[[DecoderConfig], dict[str, Any]]
@@ -182,6 +182,8 @@ class FamilyText:
     """The size of each axis that `tensors` names."""
     prefixes: tuple[tuple[str, str | None], ...] = ()
     """Prefixes of tensors in multimodal folders -> those of a text folder; None for parts that are left out."""
+    spare: Callable[[DecoderConfig, str], bool] = lambda config, name: False
+    """Whether a folder may have a tensor of this name that the model has no use for; an export leaves it out."""
     passengers: tuple[str, ...] = ()
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
     loaded, such as a head that drafts several tokens."""
@@ -255,7 +257,9 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return ["sliding_attention" if here else "full_attention" for here in local]
 
 
-def in_layers(table: Mapping[str, tuple[str, str, str]], mixer: str | None = None) -> dict[str, Tensor]:
+def in_layers(
+    table: Mapping[str, tuple[str, str, str]], mixer: str | tuple[str, ...] | None = None
+) -> dict[str, Tensor]:
     """Tensors by our full names, from a table by names within a layer; of layers with this mixer, or of all."""
     return {
         f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes, mixer)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from tunix.errors import UserError
 from tunix.models.config import Rope, Stops
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 HARMLESS = frozenset(
@@ -206,7 +206,7 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
         block.read |= {"mrope_section", "mrope_interleaved"}
         rope = replace(rope, share=block.number("partial_rotary_factor", share))
     if kind != "default":
-        rope = replace(rope, factor=block.number("factor"))
+        rope = replace(rope, factor=block.number("factor", 1.0 if kind == "proportional" else None))
     if kind in ("llama3", "yarn"):
         rope = replace(rope, original_length=block.integer("original_max_position_embeddings", max_positions))
     if kind == "llama3":
@@ -234,7 +234,7 @@ def _yarn_attention(block: Fields, factor: float) -> float | None:
 def write_rope(rope: Rope) -> dict[str, Any]:
     """One rope as transformers 5 spells it."""
     written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
+    if rope.kind != "default" and (rope.kind, rope.factor) != ("proportional", 1.0):
         written["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn"):
         written["original_max_position_embeddings"] = rope.original_length

@@ -15,6 +15,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families.base import FamilyText
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
+from tunix.models.families.gemma4 import GEMMA4
 from tunix.models.families.hf_config import Fields
 from tunix.models.families.llama import LLAMA
 from tunix.models.families.qwen import QWEN2, QWEN3
@@ -119,7 +120,8 @@ def small(family: str) -> DecoderConfig:
 def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig:
     """The config with some sizes replaced, and the sizes that follow from them adjusted.
 
-    Local layers keep the family's pattern, and head_dim stays d_model / num_heads where it was and is not given.
+    Local layers keep the family's pattern, and head_dim stays d_model / num_heads where it was and is not given. Heads
+    of global layers stay as many times as wide.
 
     Raises:
         UserError: a size is unknown or not positive, or they do not fit each other.
@@ -138,8 +140,19 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
         new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
     if config.linear_layers and "num_layers" in sizes:
         new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
+    if config.shared_layers and "num_layers" in sizes:
+        new = replace(new, shared_layers=_shared(new, config.shared_layers * new.num_layers // config.num_layers))
+    if own := config.global_heads:
+        width = own.head_dim * new.head_dim // config.head_dim
+        new = replace(new, global_heads=replace(own, head_dim=width, kv_heads=min(own.kv_heads, new.num_kv_heads)))
     _check(new, "sizes")
     return new
+
+
+def _shared(config: DecoderConfig, most: int) -> int:
+    """How many layers may read the keys and values of others, `most` at most: those before them have all kinds."""
+    local = config.local_layers or (False,) * config.num_layers
+    return next((n for n in range(most, 0, -1) if set(local[: len(local) - n]) == set(local)), 0)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -165,10 +178,13 @@ def read_json(file: Path) -> dict[str, Any]:
 def _check(config: DecoderConfig, where: str) -> None:
     """Refuses shapes that cannot be computed, or that transformers would refuse after an export."""
     c = config
-    if c.num_heads % c.num_kv_heads:
-        raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {c.num_kv_heads}.")
-    if c.head_dim < 2 or c.head_dim % 2:
-        raise UserError(f"{where}: head_dim = {c.head_dim} must be even: rope turns pairs of dimensions.")
+    own = c.global_heads
+    for kv_heads in (c.num_kv_heads, *(() if own is None else (own.kv_heads,))):
+        if c.num_heads % kv_heads:
+            raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {kv_heads}.")
+    for head_dim in (c.head_dim, *(() if own is None else (own.head_dim,))):
+        if head_dim < 2 or head_dim % 2:
+            raise UserError(f"{where}: head_dim = {head_dim} must be even: rope turns pairs of dimensions.")
     if FAMILIES[c.family].whole_heads and c.d_model % c.num_heads:
         raise UserError(
             f"{where}: d_model = {c.d_model} is not a multiple of num_heads = {c.num_heads}; "
@@ -181,6 +197,7 @@ FAMILIES: dict[str, FamilyText] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_5": QWEN35,

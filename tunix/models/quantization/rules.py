@@ -7,7 +7,7 @@ rules in `tunix_quantization.json`; a program that does not read that file loads
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -15,6 +15,9 @@ from tunix.config import BaseType, Config
 from tunix.errors import UserError
 from tunix.models.quantization.modules import PROJECTIONS, matched, projections_of
 from tunix.util.atomic_io import refuse_foreign
+
+if TYPE_CHECKING:
+    from tunix.models.config import DecoderConfig
 
 ActivationType = Literal["int8", "fp8"]
 FITTING: Mapping[ActivationType, tuple[BaseType, ...]] = {"int8": ("int8", "int4"), "fp8": ("fp8",)}
@@ -99,7 +102,8 @@ class Rules(Config):
         """Our name of each rounded module -> the rule that counts."""
         first: dict[str, Rule] = {}
         for rule in self.rules:
-            first |= {name: rule for name in map(PROJECTIONS.__getitem__, matched(rule.module)) if name not in first}
+            names = [ours for module in matched(rule.module) for ours in PROJECTIONS[module]]
+            first |= {name: rule for name in names if name not in first}
         return {name: rule for name, rule in first.items() if rule.weights}
 
     @property
@@ -107,14 +111,10 @@ class Rules(Config):
         """Whether activations are rounded."""
         return any(rule.activations for rule in self.modules.values())
 
-    def summary(self, linear: bool) -> str:
-        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`.
-
-        Args:
-            linear: whether the model has Gated DeltaNets, whose matrices count too then.
-        """
-        kinds, there = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds], projections_of(linear)
-        rounded = set(there.values()) & self.modules.keys()
+    def summary(self, config: "DecoderConfig") -> str:
+        """What is rounded, as a run logs it, e.g. `7 of a layer's 7 matrices compute as int8 with inputs in int8`."""
+        kinds, there = [f"{w}{f' with inputs in {x}' if x else ''}" for w, x in self.kinds], projections_of(config)
+        rounded = [name for name, ours in there.items() if set(ours) & self.modules.keys()]
         return f"{len(rounded)} of a layer's {len(there)} matrices compute as {', '.join(kinds)}"
 
     @property

@@ -7,13 +7,13 @@ Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tunix.errors import UserError, nearest
-from tunix.models.quantization.modules import LINEAR, MODULES
+from tunix.models.quantization.modules import MODULES
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 
 SECTION, METHOD = "quantization_config", "compressed-tensors"
@@ -69,26 +69,29 @@ class Packing:
         return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
 
 
-def section(packing: Mapping[str, Packing], head: str, linear: bool) -> dict[str, Any]:
+def section(packing: Mapping[str, Packing], head: str, there: Collection[str]) -> dict[str, Any]:
     """The value of SECTION in config.json.
 
     Args:
         packing: how each packed matrix of a layer is packed, by our name of it, e.g. `up`.
         head: the name of the head, which stays as it is.
-        linear: whether the model has Gated DeltaNets.
+        there: the last parts of the names of the matrices that the model has.
     """
     targets: dict[str, list[str]] = {}
     ignored = [head]
     schemes: dict[str, dict[str, Any]] = {}
     for theirs, ours in MODULES.items():
-        if theirs.startswith(LINEAR) and not linear:
+        if theirs.split(".")[-1] not in there:
             continue
         target = f"re:.*{re.escape(theirs)}$"
-        if ours not in packing:
+        found = [packing[one] for one in ours if one in packing]
+        if not found:
             ignored.append(target)
             continue
-        name = json.dumps(packing[ours].scheme)
-        schemes[name] = packing[ours].scheme
+        # Where shapes differ, the tile may be a whole row of the narrower ones: its size is stated for all.
+        scheme = max((one for one in found), key=lambda one: one.shape[1]).scheme
+        name = json.dumps(scheme)
+        schemes[name] = scheme
         targets.setdefault(name, []).append(target)
     groups = {f"group_{i}": {"targets": targets[name], **scheme} for i, (name, scheme) in enumerate(schemes.items())}
     formats = {scheme["format"] for scheme in schemes.values()}

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from tunix.errors import UserError
 from tunix.models.attention.layouts import SCALE_BYTES, STORED
-from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.config import DELTANET, DecoderConfig, LayerKind
 from tunix.models.deltanet import SlotStates
 from tunix.rollout.engine.shapes import Sizes, usual_slots
 
@@ -34,9 +34,12 @@ class NoRoom(UserError):
 
 def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of a page (Pt) in all layers of each kind with pages, on each device."""
-    token = config.head_dim * jnp.dtype(STORED[sizes.cache]).itemsize + (SCALE_BYTES if sizes.cache == "int8" else 0)
-    layer = 2 * _heads(config, mesh) * sizes.page * token
-    return tuple(layer * config.kinds.count(kind) for kind in config.paged_kinds)
+    number, scale = jnp.dtype(STORED[sizes.cache]).itemsize, SCALE_BYTES if sizes.cache == "int8" else 0
+
+    def layer(kind: LayerKind) -> int:
+        return 2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale)
+
+    return tuple(layer(kind) * config.kinds.count(kind) for kind in config.paged_kinds)
 
 
 def state_bytes(config: DecoderConfig, mesh: Mesh) -> int:
@@ -50,10 +53,10 @@ def state_bytes(config: DecoderConfig, mesh: Mesh) -> int:
     return each // split * len(config.layers_with(DELTANET))
 
 
-def _heads(config: DecoderConfig, mesh: Mesh) -> int:
+def _heads(kind: LayerKind, mesh: Mesh) -> int:
     """Kv heads of which a device has the keys and values."""
     tensor = mesh.shape["tensor"]
-    return config.num_kv_heads // (tensor if config.num_kv_heads % tensor == 0 else 1)
+    return kind.kv_heads // (tensor if kind.kv_heads % tensor == 0 else 1)
 
 
 def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, room: float | None) -> Sizes:
@@ -80,7 +83,7 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
         # Windows are never short, and a slot more has one (`Sizes.most_pages`).
         slots = sizes.shards * max(1, min(int((room - local) / (local + states + longest / 2)), MOST_SLOTS))
     slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
-    counted = MOST_NUMBERS // (_heads(config, mesh) * sizes.page * config.head_dim)
+    counted = MOST_NUMBERS // max(_heads(kind, mesh) * sizes.page * kind.head_dim for kind in config.paged_kinds)
     # Layers with a window are never short of pages: slots give way (`Sizes.most_pages`).
     widest = max((sizes.columns(kind) for kind in kinds if sizes.windows[kind] is not None), default=1)
     slots = min(slots, sizes.shards * max(1, counted // widest - 1))

@@ -39,10 +39,10 @@ def written_to(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int
 
 def taken_out(cache: Any, reads: Any, slots: Any) -> Any:
     """What a layer keeps, as the steps of a dispatch read and write it: states of its slots, and pages gathered, or all
-    of them in their places."""
+    of them in their places; None of a layer that keeps nothing."""
     if isinstance(cache, SlotStates):
         return SlotStates(*(x[slots] for x in cache)).placed()
-    return cache if reads.sources is None else at_each_device(gathered, cache, reads.sources)
+    return cache if cache is None or reads.sources is None else at_each_device(gathered, cache, reads.sources)
 
 
 def put_back(cache: Any, taken: Any, slots: Any, paged: Any) -> Any:
@@ -52,8 +52,10 @@ def put_back(cache: Any, taken: Any, slots: Any, paged: Any) -> Any:
         cache: of all slots.
         taken: what the dispatch has taken out.
         slots: `[Sl]`, those of the dispatch.
-        paged: what its slots read, and the places of all pages that may have been written to; None of states.
+        paged: what its slots read, and the places of all pages that may have been written to; None of other layers.
     """
+    if cache is None:
+        return None
     if isinstance(cache, SlotStates):
         both = zip(cache, taken, strict=True)
         return SlotStates(*(all.at[slots].set(mine, unique_indices=True) for all, mine in both)).placed()

@@ -20,7 +20,7 @@ from tunix.mesh import row_shards, sharding
 from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
 from tunix.models.deltanet import PIECE_CHUNK
-from tunix.models.kv_cache import TOP, Weights, decode_spec, gains, magnified, unstack
+from tunix.models.kv_cache import TOP, Weights, decode_specs, gains, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
@@ -96,12 +96,13 @@ class Engine:
         if ahead is None:
             ahead = usual_ahead(mesh.devices.flat[0].platform)
         cache = cache or model.dtype
-        spec = decode_spec(model.config, mesh, model.dtype, cache, page)
-        if reason := unsaved(spec):
+        specs = decode_specs(model.config, mesh, model.dtype, cache, page)
+        if reason := unsaved(specs):
+            where = specs[0].platform
             raise UserError(
-                f"rollout.cache_dtype: {cache} saves nothing on these devices ({spec.platform}): {reason}. Leave it out"
+                f"rollout.cache_dtype: {cache} saves nothing on these devices ({where}): {reason}. Leave it out"
             )
-        read_by = reader_here(spec, mesh).name
+        read_by = reader_here(specs, mesh).name
         chunk = chunk_of(model, piece, guesses)
         bare = Sizes(
             0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk

@@ -74,8 +74,8 @@ def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Foun
 class State(NamedTuple):
     """The slots' arrays on the device."""
 
-    caches: tuple[Cache, ...]
-    """Keys and values of each layer, or states."""
+    caches: tuple[Cache | None, ...]
+    """Keys and values of each layer, or states; None where it reads those of another."""
     hidden: Float[Array, "Sl D"]
     """The hidden state from which the next token of each slot is sampled."""
     progress: "Progress"

@@ -1,0 +1,82 @@
+"""Runs of families whose layers are not all alike: killed, on several devices, and through a rounded base.
+
+They take the paths of any other run; what is theirs alone is what a layer holds, reads and has no part of.
+"""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.tiny_runs import EVAL, RECIPE, losses, metrics, write_recipe
+from tests.tiny_runs import train as train_here
+
+SIZES = {**RECIPE["model"]["sizes"], "head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"init": "random", "family": "qwen3_5", "sizes": {**SIZES, "num_layers": 4}},
+    # The last five of twelve layers read the keys and values of others, and all have inputs of their own.
+    "gemma4": {"init": "random", "preset": "gemma4-e4b", "sizes": {**SIZES, "num_layers": 12}},
+}
+every_family = pytest.mark.parametrize("family", MODELS)
+pytestmark = pytest.mark.slow
+
+
+def write(folder: Path, family: str, **changes: Any) -> None:
+    model = {**MODELS[family], "tokenizer": "bytes", "dtype": "float32"}
+    write_recipe(folder / "r.yaml", {"model": model, "steps": 8, "checkpoint": {"every": 2}, **EVAL, **changes})
+
+
+@every_family
+def test_killed_it_ends_like_the_uninterrupted_run(family: str, tmp_path: Path):
+    with no_process_left() as runs:
+        for name in ("whole", "killed"):
+            (tmp_path / name).mkdir()
+            write(tmp_path / name, family, **{"steps": 60, "checkpoint.every": 10, "eval.every": 30})
+            runs.append(Run(tmp_path / name))
+            if name == "whole":
+                assert runs[0].wait() == 0, runs[0].log
+        whole, killed = runs
+        killed.until(lambda: killed.steps >= 15)
+        killed.process.send_signal(signal.SIGKILL)
+        killed.wait()
+        runs.append(Run(tmp_path / "killed"))
+        assert runs[-1].wait() == 0, runs[-1].log
+        assert "going on from step" in runs[-1].log
+        assert_same_end(killed.run, whole.run)
+
+
+@every_family
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}])
+def test_eight_devices_have_the_losses_of_one(family: str, mesh: dict[str, int], tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    for name, sizes in (("one", {"fsdp": 1}), ("eight", mesh)):
+        # Adam divides gradients near 0 by themselves, which makes their rounding a step. And the norms of DeltaNets'
+        # narrow heads divide by what is near 0, so that the rate is small.
+        slowly = {"name": "sgd", "learning_rate": 0.01}
+        write(tmp_path, family, mesh=sizes, output=name, optimizer=slowly)
+        if name == "one":
+            with no_process_left() as runs:
+                runs.append(Run(tmp_path))
+                assert runs[0].wait() == 0, runs[0].log
+        else:
+            train_here("r.yaml")
+    np.testing.assert_allclose(losses("eight"), losses("one"), rtol=1e-5)
+
+
+@every_family
+def test_a_rounded_base_samples_what_it_trains(family: str, tmp_path: Path, monkeypatch: Any):
+    """The run's gate compares the log-probs of sampler and trainer in every step."""
+    monkeypatch.chdir(tmp_path)
+    adapter = {"kind": "qlora", "base": "int8", "rank": 4, "alpha": 8, "targets": "all-linear"}
+    (tmp_path / "reward.py").write_text("def few(completions, **_):\n    return [-len(x) / 9 for x in completions]\n")
+    changes = {"data.eval": None, "eval": {}, "reward": {"functions": ["reward.py:few"]}}
+    algorithm = {"name": "grpo", "group_size": 4}
+    write(tmp_path, family, adapter=adapter, algorithm=algorithm, **{"data.completion_length": 16, **changes})
+    train_here("r.yaml")
+    found = [row for row in metrics("run") if row["step"]]
+    # Of a DeltaNet's steps and chunks single tokens are up to 2e-4 apart.
+    assert max(row["mismatch/max"] for row in found) < (1e-3 if family == "qwen3_5" else 1e-4)
+    assert any(row["train/grad_norm"] > 0 for row in found)

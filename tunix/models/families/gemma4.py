@@ -1,0 +1,244 @@
+"""Gemma 4's dense text models (https://ai.google.dev/gemma/docs/core): five local layers to a global one, and the last
+one global.
+
+Global layers have wider heads than local ones, fewer kv heads, and rotate a quarter of each head; in the large models
+their values are made of their keys. Queries and keys are normed, and values without a weight, so that attention has no
+scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
+earlier ones. Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those
+of https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from tunix.models.config import DecoderConfig, GlobalHeads, Rope
+from tunix.models.families.base import FamilyText, layer_types, sizes, written
+from tunix.models.families.gemma import GELU, every
+from tunix.models.families.gemma4_tensors import TENSORS, axes, spare
+from tunix.models.families.hf_config import Fields, write_rope
+
+_TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
+_OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
+MULTIMODAL = frozenset((*_OTHERS, *(f"{one}_token_id" for one in _TOKENS)))
+"""Fields of a multimodal folder that concern pictures and sound."""
+EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+"""Fields of layers with experts, which mean nothing where no layer has some."""
+ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
+"""The rope of global layers where a folder does not state any."""
+
+
+def read_gemma4(fields: Fields) -> DecoderConfig:
+    """A `gemma4_text` config.json, or the text part of a multimodal `gemma4` or `gemma4_unified` one."""
+    if "text_config" in fields.raw:
+        return read_multimodal(fields)
+    fields.only("hidden_activation", GELU)
+    fields.only("attention_bias", False)
+    fields.only("enable_moe_block", False, None)
+    # Between the tokens of a picture, which is no text, attention may go both ways.
+    fields.only("use_bidirectional_attention", None, "vision")
+    fields.read |= set(EXPERTS)
+    shape = sizes(fields, **GEMMA4_DEFAULTS)
+    local = _local_layers(fields, shape["num_layers"])
+    shared, wide = _shared_layers(fields, local), fields.flag("use_double_wide_mlp", False)
+    return DecoderConfig(
+        family="gemma4",
+        activation="gelu_tanh",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings", True),
+        rope=_global_rope(fields, shape["max_positions"]),
+        rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
+        global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
+        shared_layers=shared,
+        shared_wide=wide and shared > 0,
+        layer_inputs=_layer_inputs(fields, shape["vocab_size"]),
+        logit_softcap=fields.optional("final_logit_softcapping"),
+        window=fields.integer("sliding_window", 512),
+        local_layers=local,
+        stops=fields.stops(),
+        **ALWAYS,
+        **shape,
+    )
+
+
+def _layer_inputs(fields: Fields, vocab_size: int) -> int:
+    """The width of inputs of each layer's own; 0 where there are none."""
+    width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
+    if fields.integer("vocab_size_per_layer_input", 262_144) != vocab_size and width:
+        fields.refuse("vocab_size_per_layer_input", f"must be vocab_size = {vocab_size}.")
+    return width
+
+
+def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers are local: the last one never is, whatever the folder says."""
+    stated = fields.local_layers(layers, every(6, layers)) or (False,) * layers
+    if not any(stated[:-1]):
+        fields.refuse("layer_types", "names no local layer; this family has both kinds.")
+    return (*stated[:-1], False)
+
+
+def _shared_layers(fields: Fields, local: tuple[bool, ...]) -> int:
+    """How many layers at the end read the keys and values of others, of which there has to be one of each kind."""
+    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
+    if len(set(local[: max(len(local) - shared, 0)])) < 2:
+        fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
+    return shared
+
+
+def _global_rope(fields: Fields, max_positions: int) -> Rope:
+    """The rope of global layers; a folder that has ropes but none for these layers rotates their whole heads."""
+    if fields.get("rope_parameters") is None:
+        return ROPE
+    rope = fields.rope(ROPE.theta, max_positions, layer_type="full_attention", share=1.0)
+    if rope.share != 1 and rope.kind != "proportional":
+        fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
+    return rope
+
+
+def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_dim: int) -> GlobalHeads:
+    """The heads of global layers, from `global_head_dim` and `num_global_key_value_heads` or, as transformers 5 writes
+    them, from `per_layer_config`."""
+    shared = fields.flag("attention_k_eq_v", False)
+    width, few = fields.integer("global_head_dim", 512), fields.integer("num_global_key_value_heads", kv_heads)
+    found = GlobalHeads(few if shared else kv_heads, width, shared)
+    if "per_layer_config" not in fields.raw:
+        return found
+    each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
+    own = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
+    numbers = {int(n) for n in each if n.isdecimal()}  # transformers pads them: 05
+    if numbers != wanted or len(each) != len(wanted) or len(own) != 1:
+        fields.refuse(
+            "per_layer_config", f"must be the same for the global layers ({', '.join(map(str, sorted(wanted)))}) alone."
+        )
+    one = Fields(dict(own.pop()), fields.file, "per_layer_config.")
+    found = GlobalHeads(one.integer("num_key_value_heads", kv_heads), one.integer("head_dim", head_dim), shared)
+    one.finish()
+    if found.kv_heads != kv_heads and not shared:
+        fields.refuse("per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives.")
+    return found
+
+
+def read_multimodal(fields: Fields) -> DecoderConfig:
+    """The text part of a `gemma4` or `gemma4_unified` config.json."""
+    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
+    config = read_gemma4(text)
+    text.finish()
+    fields.only("tie_word_embeddings", config.tied)
+    fields.read |= MULTIMODAL
+    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `gemma4_text` folder."""
+    own = config.global_heads
+    assert own is not None, "the family has them"
+    fields = written(config)
+    for old in ("rope_theta", "rope_scaling"):  # which the family never had
+        del fields[old]
+    whole = {**write_rope(config.rope), "partial_rotary_factor": config.rope.share}
+    return fields | {
+        "model_type": "gemma4_text",
+        "hidden_activation": GELU,
+        "attention_bias": False,
+        "enable_moe_block": False,
+        "layer_types": layer_types(config),
+        "sliding_window": config.window,
+        "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
+        "global_head_dim": own.head_dim,
+        "num_global_key_value_heads": own.kv_heads,
+        "attention_k_eq_v": own.keys_are_values,
+        "final_logit_softcapping": config.logit_softcap,
+        "hidden_size_per_layer_input": config.layer_inputs,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "num_kv_shared_layers": config.shared_layers,
+        "use_double_wide_mlp": config.shared_wide,
+    }
+
+
+def five_to_one(layers: int) -> tuple[bool, ...]:
+    """The published pattern of local layers: five, then a global one; the last one is global."""
+    return (*every(6, layers)[:-1], False)
+
+
+ALWAYS: dict[str, Any] = {
+    "scale_embeddings": True,
+    "post_norms": True,
+    "qk_norm": True,
+    "value_norm": True,
+    "output_factor": True,
+    "query_scale": 1.0,
+}
+"""What all Gemma 4 have in common."""
+GEMMA4_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 131_072,
+}
+"""What a folder may leave out (transformers' Gemma4TextConfig)."""
+
+
+def _gemma4(
+    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, own: GlobalHeads, **different: Any
+) -> DecoderConfig:
+    usual = {"vocab_size": 262_144, "max_positions": 262_144, "head_dim": 256, "window": 1024, "logit_softcap": 30.0}
+    return DecoderConfig(
+        family="gemma4",
+        d_model=d_model,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn=ffn,
+        activation="gelu_tanh",
+        norm_eps=1e-6,
+        tied=True,
+        rope=ROPE,
+        rope_local=Rope(),
+        global_heads=own,
+        **{"local_layers": five_to_one(layers), **ALWAYS, **usual, **different},
+    )
+
+
+SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
+"""What E2B and E4B have in common."""
+
+
+GEMMA4 = FamilyText(
+    model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
+    hub="gemma-?4",
+    template="gemma4",
+    architecture="Gemma4ForCausalLM",
+    classifier=None,
+    read=read_gemma4,
+    write=write,
+    tensors=TENSORS,
+    presets={
+        "gemma4-e2b": _gemma4(
+            *(1536, 6144, 35, 8, 1, GlobalHeads(1, 512)),
+            **{**SMALL, "local_layers": every(5, 35), "shared_layers": 20, "shared_wide": True},
+        ),
+        "gemma4-e4b": _gemma4(2560, 10_240, 42, 8, 2, GlobalHeads(2, 512), **SMALL, shared_layers=18),
+        "gemma4-12b": _gemma4(3840, 15_360, 48, 16, 8, GlobalHeads(1, 512, keys_are_values=True)),
+        "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, GlobalHeads(4, 512, keys_are_values=True)),
+    },
+    small=_gemma4(
+        *(64, 192, 6, 4, 2, GlobalHeads(1, 64, keys_are_values=True)),
+        vocab_size=512,
+        max_positions=2048,
+        head_dim=32,
+        window=256,
+    ),
+    local=five_to_one,
+    axes=axes,
+    spare=spare,
+    prefixes=(
+        ("model.language_model.", "model."),
+        ("model.vision_tower.", None),
+        ("model.embed_vision.", None),
+        ("model.audio_tower.", None),
+        ("model.embed_audio.", None),
+    ),
+)
