@@ -126,6 +126,15 @@ BAD_CALLS = [
     (["score", "model", "rows.jsonl", "--out", "o", "--dtype", "half"], ["--dtype", "'half'"]),
     (["export", "run"], ["OUT"]),
     (["export", "run", "out", "--step", "last"], ["--step", "'last'"]),
+    (["export", "run", "out", "--format", "onnx"], ["--format", "'onnx'", "maxtext", "stablehlo"]),
+    (["export", "run", "out", "--format", "maxtext", "--packed"], ["--packed belongs to --format huggingface"]),
+    (["export", "run", "out", "--format", "maxtext", "--length", "9"], ["--length belongs to --format stablehlo"]),
+    (
+        ["export", "run", "out", "--prompt-length", "64"],
+        ["--prompt-length belongs to --format stablehlo", "huggingface"],
+    ),
+    (["import", "checkpoints/0", "out"], ["checkpoints/0: write which format it is, maxtext:FOLDER"]),
+    (["import", "maxtext:nowhere", "out"], ["nowhere has no config.json", "--like FOLDER"]),
 ]
 
 

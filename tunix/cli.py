@@ -21,6 +21,7 @@ from tunix.commands.arguments import (
     eval_arguments,
     export_arguments,
     generate_arguments,
+    import_arguments,
     inspect_arguments,
     launch_arguments,
     plan_arguments,
@@ -313,9 +314,22 @@ def _sampling(parsed: Parsed) -> "Sampling":
 
 
 def _export(parsed: Parsed) -> None:
+    from tunix.commands.convert import HUGGINGFACE, OPTIONS, check_options, export_converted
+
+    given = {name: value for name, value in vars(parsed).items() if name in OPTIONS and value}
+    check_options(parsed.format, given)
+    if parsed.format != HUGGINGFACE:
+        export_converted(parsed.run, parsed.out, parsed.format, given, parsed.step)
+        return
     from tunix.run.export import export
 
     export(parsed.run, parsed.out, adapter=parsed.adapter, packed=parsed.packed, step=parsed.step)
+
+
+def _import(parsed: Parsed) -> None:
+    from tunix.commands.convert import import_model
+
+    import_model(parsed.source, parsed.out, parsed.like, parsed.dtype)
 
 
 COMMANDS = {
@@ -392,10 +406,16 @@ COMMANDS = {
         _serve,
     ),
     "export": Command(
-        "write a run's weights as a Hugging Face folder or a PEFT adapter",
-        "tunix export runs/quickstart exported",
+        "write a run's weights as a Hugging Face folder, a PEFT adapter, or for MaxText or StableHLO",
+        "tunix export runs/quickstart exported --format maxtext",
         export_arguments,
         _export,
+    ),
+    "import": Command(
+        "make a Hugging Face folder of a checkpoint of MaxText",
+        "tunix import maxtext:checkpoints/1000/items imported --like Qwen/Qwen3-0.6B",
+        import_arguments,
+        _import,
     ),
 }
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 from tunix.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16")
+FORMATS = ("huggingface", "maxtext", "stablehlo")
 TARGETS = ("slurm", "gke-tpu", "gke-gpu", "pathways")
 
 
@@ -279,11 +280,31 @@ def _prompt_arguments(parser: Parser) -> None:
 
 def export_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix export`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; for other formats also a model folder or id")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
+    formats = "a model folder (huggingface), a checkpoint of MaxText, or compiled programs that run without tunix"
+    parser.add_argument("--format", choices=FORMATS, default="huggingface", help=formats)
     parser.add_argument("--adapter", action="store_true", help="the adapter alone, as a PEFT folder")
     _packed_argument(parser)
     parser.add_argument("--step", type=_count, metavar="N", help="step of the checkpoint; the last one by default")
+    parser.add_argument("--unscanned", action="store_true", help="maxtext: each layer's arrays apart, not stacked")
+    parser.add_argument("--batch", type=_count, metavar="N", help="stablehlo: rows (1)")
+    prompt = "stablehlo: tokens that a prompt may have, a multiple of 64 (512)"
+    parser.add_argument("--prompt-length", type=_count, metavar="N", help=prompt)
+    parser.add_argument("--length", type=_count, metavar="N", help="stablehlo: tokens of prompt and answer (1024)")
+
+
+def import_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix import`."""
+    source = (
+        "a checkpoint of MaxText: its arrays' folder, such as checkpoints/1000/items, or one above, for the last step"
+    )
+    parser.add_argument("source", metavar="maxtext:FOLDER", help=source)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
+    like = "model folder or hub id with config.json and tokenizer of the same model; by default those in FOLDER"
+    parser.add_argument("--like", metavar="MODEL", help=like)
+    dtype = "of the written weights; each array's own by default"
+    parser.add_argument("--dtype", choices=DTYPES, help=dtype)
 
 
 def _count(text: str) -> int:

@@ -305,21 +305,30 @@ def save_folder(
             if base is not None and along:
                 fields |= passenger_fields(base, config.family)
             if processes.lead():
-                _write_beside(folder.path, config, fields, source, scores, rules, packing)
+                write_beside(folder.path, config, fields, source, scores, rules, packing)
         whole = [*_entries(config, params, dtype, packing), *map(as_it_is, along)]
         write_shards(folder, whole, max_shard_bytes)
 
 
-def _write_beside(
+def write_beside(
     folder: Path,
     config: DecoderConfig,
     fields: dict[str, Any],
     source: Path | None,
-    scores: bool,
-    rules: Rules | None,
-    packing: Mapping[str, Packing],
+    scores: bool = False,
+    rules: Rules | None = None,
+    packing: Mapping[str, Packing] | None = None,
 ) -> None:
-    """Writes everything but the weights: config.json with these fields and more, the tokenizer's files, the rules."""
+    """Writes everything but the weights: config.json with these fields and more, the tokenizer's files, the rules.
+
+    Args:
+        folder: where they are written.
+        config: the model's structure.
+        fields: of config.json, e.g. `{**to_hf(config), "dtype": "float32"}`; those of a classifier are added.
+        source: the folder whose tokenizer files are copied; None for none.
+        scores, rules: as in `save_folder`.
+        packing: how matrices are packed, by our short names; None where none are.
+    """
     for name in BESIDE_WEIGHTS:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -1,12 +1,18 @@
-"""Exports the weights of a run as a Hugging Face folder, or its adapter alone as a PEFT folder."""
+"""Exports the weights of a run as a Hugging Face folder, or its adapter alone as a PEFT folder.
+
+Other formats begin from the first: it is written next to the output, converted, and removed.
+"""
 
 import json
+import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from tunix.config import MeshConfig
 from tunix.errors import UserError
 from tunix.hf.given_adapter import settled
+from tunix.hf.model_folder import resolve_folder
 from tunix.hf.source import TOKENIZER, of_recipe
 from tunix.lora.adapt import quantization
 from tunix.mesh import build_mesh
@@ -19,6 +25,7 @@ from tunix.trainer.build import stored_policy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import refuse_taken
+from tunix.util.object_store import url_of
 
 
 def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False, step: int | None = None) -> None:
@@ -52,8 +59,45 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         check_packs(recipe.quantization)
     refuse_taken(out)
     refuse_foreign_checkpoints(recipe, moved=True)
+    with closing(Display("export", 0, 0)) as display:
+        chosen = _written(recipe, run, out, display, adapter=adapter, packed=packed, step=step)
+        display.say(f"step {chosen} of {run} is in {out}")
+
+
+def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step: int | None = None) -> str:
+    """Writes a run's weights, an adapter merged into its base, in another format than Hugging Face's.
+
+    Args:
+        model: the run folder; or a model folder or hub id, which is converted as it is.
+        out: the folder to write; it must not exist.
+        convert: writes `(model folder, out)`, and returns what is told about it.
+        step: the checkpoint to export; the newest by default.
+
+    Returns:
+        What `convert` returns.
+
+    Raises:
+        UserError: there is no such run, model or checkpoint, it cannot be converted, or `out` exists.
+    """
+    refuse_taken(out)
+    if not (model / "recipe.yaml").is_file():
+        if step is not None:
+            raise UserError(f"--step {step}: {model} is no run folder, and has no checkpoints; leave it out")
+        return convert(resolve_folder(str(model)), out)
+    # Next to the output, where there is room for a model.
+    near = None if url_of(out) else out.expanduser().absolute().parent
+    if near is not None:
+        near.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.tmp-", dir=near) as temporary:
+        export(model, Path(temporary) / "model", step=step)
+        return convert(Path(temporary) / "model", out)
+
+
+def _written(
+    recipe: Recipe, run: Path, out: Path, display: Display, *, adapter: bool, packed: bool, step: int | None
+) -> int:
+    """Writes a checkpoint's weights; returns its step."""
     with ExitStack() as stack:
-        display = stack.enter_context(closing(Display("export", 0, 0)))
         folder = checkpoint_folder(recipe, run)
         checkpoints = stack.enter_context(closing(Checkpoints(folder, recipe.checkpoint, read_only=True)))
         chosen = step or checkpoints.latest()
@@ -69,7 +113,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         policy = stored_policy(settings, source, mesh, adapter=adapter, packed=packed)
         checkpoints.restore(chosen, policy)
         report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
-        display.say(f"step {chosen} of {run} is in {out}")
+        return chosen
 
 
 def report_merging(moved: float | None, recipe: Recipe, display: Display) -> None:

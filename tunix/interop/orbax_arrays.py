@@ -1,0 +1,174 @@
+"""An Orbax checkpoint as arrays by path, read and written one at a time; independent of models.
+
+Orbax itself wants the whole tree in memory before it writes, and copies it. `Deferred` is an array that its handler
+makes when its turn has come, and lets go of once it is on the disk.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from tunix.errors import UserError
+from tunix.util.object_store import path_of
+
+STEP, ITEMS = "0", "items"
+"""MaxText's folder of the first step, and the folder in it that holds the train state."""
+METADATA = "_METADATA"
+"""The file by which a folder of arrays is recognised."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """An array that is made when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+    """Called once, when everything before it is on the disk."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class _InTurn(ocp.type_handlers.NumpyHandler):
+    """Writes deferred arrays one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        args = args or [ocp.SaveArgs()] * len(values)
+        for value, info, arg in zip(values, infos, args, strict=True):
+            for written in await super().serialize([value.make()], [info], [arg]):
+                await asyncio.to_thread(written.result)
+        return []
+
+
+def write_step(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Writes a checkpoint of one step as MaxText's own manager does: `0/items` below `folder`, which exists.
+
+    Args:
+        folder: where the folder of the step is made.
+        tree: nested dicts of `Deferred`, and whole numbers.
+    """
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=_handler())) as writer:  # as in ITEMS
+        writer.save(folder / STEP, ocp.args.Composite(items=ocp.args.PyTreeSave(dict(tree))))
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, Deferred]) -> None:
+    """Writes arrays by name as the new folder `folder`."""
+    with ocp.Checkpointer(_handler()) as writer:
+        writer.save(folder, ocp.args.PyTreeSave(dict(arrays)))
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Writes trees of `Deferred` in the format that MaxText writes by default."""
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        # Without a handler of jax's arrays Orbax leaves out a file that says how arrays are split, and warns.
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+        (int, ocp.type_handlers.ScalarHandler()),
+        (Deferred, _InTurn()),
+    )
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=handlers)
+
+
+class Arrays:
+    """The arrays of a checkpoint by their paths, e.g. `params/params/decoder/decoder_norm/scale`."""
+
+    def __init__(self, folder: Path):
+        """Reads names, shapes and dtypes, no values.
+
+        Args:
+            folder: holds the arrays, or a step's `items`, or the steps of a run, of which the last is taken.
+
+        Raises:
+            UserError: there is no checkpoint, or it is damaged.
+        """
+        self.folder = _items(folder)
+        self._handler = ocp.PyTreeCheckpointHandler()
+        try:
+            tree = self._handler.metadata(self.folder).tree
+        except Exception as error:  # Orbax and tensorstore raise whatever fails
+            raise UserError(f"{self.folder} is no whole Orbax checkpoint: {_line(error)}") from error
+        self._found = {path: one for path, one in _leaves(tree).items() if getattr(one, "dtype", None) is not None}
+        self.shapes: dict[str, tuple[int, ...]] = {path: tuple(one.shape) for path, one in self._found.items()}
+        """Shape of each array."""
+        self.dtypes: dict[str, np.dtype] = {path: np.dtype(one.dtype) for path, one in self._found.items()}
+        """Dtype of each array."""
+
+    def read(self, path: str) -> np.ndarray:
+        """The values of one array.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        how = ocp.args.PyTreeRestore(
+            item=_nested(path, 0),
+            restore_args=_nested(path, ocp.RestoreArgs(restore_type=np.ndarray)),
+            partial_restore=True,
+        )
+        try:
+            found = self._handler.restore(self.folder, args=how)
+        except Exception as error:  # tensorstore raises a bare Exception for a damaged file
+            raise UserError(f"{self.folder}: {path} cannot be read: {_line(error)}") from error
+        for part in path.split("/"):
+            found = found[part]
+        return found
+
+
+def _items(folder: Path) -> Any:
+    """The folder that holds the arrays, here or on an object store: this one, or one of a step in it.
+
+    Raises:
+        UserError: there is none.
+    """
+    place = path_of(folder)
+    if not place.is_dir():
+        raise UserError(f"{folder}: there is no such folder; name a checkpoint of MaxText, such as RUN/checkpoints/0")
+    steps = sorted((int(one.name), one) for one in place.iterdir() if one.name.isdigit())
+    for one in (place, place / ITEMS, *(step / ITEMS for _, step in reversed(steps))):
+        if (one / METADATA).is_file():
+            return one
+    raise UserError(
+        f"{folder} holds no checkpoint of MaxText: {METADATA} is neither in it, nor in its {ITEMS}/, nor in "
+        f"a step's, such as {STEP}/{ITEMS}"
+    )
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {
+        name: leaf for key, part in tree.items() for name, leaf in _leaves(part, f"{path}/{key}".strip("/")).items()
+    }
+
+
+def _nested(path: str, leaf: Any) -> Any:
+    """A tree with one leaf."""
+    for part in reversed(path.split("/")):
+        leaf = {part: leaf}
+    return leaf
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of dicts, from its leaves by their paths."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *parts, last = path.split("/")
+        node = tree
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
