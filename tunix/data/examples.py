@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from tunix.data.accounting import (
     EQUAL,
     NO_PROMPT,
     NOTHING_TRAINED,
+    PICTURE_CUT,
     PROMPT_TOO_LONG,
     TOO_LONG,
     Dropped,
@@ -31,6 +35,7 @@ from tunix.data.accounting import (
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column
 from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
+from tunix.data.pictures import IMAGES, PictureReader, images_of, with_marks
 from tunix.data.rendered import Rendered, given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
@@ -38,7 +43,9 @@ from tunix.errors import UserError
 from tunix.types import LOSS_WEIGHTS, Sequence
 
 
-def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where: str = "the row") -> Kept | Dropped:
+def to_example(
+    row: Row, tokenizer: Tokenizer | None, settings: Rendering, where: str = "the row", folder: Path | None = None
+) -> Kept | Dropped:
     """Renders a row, cuts it to length, and checks that something in it is trained.
 
     Args:
@@ -46,6 +53,7 @@ def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where
         tokenizer: None where rows are token ids.
         settings: shape and limits.
         where: the row's name in messages, for instance `row 3 of train.jsonl`.
+        folder: where relative paths of pictures begin.
 
     Returns:
         The example, or the reason why the row is dropped.
@@ -54,6 +62,10 @@ def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where
         UserError: a missing or malformed column, or a row that is too long where that is an error; the message begins
             with `where`.
     """
+    try:
+        row, pictures = _pictured(row, tokenizer, settings)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     if settings.train_on == RowKind.ROW:
         nothing = np.zeros(0, np.int32)
         return Kept((Sequence(nothing, nothing.astype(bool)),), row=_renamed(row, settings))
@@ -76,7 +88,57 @@ def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where
             )
     if settings.train_on == RowKind.PROMPT:
         return _prompt(sides[0][0], weight, row, settings, where)
-    return _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
+    if reader := None if tokenizer is None else tokenizer.pictures:
+        for tokens, mask in sides:
+            mask[tokens == reader.soft_id] = False
+    found = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
+    return found if reader is None else _seen(found, reader, pictures, sides[0][0], where, folder)
+
+
+def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[Row, list[Any]]:
+    """The row with its pictures marked in its text, and the pictures.
+
+    Raises:
+        UserError: it has pictures, and the model or the algorithm sees none.
+    """
+    reader, pictures = None if tokenizer is None else tokenizer.pictures, images_of(row, settings.columns)
+    if reader is not None and settings.train_on.is_text:
+        return with_marks(row, settings.columns, reader.begin)
+    if not pictures:
+        return row, []
+    name = settings.columns.get(IMAGES, IMAGES)
+    if reader is not None:
+        raise UserError(f"it has pictures ({name}), which only `algorithm: {{name: sft}}` trains on; leave them out")
+    raise UserError(
+        f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to train "
+        "with them (a Gemma 3 folder with a vision_config, and algorithm sft), or leave the column out"
+    )
+
+
+def _seen(
+    example: Kept | Dropped,
+    reader: PictureReader,
+    pictures: List[Any],
+    tokens: np.ndarray,
+    where: str,
+    folder: Path | None,
+) -> Kept | Dropped:
+    """The example of a single sequence with its pictures; dropped where one of them is cut.
+
+    Args:
+        tokens: of the row before it was cut.
+    """
+    if isinstance(example, Dropped):
+        return example
+    (sequence,) = example.sequences
+    length = len(sequence.tokens)
+    if (tokens[length:] == reader.soft_id).any():
+        return Dropped(PICTURE_CUT)
+    try:
+        found = reader.read(pictures, sequence.tokens, folder)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return replace(example, sequences=(replace(sequence, pictures=found),))
 
 
 def _prompt(tokens: np.ndarray, weight: float, row: Row, settings: Rendering, where: str) -> Kept | Dropped:

@@ -70,7 +70,8 @@ class Layout:
         """
         sequences = tuple(self.prepare_sequence(sequence) for kept in group for sequence in kept.sequences)
         number, length = self.sequences_per_example, self.length(config)
-        batch = pack(sequences, number * size, length, config.packing, number, multiple=self.multiple)
+        how = {"multiple": self.multiple, "pictures": config.pictures or 0}
+        batch = pack(sequences, number * size, length, config.packing, number, **how)
         return Packed(batch, accounting, sequences)
 
 

@@ -25,6 +25,7 @@ from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
 from tunix.hf.passengers import as_it_is, passenger_fields, passengers
+from tunix.hf.picture_settings import write_settings
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
@@ -290,6 +291,8 @@ def save_folder(
                 fields |= passenger_fields(base, config.family)
             if processes.lead():
                 _write_beside(folder.path, config, fields, source, scores, rules, packing)
+                if config.vision is not None:
+                    write_settings(folder.path, config.vision, [one for one in (source, base) if one is not None])
         called = spelling(config, base)
         ours = (replace(entry, key=called(entry.key)) for entry in _entries(config, params, dtype, packing))
         whole = [*ours, *map(as_it_is, along)]

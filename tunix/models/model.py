@@ -29,7 +29,7 @@ from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
 from tunix.models.scan import Remat
 from tunix.models.token_logprobs import token_logprobs
-from tunix.models.vision import numbers
+from tunix.models.vision import PREFIX, numbers
 from tunix.types import Pictures
 from tunix.util.exact import jit
 
@@ -48,6 +48,16 @@ def is_adapter(name: str) -> bool:
 def is_own(name: str) -> bool:
     """Whether a parameter is an adapter's or a value head's: no folder of a base has it, and it always trains."""
     return is_adapter(name) or name.startswith("value/")
+
+
+def trains(name: str, full: bool) -> bool:
+    """Whether a parameter trains: an adapter's and a value head's always, the base's where it is trained in full, a
+    tower's never.
+
+    Args:
+        full: whether the weights of the base train.
+    """
+    return is_own(name) or (full and not name.startswith(PREFIX))
 
 
 PAGE = 4096

@@ -25,7 +25,7 @@ from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Term
+from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
 
 DROPOUT = 0xD0
@@ -80,6 +80,8 @@ class Microbatches:
     per_sequence: Mapping[str, Num[Array, "S"]]
     filled: Int[Array, ""]
     """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
+    pictures: Pictures | None = None
+    """The batch's pictures, `[M R Pi Px Px Rb]`, and the places of their tokens, `[M R T]`; None without any."""
 
     @property
     def number(self) -> int:
@@ -95,6 +97,7 @@ class Microbatches:
             counts=self.counts,
             per_token={name: values[index] for name, values in self.values.items()},
             per_sequence=self.per_sequence,
+            pictures=jax.tree.map(lambda x: x[index], self.pictures),
         )
 
 
@@ -227,7 +230,8 @@ def hidden_of(
     """The model's final hidden states for a batch's rows."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
     parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    return model.hidden(params, tokens, positions, segments, parents=parents, noise=noise, dropout_keys=dropout_keys)
+    how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": batch.pictures}
+    return model.hidden(params, tokens, positions, segments, **how)
 
 
 def _logprobs(
