@@ -109,7 +109,8 @@ def write_settings(folder: Path, vision: VisionConfig, sources: list[Path]) -> N
             "image_mean": HALF,
             "image_std": HALF,
             "rescale_factor": 1 / 255,
-            "image_seq_length": vision.tokens,
             **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True),
         }
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        about = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens}
+        for name, values in ((SETTINGS, settings), (PROCESSOR, about)):
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -5,8 +5,8 @@ Pixels -> patches -> a scan over layers in which every patch sees all others -> 
 Gemma 3's report, https://arxiv.org/abs/2503.19786. None of it trains: no gradient is computed here.
 
 Axes: B rows, T time, D model width, Pi pictures, Px pixels, Pp patches, Pr rows of a patch, Pc columns of a patch, Rb
-colours, So soft tokens, Lt layers of a tower, Dt width of a tower, Ft ffn width of a tower, Nt heads of a tower, Ht head
-dim of a tower.
+colours, So soft tokens, Lt layers of a tower, Dt width of a tower, Ft ffn width of a tower, Nt heads of a tower, Ht
+head dim of a tower.
 """
 
 import jax

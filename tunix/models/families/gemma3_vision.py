@@ -4,8 +4,8 @@ Tensors of such folders are called as published (`language_model.model.`, `visio
 transformers 5 writes them (`vision_tower.`); an export calls them as the folder does that was loaded. Sizes are those
 of https://huggingface.co/google/gemma-3-4b-it, whose tower the 12B and 27B share.
 
-Axes: D model width, Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours, Dt width of a tower, Ft ffn width
-of a tower, Nt heads of a tower, Ht head dim of a tower.
+Axes: D model width, Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours, Dt width of a tower, Ft ffn
+width of a tower, Nt heads of a tower, Ht head dim of a tower.
 """
 
 import math
