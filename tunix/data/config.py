@@ -46,8 +46,8 @@ class DataConfig(Config):
     the rows of a batch in order, and cuts wherever one is full. With both, `batch_size` counts pieces, and a piece's
     first token, which nothing in it predicts, is not trained."""
     pictures: Positive | None = None
-    """Most pictures of a packed row (and of a row of the data): the column `images` holds them, as paths from the data's
-    folder, bytes or PIL images. More cost time whether they are there or not. null: only text is read."""
+    """Most pictures of a packed row, and of a row of the data, whose column `images` holds them: paths from the data's
+    folder, bytes or PIL images. Room for more costs time whether they are there or not. null: only text is read."""
     chat_template: str | None = None
     """Chat template: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
     template_kwargs: dict[str, str | bool | int] = {}

@@ -108,10 +108,10 @@ def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tup
         return row, []
     name = settings.columns.get(IMAGES, IMAGES)
     if reader is not None:
-        raise UserError(f"it has pictures ({name}), which only `algorithm: {{name: sft}}` trains on; leave them out")
+        raise UserError(f"it has pictures ({name}), which only algorithm sft looks at: leave the column out")
     raise UserError(
-        f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to train "
-        "with them (a Gemma 3 folder with a vision_config, and algorithm sft), or leave the column out"
+        f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to "
+        "train with them (a Gemma 3 folder with a vision_config, and algorithm sft), or leave the column out"
     )
 
 

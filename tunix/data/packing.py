@@ -318,7 +318,7 @@ def _fit(
         Row, first position and first segment id (from 1) of each unit, `[units]` each.
     """
     room, (seen, most) = np.full(len(lengths), max_length), pictures
-    walls = np.full(len(lengths), most)
+    unused = np.full(len(lengths), most)
     used = np.ones(len(lengths), np.int64)
     row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
     rows = 0
@@ -327,14 +327,14 @@ def _fit(
         # Rows that are not open yet have full room, so the first that fits always exists.
         fits = room[first : rows + 1] >= lengths[i]
         if most:
-            fits &= walls[first : rows + 1] >= seen[i]
+            fits &= unused[first : rows + 1] >= seen[i]
         row = first + int(np.argmax(fits))
         rows = max(rows, row + 1)
         row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
         used[row] += pieces[i]
         room[row] -= lengths[i]
         if most:
-            walls[row] -= seen[i]
+            unused[row] -= seen[i]
     return row_of, start_of, segment_of
 
 

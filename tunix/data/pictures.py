@@ -131,9 +131,7 @@ def opened(value: Any, number: int, folder: Path | None) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, with a remedy
             image = source if isinstance(source, Image.Image) else Image.open(source)
         if (pixels := image.width * image.height) > MOST_PIXELS:
-            raise UserError(
-                f"{name} has {image.width} x {image.height} = {pixels:,} pixels, more than {MOST_PIXELS:,}: make it smaller"
-            )
+            raise UserError(f"{name} has {pixels:,} pixels, more than {MOST_PIXELS:,}: make it smaller")
         turned = ImageOps.exif_transpose(image)
         return turned.convert("RGB")
     except FileNotFoundError:
@@ -158,9 +156,7 @@ def _source(value: Any, number: int, folder: Path | None) -> tuple[Any, str]:
         return io.BytesIO(value), name
     if isinstance(value, str | Path):
         if "://" in str(value) or str(value).startswith("data:"):
-            raise UserError(
-                f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path"
-            )
+            raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
         path = Path(value).expanduser()
         path = path if path.is_absolute() or folder is None else folder / path
         if path.is_dir():
@@ -221,7 +217,7 @@ def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -
 
 def _parts(messages: List[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The parts of messages that mark a picture."""
-    lists = [message.get("content") for message in messages if isinstance(message.get("content"), list | tuple)]
+    lists = [content for message in messages if isinstance(content := message.get("content"), list | tuple)]
     return [part for parts in lists for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 

@@ -33,6 +33,8 @@ from tunix.models.families.table import FAMILIES
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "value/w"
+LANGUAGE = "model.language_model."
+"""Begins the names of the text part's modules in transformers' multimodal models."""
 
 
 def save_adapter(
@@ -185,7 +187,9 @@ def _entries(
 
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         send = partial(sent, array, place, tensor.write, str(array.dtype))
-        return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
+        key = tensor.key(layer)
+        key = key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key)
+        return Entry(PREFIX + key, tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
 
     for name, (tensor, _) in _whole(adapter, config, scores).items():
         yield entry(name, tensor, None)

@@ -58,7 +58,8 @@ def _ids(tokenizer: Tokenizer) -> dict[str, int]:
             f"data.pictures: {tokenizer.name} has no token {', '.join(missing)}: take a multimodal model's tokenizer, "
             "or `tokenizer: bytes`"
         )
-    return {ours: int(tokenizer.hf.convert_tokens_to_ids(PICTURE_MARKERS[name])) for ours, name in names.items()}
+    vocabulary = tokenizer.hf.get_added_vocab()
+    return {ours: vocabulary[PICTURE_MARKERS[name]] for ours, name in names.items()}
 
 
 def _resampling(folder: Path, vision: VisionConfig) -> int:
