@@ -95,7 +95,9 @@ class Recorder:
         subject = self.subject
         trained = subject.critic if of == "critic" else subject.policy
         assert trained is not None, "the algorithm updates a critic: it has one"
-        shape = BatchShape.of(batch, trained.spec.microbatcher)
+        vision, most = trained.spec.model.config.vision, subject.recipe.data.pictures
+        pictures = None if vision is None or most is None else (most, vision.image_size)
+        shape = BatchShape.of(batch, trained.spec.microbatcher, pictures)
         reference = subject.reference.params if loss.reference and subject.reference else None
         states = None
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]

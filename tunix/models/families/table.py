@@ -37,13 +37,17 @@ SIZE_NAMES = (
 """What `sizes` in a recipe may replace; `window` only where layers are local."""
 
 
-def read_config(folder: Path) -> DecoderConfig:
+def read_config(folder: Path, pictures: bool = False) -> DecoderConfig:
     """The model that a folder's config.json describes, whatever its weights are (`hf.checked_config` checks).
+
+    Args:
+        folder: has config.json.
+        pictures: as in `from_hf`.
 
     Raises:
         UserError: config.json is missing or broken, the model type is not supported, or a field is not handled.
     """
-    return from_hf(read_json(folder / "config.json"), folder / "config.json")
+    return from_hf(read_json(folder / "config.json"), folder / "config.json", pictures)
 
 
 def family_of(raw: Mapping[str, Any], file: Path) -> str:
