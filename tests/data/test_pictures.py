@@ -202,10 +202,39 @@ def test_pictures_that_nobody_would_look_at_are_refused():
     for kind in (RowKind.COMPLETION, RowKind.PROMPT, RowKind.ROW):
         with pytest.raises(UserError, match=r"row 7 of rows.jsonl: it has pictures .images., .*set data.pictures"):
             kept(row, PLAIN, train_on=kind)
-    with pytest.raises(UserError, match="which only algorithm sft looks at"):
+    with pytest.raises(UserError, match="which only sft and dpo look at"):
         kept(row, train_on=RowKind.PROMPT)
     assert kept({"messages": chat(TEXT), "images": []}, PLAIN).pictures is None
     assert kept({"messages": chat(TEXT), "images": None}, PLAIN).pictures is None
+
+
+def test_both_sides_of_a_pair_see_its_pictures_however_it_is_written():
+    asked, sides = {"role": "user", "content": "Which?"}, ("red", "blue")
+    said = [[{"role": "assistant", "content": side}] for side in sides]
+    ways = [
+        {"prompt": [asked], "chosen": said[0], "rejected": said[1]},
+        {"prompt": [asked], "chosen": [asked, *said[0]], "rejected": [asked, *said[1]]},
+        {"prompt": "Which?", "chosen": [asked, *said[0]], "rejected": [asked, *said[1]]},
+        {"chosen": [asked, *said[0]], "rejected": [asked, *said[1]]},
+    ]
+    marked = {"role": "user", "content": [MARK, {"type": "text", "text": "Which?"}]}
+    ways += [{"prompt": [marked], "chosen": said[0], "rejected": said[1]}]
+    found = []
+    for way in ways:
+        fixed = ("prompt",) if "prompt" in way else ()
+        how = Rendering("pairs", max_length=200, train_on=RowKind.PAIRS, fixed=fixed)
+        example = to_example({**way, "images": [image()]}, TOKENIZER, how)
+        assert isinstance(example, Kept), way
+        found.append(example.sequences)
+    chat_of_strings = Rendering("pairs", max_length=200, train_on=RowKind.PAIRS, fixed=("prompt",), chat=True)
+    row = {"prompt": "Which?", "chosen": "red", "rejected": "blue", "images": [image()]}
+    found.append(to_example(row, TOKENIZER, chat_of_strings).sequences)
+    for sequences in found:
+        for one, first in zip(sequences, found[0], strict=True):
+            np.testing.assert_array_equal(one.tokens, first.tokens)
+            np.testing.assert_array_equal(one.pictures.places, first.pictures.places)
+            np.testing.assert_array_equal(one.pictures.pixels, first.pictures.pixels)
+            assert one.pictures.places.max() == 4
 
 
 def test_a_row_that_is_cut_within_a_picture_is_dropped_and_one_that_is_cut_after_it_kept():

@@ -147,6 +147,35 @@ def test_packed_rows_equal_separate_rows(made):
         np.testing.assert_allclose(packed[name], separate[name], atol=1e-5 * max(scale, 1e-6), err_msg=name)
 
 
+def test_pairs_that_share_a_prompt_with_pictures_equal_separate_rows(made):
+    """The prompt, with two pictures, is computed once; a second pair has none, and a third a picture of its own."""
+    model, params = load(made[0])
+
+    def pair(prompt: Sequence, seed: int) -> list[Sequence]:
+        ends = [sequence(seed + side, 7 + 3 * side) for side in range(2)]
+        sides = []
+        for end in ends:
+            places = np.concatenate([prompt.pictures.places, np.zeros(len(end.tokens), np.int32)])
+            mask = np.arange(len(places)) >= len(prompt.tokens)
+            tokens = np.concatenate([prompt.tokens, end.tokens])
+            sides.append(Sequence(tokens, mask, pictures=Pictures(prompt.pictures.pixels, places)))
+        return sides
+
+    pairs = [one for prompt, seed in zip(SEQUENCES, (10, 20, 30), strict=True) for one in pair(prompt, seed)]
+    together = pack(pairs, 6, 180, sequences_per_example=2, pictures=3)
+    assert together.pictures.pixels.shape[:2] == (1, 3)
+    apart = pack(pairs, 6, 180, packing=False, sequences_per_example=2, pictures=4)
+    assert apart.parents is None
+    one, packed = loss_and_gradients(model, params, together)
+    other, separate = loss_and_gradients(model, params, apart)
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+    for name in params:
+        scale = np.abs(separate[name]).max()
+        np.testing.assert_allclose(packed[name], separate[name], atol=1e-5 * max(scale, 1e-6), err_msg=name)
+    with pytest.raises(ValueError, match="sequences that share a row have 4 pictures; rows have room for 3"):
+        pack(pairs, 6, 180, packing=False, sequences_per_example=2, pictures=3)
+
+
 def test_a_row_without_pictures_is_that_of_a_text_model(made):
     model, params = load(made[0])
     text = Model(replace(model.config, vision=None))
@@ -164,9 +193,9 @@ def test_rows_take_no_more_pictures_than_they_have_room_for():
     np.testing.assert_array_equal(batch.pictures.pixels[0], SEQUENCES[0].pictures.pixels)
     np.testing.assert_array_equal(batch.pictures.pixels[1, 0], SEQUENCES[2].pictures.pixels[0])
     assert not batch.pictures.pixels[1, 1].any()
-    with pytest.raises(ValueError, match="a sequence has 2 pictures; rows have 1"):
+    with pytest.raises(ValueError, match="a sequence has 2 pictures; rows have room for 1"):
         pack(SEQUENCES, 3, 100, pictures=1)
-    with pytest.raises(ValueError, match="a sequence has 2 pictures; rows have 0"):
+    with pytest.raises(ValueError, match="a sequence has 2 pictures; rows have room for 0"):
         pack(SEQUENCES, 3, 100)
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor, Gemma3Config, Gemma3ForConditionalGeneration
 
+from tests.marks import slow
 from tests.tiny_models import randomise
 from tests.tiny_runs import files, losses, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
@@ -118,6 +119,7 @@ def test_a_run_learns_from_pictures_and_exports_the_whole_model(tmp_path):
         assert processor.tokenizer.decode(written[0][inputs["input_ids"].shape[1] :]) == name
 
 
+@pytest.mark.slow
 def test_packing_and_stopping_change_nothing(tmp_path):
     recipe = str(write_recipe(tmp_path / "recipe.yaml", CHANGES))
     train(recipe)
@@ -129,6 +131,7 @@ def test_packing_and_stopping_change_nothing(tmp_path):
     assert files(tmp_path / "stopped/export") == files(tmp_path / "run/export")
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_to_peft_and_to_a_whole_model(tmp_path, base):
     adapter = {"kind": "lora", "rank": 4, "alpha": 8}
     recipe = write_recipe(tmp_path / "recipe.yaml", {**CHANGES, "adapter": adapter, "optimizer.learning_rate": 1e-2})
@@ -147,6 +150,26 @@ def test_an_adapter_goes_to_peft_and_to_a_whole_model(tmp_path, base):
     assert not any("vision" in name for name, _ in adapted.named_modules() if "lora_A" in name)
 
 
+@pytest.mark.parametrize("adapter", [*slow([None]), {"kind": "lora", "rank": 4, "alpha": 8}], ids=["all", "lora"])
+def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, adapter):
+    """A reference that saw other pictures than the policy, or none, would give another loss than ln 2 at the start."""
+    rows = []
+    for number in range(32):
+        one = row(tmp_path, number)
+        asked, right = one["messages"]
+        wrong = {**right, "content": sorted(COLOURS)[(number + 1) % 3]}
+        rows.append({"prompt": [asked], "chosen": [right], "rejected": [wrong], "images": one["images"]})
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    algorithm = {"name": "dpo", "beta": 0.5}
+    changes = {**CHANGES, "algorithm": algorithm, "data.train": "pairs.jsonl", "adapter": adapter, "steps": 8}
+    recipe = str(write_recipe(tmp_path / "recipe.yaml", changes))
+    train(recipe)
+    assert losses("run")[0] == pytest.approx(np.log(2), abs=1e-5)
+    assert losses("run")[-1] < 0.69
+    train(recipe, "output=apart", "data.packing=false")
+    np.testing.assert_allclose(losses("apart"), losses("run"), rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -154,7 +177,9 @@ def test_an_adapter_goes_to_peft_and_to_a_whole_model(tmp_path, base):
             {"data.pictures": None},
             "row 1 of train.jsonl: it has pictures (images), and nothing here would look at them",
         ),
-        ({"algorithm": {"name": "dpo"}}, "data.pictures: dpo looks at none; only sft does"),
+        ({"algorithm": {"name": "kto"}}, "data.pictures: kto looks at none as it is set here; sft does, and dpo"),
+        ({"algorithm": {"name": "dpo", "loss": "aot"}}, "data.pictures: dpo looks at none as it is set here"),
+        ({"algorithm": {"name": "dpo", "reference": "precompute"}}, "data.pictures: dpo looks at none as it is set"),
         ({"eval": {"samples": 2}, "data.eval": "held.jsonl"}, "data.pictures: the sampler sees none"),
         ({"data.packing": "split"}, "packing 'split' would cut pictures"),
         ({"model": {"path": "llama"}}, "model_type = 'llama' is read as a text model, which sees no pictures"),

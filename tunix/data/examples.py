@@ -40,7 +40,7 @@ from tunix.data.rendered import Rendered, given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS, Sequence
+from tunix.types import LOSS_WEIGHTS, Pictures, Sequence
 
 
 def to_example(
@@ -92,7 +92,7 @@ def to_example(
         for tokens, mask in sides:
             mask[tokens == reader.soft_id] = False
     found = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
-    return found if reader is None else _seen(found, reader, pictures, sides[0][0], where, folder)
+    return found if reader is None else _seen(found, reader, pictures, sides, where, folder)
 
 
 def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[Row, list[Any]]:
@@ -102,16 +102,16 @@ def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tup
         UserError: it has pictures, and the model or the algorithm sees none.
     """
     reader, pictures = None if tokenizer is None else tokenizer.pictures, images_of(row, settings.columns)
-    if reader is not None and settings.train_on.is_text:
+    if reader is not None and (settings.train_on.is_text or settings.train_on == RowKind.PAIRS):
         return with_marks(row, settings.columns, reader.begin)
     if not pictures:
         return row, []
     name = settings.columns.get(IMAGES, IMAGES)
     if reader is not None:
-        raise UserError(f"it has pictures ({name}), which only algorithm sft looks at: leave the column out")
+        raise UserError(f"it has pictures ({name}), which only sft and dpo look at: leave the column out")
     raise UserError(
         f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to "
-        "train with them (a Gemma 3 folder with a vision_config, and algorithm sft), or leave the column out"
+        "train with them (a Gemma 3 folder with a vision_config, and sft or dpo), or leave the column out"
     )
 
 
@@ -119,26 +119,27 @@ def _seen(
     example: Kept | Dropped,
     reader: PictureReader,
     pictures: List[Any],
-    tokens: np.ndarray,
+    sides: List[Rendered],
     where: str,
     folder: Path | None,
 ) -> Kept | Dropped:
-    """The example of a single sequence with its pictures; dropped where one of them is cut.
+    """The example with its pictures, which each of its sequences sees; dropped where one of them is cut.
 
     Args:
-        tokens: of the row before it was cut.
+        sides: the row's sequences before they were cut.
     """
     if isinstance(example, Dropped):
         return example
-    (sequence,) = example.sequences
-    length = len(sequence.tokens)
-    if (tokens[length:] == reader.soft_id).any():
+    both = list(zip(example.sequences, sides, strict=True))
+    if any((tokens[len(sequence.tokens) :] == reader.soft_id).any() for sequence, (tokens, _) in both):
         return Dropped(PICTURE_CUT)
     try:
-        found = reader.read(pictures, sequence.tokens, folder)
+        at = [reader.places(sequence.tokens, len(pictures)) for sequence in example.sequences]
+        pixels = reader.read(pictures, folder)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    return replace(example, sequences=(replace(sequence, pictures=found),))
+    seen = zip(example.sequences, at, strict=True)
+    return replace(example, sequences=tuple(replace(one, pictures=Pictures(pixels, places)) for one, places in seen))
 
 
 def _prompt(tokens: np.ndarray, weight: float, row: Row, settings: Rendering, where: str) -> Kept | Dropped:

@@ -77,13 +77,10 @@ def pack(
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     unit = max(sequences_per_example, together)
-    _check(sequences, lengths, size, unit)
-    seen = np.array([0 if one.pictures is None else len(one.pictures.pixels) for one in sequences], np.int64)
-    if seen.max() > pictures or (unit > 1 and pictures):
-        raise ValueError(
-            f"a sequence has {seen.max()} pictures; rows have {pictures}, for sequences that share nothing"
-        )
+    _check(sequences, lengths, size, unit, pictures)
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
+    found, each = _seen_in(sequences, pieces) if pictures else ([], np.zeros(0))
+    seen = np.array([len(one.pixels) for one in found] if pictures else np.zeros_like(pieces.owner))
     row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, (seen, pictures))
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (rows, max_length))
@@ -111,30 +108,49 @@ def pack(
             name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
         },
         parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
-        pictures=_in_rows(sequences, tokens, row_of, (rows, pictures)) if pictures else None,
+        pictures=_in_rows(found, tokens, row_of, (rows, pictures), each) if pictures else None,
     )
 
 
-def _in_rows(sequences: List[Sequence], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int]) -> Pictures:
-    """The rows' pictures, each row's in the order of the sequences, and their places.
+def _in_rows(
+    pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int], unit: np.ndarray
+) -> Pictures:
+    """The rows' pictures, each row's in the order of the pieces, and their places.
 
     Args:
-        sequences: each has pictures, or says that it has none.
-        tokens: of all sequences.
-        row_of: `[S]` the row of each.
+        pictures: of each piece.
+        tokens: of all pieces.
+        row_of: `[pieces]` the row of each.
         shape: (B, Pi), rows and pictures of a row.
+        unit: `[pieces]` soft tokens of a picture of each; 0 where it has none.
     """
-    own = [one.pictures for one in sequences if one.pictures is not None]
-    assert len(own) == len(sequences), "a sequence without pictures says so"
-    pixels, used = np.zeros((*shape, *own[0].pixels.shape[1:]), np.uint8), np.zeros(shape[0], np.int64)
+    pixels, used = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8), np.zeros(shape[0], np.int64)
     places: list[np.ndarray] = []
-    for row, one in zip(row_of, own, strict=True):
+    for row, one, each in zip(row_of, pictures, unit, strict=True):
         number, at = len(one.pixels), np.asarray(one.places)
         pixels[row, used[row] : used[row] + number] = one.pixels
-        before = used[row] * (int(at.max()) // number) if number else 0
-        places.append(np.where(at > 0, at + before, 0))
+        places.append(np.where(at > 0, at + used[row] * each, 0))
         used[row] += number
-    return Pictures(pixels, tokens.in_rows(tokens.joined(places), np.int32))
+    return Pictures(pixels, tokens.in_rows(np.concatenate(places), np.int32))
+
+
+def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Pictures], np.ndarray]:
+    """The pictures of each piece, numbered from its first one; and `[pieces]` soft tokens of a picture, 0 without any.
+
+    A picture is whole in one piece: its tokens are followed by others that all sequences of a unit share.
+    """
+    found, each = [], []
+    for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
+        whole = sequences[owner].pictures
+        assert whole is not None, "a sequence without pictures says so"
+        at = np.asarray(whole.places)[begin:end]
+        here = at[at > 0] - 1
+        unit = len(np.flatnonzero(whole.places)) // max(len(whole.pixels), 1) if len(here) else 0
+        first, last = (here.min() // unit, here.max() // unit + 1) if unit else (0, 0)
+        assert len(here) == (last - first) * unit, "pictures are whole"
+        found.append(Pictures(whole.pixels[first:last], np.where(at > 0, at - first * unit, 0)))
+        each.append(unit)
+    return found, np.asarray(each)
 
 
 def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:
@@ -251,9 +267,12 @@ def _placed(
         ValueError: a unit does not fit into a row.
     """
     sizes = pieces.end - pieces.begin
-    units = np.bincount(pieces.unit, weights=sizes).astype(np.int64)
+    units, seen = (np.bincount(pieces.unit, weights=x).astype(np.int64) for x in (sizes, pictures[0]))
     if units.max() > max_length:
         raise ValueError(f"sequences that share a row have {units.max()} tokens; 1 to {max_length} fit in a row")
+    if seen.max() > pictures[1]:
+        raise ValueError(f"sequences that share a row have {seen.max()} pictures; rows have room for {pictures[1]}")
+    pictures = (seen, pictures[1])
     number = np.bincount(pieces.unit)
     if packing:
         order = np.arange(len(units)) if packing == "wrapped" else np.argsort(-units, kind="stable")
@@ -273,7 +292,7 @@ def _placed(
     return row_of[pieces.unit], start, segment
 
 
-def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: int) -> None:
+def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: int, pictures: int) -> None:
     """Raises ValueError for sequences that cannot be packed."""
     if not 0 < len(sequences) <= size:
         raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
@@ -284,7 +303,9 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: 
         )
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
-    first = sequences[0]
+    first, most = sequences[0], max(0 if one.pictures is None else len(one.pictures.pixels) for one in sequences)
+    if most > pictures:
+        raise ValueError(f"a sequence has {most} pictures; rows have room for {pictures}")
     for i, sequence in enumerate(sequences):
         if (
             sequence.per_token.keys() != first.per_token.keys()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunix.errors import UserError
-from tunix.types import Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -81,22 +80,20 @@ class PictureReader:
             )
         return np.where(soft, np.cumsum(soft), 0).astype(np.int32)
 
-    def read(self, values: List[Any], ids: np.ndarray, folder: Path | None) -> Pictures:
-        """The pictures of a row, and the places of their tokens; those of a row without any are empty arrays.
+    def read(self, values: List[Any], folder: Path | None) -> np.ndarray:
+        """`[Pi Px Px Rb]` uint8: the pictures of a row.
 
         Args:
             values: what its column has of each.
-            ids: `[T]` the row's tokens.
             folder: where relative paths begin.
 
         Raises:
-            UserError: there are too many, one cannot be read, or the text has places for others.
+            UserError: there are too many, or one cannot be read.
         """
         if len(values) > self.most:
             raise UserError(f"it has {len(values)} pictures, more than data.pictures {self.most}: raise that")
-        places = self.places(ids, len(values))
         found = [self._resized(opened(value, number, folder)) for number, value in enumerate(values, 1)]
-        return Pictures(np.stack(found) if found else np.zeros((0, self.size, self.size, 3), np.uint8), places)
+        return np.stack(found) if found else np.zeros((0, self.size, self.size, 3), np.uint8)
 
     def _resized(self, image: Image) -> np.ndarray:
         """`[Px Px Rb]` uint8."""
@@ -184,7 +181,8 @@ def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -
     """The row with a mark for each of its pictures, and the pictures.
 
     A message marks one by a part `{"type": "image"}`, which may hold the picture itself where the row has no column of
-    pictures. Where nothing is marked, all are marked at the start of the first user's message, or of the prompt.
+    pictures. Where nothing is marked, all are marked at the start of the first user's message, or of the prompt; of
+    pairs without a prompt in messages, in both sides.
 
     Args:
         row: its columns.
@@ -192,31 +190,44 @@ def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -
         begin: the mark in a text.
     """
     values = images_of(row, columns)
-    names = [columns.get(name, name) for name in ("messages", "prompt")]
-    name = next((name for name in names if name in row), None)
-    if name is None:
-        return row, values
-    said = row[name]
-    if isinstance(said, str):
-        marked = said if begin in said else begin * len(values) + said
-        return {**row, name: marked}, values
-    if not isinstance(said, list | tuple) or not all(isinstance(message, Mapping) for message in said):
-        return row, values  # the renderer says what is wrong
+    said = {name: row.get(columns.get(name, name)) for name in ("messages", "prompt", "chosen", "rejected")}
+    whole = said["messages"] or said["prompt"]
     if not values:
-        return row, [part_value(part) for part in _parts(said) if part_value(part) is not None]
-    if _parts(said) or any(begin in str(message.get("content")) for message in said):
-        return row, values
+        held = [part_value(part) for part in _parts(whole if _is_chat(whole) else said["chosen"])]
+        return row, [value for value in held if value is not None]
+    sides = ("chosen", "rejected")
+    names = ["messages" if said["messages"] is not None else "prompt"]
+    if said["messages"] is None and _is_chat(said["chosen"]):
+        # Conversations that begin with the prompt's messages, or have it as their own first one.
+        inside = not _is_chat(said["prompt"]) or list(said["chosen"][: len(said["prompt"])]) == list(said["prompt"])
+        names = [*(["prompt"] if _is_chat(said["prompt"]) else []), *(sides if inside else [])]
+    marked = {columns.get(name, name): _marked(said[name], len(values), begin) for name in names if said[name]}
+    return {**row, **marked}, values
+
+
+def _is_chat(said: Any) -> bool:
+    return isinstance(said, list | tuple) and all(isinstance(message, Mapping) for message in said)
+
+
+def _marked(said: Any, number: int, begin: str) -> Any:
+    """A text or messages with so many marks at their start, unless they have some; what is wrong stays as it is."""
+    if isinstance(said, str):
+        return said if begin in said else begin * number + said
+    if not _is_chat(said) or _parts(said) or any(begin in str(message.get("content")) for message in said):
+        return said
     first = next((i for i, message in enumerate(said) if message.get("role") == "user"), None)
     if first is None:
-        return row, values
+        return said
     content = said[first].get("content")
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-    message = {**said[first], "content": [*({"type": "image"} for _ in values), *texts]}
-    return {**row, name: [*said[:first], message, *said[first + 1 :]]}, values
+    message = {**said[first], "content": [*({"type": "image"} for _ in range(number)), *texts]}
+    return [*said[:first], message, *said[first + 1 :]]
 
 
-def _parts(messages: List[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The parts of messages that mark a picture."""
+def _parts(messages: Any) -> list[Mapping[str, Any]]:
+    """The parts of messages that mark a picture; none of what is no list of messages."""
+    if not _is_chat(messages):
+        return []
     lists = [content for message in messages if isinstance(content := message.get("content"), list | tuple)]
     return [part for parts in lists for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 

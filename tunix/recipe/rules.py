@@ -84,8 +84,11 @@ def _disagreements(recipe: Sections) -> Iterator[str]:
 
 def _unseen(recipe: Sections) -> Iterator[str]:
     """Messages about what does not look at pictures."""
-    if recipe.algorithm.name != "sft":
-        yield f"data.pictures: {recipe.algorithm.name} looks at none; only sft does: leave it out"
+    if not recipe.algorithm.sees_pictures:
+        yield (
+            f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft does, and dpo on given pairs "
+            "with a reference that is neither precomputed nor another model's, and no loss that sorts: leave it out"
+        )
     if recipe.eval.samples or recipe.reward is not None:
         yield "data.pictures: the sampler sees none: leave eval.samples and reward out"
 

@@ -24,6 +24,7 @@ from tunix.mesh import constrain
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
+from tunix.models.vision import PREFIX
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
@@ -216,8 +217,10 @@ class Compute:
     def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
         model = replace(self.model, adapt=None, has_scalar_head=False)
-        hidden = hidden_of(model, frozen.reference, batch)
-        return jax.lax.stop_gradient(_logprobs(model, frozen.reference, hidden, batch, replace(loss, entropy=False))[0])
+        # A tower is no part of a copy of the trained weights.
+        params = {name: x for name, x in frozen.base.items() if name.startswith(PREFIX)} | frozen.reference
+        hidden = hidden_of(model, params, batch)
+        return jax.lax.stop_gradient(_logprobs(model, params, hidden, batch, replace(loss, entropy=False))[0])
 
 
 def hidden_of(
