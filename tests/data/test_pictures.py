@@ -154,7 +154,7 @@ BROKEN = png(image(0, (200, 200)))[:900]
         ([BROKEN], r"picture 1 cannot be read \(.*\): is the file whole\?"),
         ([b"GIF, or so it says"], "picture 1 is no picture that Pillow knows: give PNG, JPEG or WebP"),
         (["text.txt"], r"picture 1, \S+text.txt, is no picture that Pillow knows"),
-        (["."], r"picture 1, \S+, is a folder, not a picture"),
+        (["."], r"picture 1, \S+, is no file"),
         ([bomb()], "picture 1 has (400,000,000|more than 50,000,000) pixels.*make it smaller"),
         (
             [image(), "https://a.b/c.png"],

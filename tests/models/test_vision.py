@@ -17,13 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from tests.marks import slow
 from tests.tiny_models import GEMMA3_ROPE, SIZES, TYPES, one_device, randomise
+from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
+from tunix.mesh import build_mesh
 from tunix.models.families.table import from_hf
 from tunix.models.model import Model, Params
+from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import hidden_of
 from tunix.types import Batch, Pictures, Sequence
 
@@ -183,6 +187,26 @@ def test_a_row_without_pictures_is_that_of_a_text_model(made):
     seen = hidden_of(model, params, pack([one], 1, 32, pictures=1))
     plain = hidden_of(text, {name: params[name] for name in text.shapes}, pack([replace(one, pictures=None)], 1, 32))
     np.testing.assert_allclose(seen, plain, atol=1e-5)
+
+
+MESHES = slow([MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=2, context=4), MeshConfig(fsdp=1, tensor=8)])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.fsdp}-{mesh.context}-{mesh.tensor}")
+def test_eight_devices_compute_what_one_does(made, mesh):
+    """Of the tower's heads, three, none is split; its 36 patches are, over the parts of rows."""
+    model, params = load(made[0])
+    batch = pack(SEQUENCES, 3, 96, packing=False, pictures=2, multiple=4)
+    one, right = loss_and_gradients(model, params, batch)
+    devices = build_mesh(mesh)
+    with jax.set_mesh(devices):
+        spread = jax.device_put(params, model.shardings(devices))
+        placed = Microbatcher(4, devices).place(batch)
+        found, ours = loss_and_gradients(model, spread, jax.tree.map(np.asarray, placed.at(0)))
+    np.testing.assert_allclose(found, one, rtol=1e-5)
+    for name in params:
+        scale = np.abs(right[name]).max()
+        np.testing.assert_allclose(ours[name], right[name], atol=1e-4 * max(scale, 1e-6), err_msg=name)
 
 
 def test_rows_take_no_more_pictures_than_they_have_room_for():

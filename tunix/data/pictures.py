@@ -156,8 +156,8 @@ def _source(value: Any, number: int, folder: Path | None) -> tuple[Any, str]:
             raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
         path = Path(value).expanduser()
         path = path if path.is_absolute() or folder is None else folder / path
-        if path.is_dir():
-            raise UserError(f"{name}, {path}, is a folder, not a picture")
+        if path.exists() and not path.is_file():  # a folder, or a pipe that nobody writes to
+            raise UserError(f"{name}, {path}, is no file")
         return path, f"{name}, {path},"
     if hasattr(value, "convert") and hasattr(value, "width"):
         return value, name
