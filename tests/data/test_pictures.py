@@ -302,6 +302,11 @@ def test_settings_that_would_resize_in_another_way_are_refused(tmp_path):
         (tmp_path / "processor_config.json").unlink()
 
 
+def test_another_chat_template_leaves_pictures_as_they_are():
+    other = TOKENIZER.replace_template("{% for m in messages %}<start_of_image>{% endfor %}")
+    assert other.apply_template(chat(TEXT)) == 2 * TOKENIZER.expanded("<start_of_image>")
+
+
 def test_a_tokenizer_without_the_tokens_is_refused():
     with pytest.raises(UserError, match="has no token <start_of_image>, <end_of_image>, <image_soft_token>"):
         with_reader(DECODER, bytes_tokenizer("gemma"), None, 2)

@@ -109,6 +109,9 @@ def loss_and_gradients(model: Model, params: Params, batch: Batch) -> tuple[jax.
 def test_packed_logits_equal_transformers_logits_of_each_sequence(made, attention, monkeypatch):
     """One row of three sequences, with room for one picture more than there are."""
     monkeypatch.setattr("tunix.models.attention.chunked.BLOCK", 16)
+    # The first picture's first token is the last of its block, and sees all of it.
+    monkeypatch.setattr("tunix.models.attention.einsum.BLOCK_Q", 7)
+    monkeypatch.setattr("tunix.models.attention.einsum.MOST_BLOCKS", 100)
     model, params = load(made[0], attention)
     batch = pack(SEQUENCES, 3, 100, pictures=4)
     assert batch.tokens.shape == (1, 100)
@@ -152,23 +155,26 @@ def test_packed_rows_equal_separate_rows(made):
 
 
 def test_pairs_that_share_a_prompt_with_pictures_equal_separate_rows(made):
-    """The prompt, with two pictures, is computed once; a second pair has none, and a third a picture of its own."""
+    """The prompt, with two pictures, is computed once; a second pair has none, and of a third each side has one more,
+    after what both share."""
     model, params = load(made[0])
 
-    def pair(prompt: Sequence, seed: int) -> list[Sequence]:
-        ends = [sequence(seed + side, 7 + 3 * side) for side in range(2)]
+    def pair(prompt: Sequence, seed: int, *at: int) -> list[Sequence]:
         sides = []
-        for end in ends:
-            places = np.concatenate([prompt.pictures.places, np.zeros(len(end.tokens), np.int32)])
-            mask = np.arange(len(places)) >= len(prompt.tokens)
+        for end in (sequence(seed + side, 15 + 3 * side, *at) for side in range(2)):
             tokens = np.concatenate([prompt.tokens, end.tokens])
-            sides.append(Sequence(tokens, mask, pictures=Pictures(prompt.pictures.pixels, places)))
+            seen = np.concatenate([prompt.pictures.pixels, end.pictures.pixels])
+            soft = tokens == SOFT
+            mask = (np.arange(len(tokens)) >= len(prompt.tokens)) & ~soft
+            places = np.where(soft, np.cumsum(soft), 0).astype(np.int32)
+            sides.append(Sequence(tokens, mask, pictures=Pictures(seen, places)))
         return sides
 
-    pairs = [one for prompt, seed in zip(SEQUENCES, (10, 20, 30), strict=True) for one in pair(prompt, seed)]
-    together = pack(pairs, 6, 180, sequences_per_example=2, pictures=3)
-    assert together.pictures.pixels.shape[:2] == (1, 3)
-    apart = pack(pairs, 6, 180, packing=False, sequences_per_example=2, pictures=4)
+    first, second, third = SEQUENCES
+    pairs = [*pair(first, 10), *pair(second, 20), *pair(third, 30, 3)]
+    together = pack(pairs, 6, 230, sequences_per_example=2, pictures=5)
+    assert together.pictures.pixels.shape[:2] == (1, 5)
+    apart = pack(pairs, 6, 230, packing=False, sequences_per_example=2, pictures=4)
     assert apart.parents is None
     one, packed = loss_and_gradients(model, params, together)
     other, separate = loss_and_gradients(model, params, apart)
@@ -177,7 +183,7 @@ def test_pairs_that_share_a_prompt_with_pictures_equal_separate_rows(made):
         scale = np.abs(separate[name]).max()
         np.testing.assert_allclose(packed[name], separate[name], atol=1e-5 * max(scale, 1e-6), err_msg=name)
     with pytest.raises(ValueError, match="sequences that share a row have 4 pictures; rows have room for 3"):
-        pack(pairs, 6, 180, packing=False, sequences_per_example=2, pictures=3)
+        pack(pairs, 6, 230, packing=False, sequences_per_example=2, pictures=3)
 
 
 def test_a_row_without_pictures_is_that_of_a_text_model(made):
@@ -224,12 +230,12 @@ def test_rows_take_no_more_pictures_than_they_have_room_for():
 
 
 def test_rows_for_several_devices_have_no_more_pictures_than_room():
-    """Filled evenly, two of three pictures would come into one of two rows: the rows of first fit stay."""
-    ones = [sequence(seed, 20 + seed, 3) for seed in range(4)]
-    batch = pack([*ones, sequence(9, 60, 3, 20)], 5, 100, pictures=2, multiple=2)
+    """Texts of 85 and 20 tokens, and three pictures of 12 each: the emptiest row would take all three. First fit has
+    one beside the long text."""
+    ones = [sequence(seed, 12, 1) for seed in range(3)]
+    batch = pack([sequence(8, 85), sequence(9, 20), *ones], 5, 100, pictures=2, multiple=2)
     numbers = [len(set((row[row > 0] - 1) // TOKENS)) for row in batch.pictures.places]
-    assert max(numbers) <= 2
-    assert sum(numbers) == 6
+    assert numbers == [1, 2]
 
 
 def test_a_multimodal_folder_is_exported_to_the_byte(made, tmp_path):

@@ -98,7 +98,7 @@ def tower(folder: Path) -> dict[str, torch.Tensor]:
     return {key: x for key, x in tensors.items() if key.startswith(("vision_tower.", "multi_modal_projector."))}
 
 
-def test_a_run_learns_from_pictures_and_exports_the_whole_model(tmp_path):
+def test_a_run_learns_from_pictures_and_exports_the_whole_model(tmp_path, capsys):
     recipe = write_recipe(tmp_path / "recipe.yaml", {**CHANGES, "data.eval": "held.jsonl", "steps": 40})
     train(str(recipe))
     assert losses("run")[-1] < 0.5 * losses("run")[0]
@@ -107,6 +107,8 @@ def test_a_run_learns_from_pictures_and_exports_the_whole_model(tmp_path):
     before, after = tower(tmp_path / "base"), tower(tmp_path / "run/export")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before), "the tower is frozen"
+    frozen = sum(x.numel() for x in before.values())
+    assert f"{frozen / 1000:.3g}k are frozen" in capsys.readouterr().err, "nor does it have moments"
     assert tensors_of_folder(tmp_path / "run/export").keys() == tensors_of_folder(tmp_path / "base").keys()
     processor = AutoProcessor.from_pretrained("run/export")
     model = Gemma3ForConditionalGeneration.from_pretrained("run/export").eval()

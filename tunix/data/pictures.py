@@ -199,8 +199,9 @@ def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -
     names = ["messages" if said["messages"] is not None else "prompt"]
     if said["messages"] is None and _is_chat(said["chosen"]):
         # Conversations that begin with the prompt's messages, or have it as their own first one.
-        inside = not _is_chat(said["prompt"]) or list(said["chosen"][: len(said["prompt"])]) == list(said["prompt"])
-        names = [*(["prompt"] if _is_chat(said["prompt"]) else []), *(sides if inside else [])]
+        before = list(said["prompt"] or ()) if _is_chat(said["prompt"]) else []
+        inside = list(said["chosen"] or ())[: len(before)] == before
+        names = [*(["prompt"] if before else []), *(sides if inside else [])]
     marked = {columns.get(name, name): _marked(said[name], len(values), begin) for name in names if said[name]}
     return {**row, **marked}, values
 

@@ -73,7 +73,9 @@ class BatchShape(NamedTuple):
         """
         names = (tuple(x) for x in (batch.counts, batch.per_token, batch.per_sequence))
         number, (_, length) = microbatcher.number(batch), batch.tokens.shape
-        return cls(number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names, pictures)
+        return cls(
+            number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names, pictures=pictures
+        )
 
 
 class TeacherShape(NamedTuple):
