@@ -97,8 +97,7 @@ class Pictures:
     pixels: UInt8[Array | np.ndarray, "*B Pi Px Px Rb"]
     """Resized pictures, e.g. `[2 896 896 3]` of a sequence with two; rows with fewer end with black ones."""
     places: Int[Array | np.ndarray, "*B T"]
-    """1 + the index among the soft tokens of all these pictures, 0 for text; e.g. `[0, 1, 2, 3, 4, 0]` of a picture
-    with four soft tokens. A row's pictures are numbered along the row."""
+    """1 + the index among the soft tokens of all of them, 0 for text; e.g. `[0, 1, 2, 3, 4, 0]` of one with four."""
 
 
 @dataclass(frozen=True)
@@ -383,24 +382,6 @@ class Usage:
     bytes: float
     """Bytes that a device must read for these steps at least, e.g. 2.1e12: in each step all weights, and what the cache
     held at the time."""
-
-
-SPANS = "spans.jsonl"
-"""File of a run folder with the spans of each step."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """An activity of a step."""
-
-    name: str
-    """What it is, e.g. `rollout`."""
-    thread: str
-    """The thread that was busy with it, e.g. `MainThread`."""
-    start: float
-    """Seconds since 1970, e.g. 1795551924.3."""
-    end: float
-    """When it was over, e.g. 1795551926.1."""
 
 
 @dataclass(frozen=True)
