@@ -122,6 +122,11 @@ class AlgorithmConfig(Config):
         return False
 
     @property
+    def sees_pictures(self) -> bool:
+        """Whether it trains on rows with pictures."""
+        return False
+
+    @property
     def learns_from_teacher(self) -> bool:
         """Whether a recipe has to name a teacher."""
         return False

@@ -16,16 +16,19 @@ a single place needs has a small-letter name.
     D   model width
     Dk  width of a key
     Dp  width of inputs of layers: of the embeddings that a token has for each layer
+    Dt  width of a tower: of the model that sees pictures
     Dv  width of a value
     E   experts
     En  entries of a book
     F   ffn width
+    Ft  ffn width of a tower
     Fw  wider ffn width: where some layers have a wider one
     G   group: the completions of one prompt
     Gs  guesses
     H   head dim
     Hg  head dim and its gate's
     Hk  key heads
+    Ht  head dim of a tower
     Hv  value heads
     Hw  head dim of global layers: where it is another than in local ones
     I   inputs: all contracted axes of a projection, flattened
@@ -34,17 +37,26 @@ a single place needs has a small-letter name.
     K   kv heads
     Kw  kv heads of global layers: where there are others than in local ones
     L   layers
+    Lt  layers of a tower
     M   micro-batches
     N   query heads
+    Nt  heads of a tower
     O   outputs: the other axes of a projection, flattened
     P   prompts
     Pa  pairs: sequences 2 i (chosen) and 2 i + 1 (rejected) of a batch
+    Pc  columns of a patch: its pixels from left to right
     Pg  pages: blocks of a cache of keys and values
+    Pi  pictures: the most that a row has
+    Pp  patches: the squares that a picture is cut into
+    Pr  rows of a patch: its pixels from top to bottom
     Pt  tokens of a page
+    Px  pixels: those of a side of a picture
     Q   queries of a block
     R   rows of a micro-batch
+    Rb  colours: red, green and blue
     S   sequences: those of a batch
     Sl  slots: the requests that the engine decodes side by side
+    So  soft tokens: those that stand for a picture
     St  decode steps: those of one dispatch of the engine
     T   time: the tokens of a row or of a sequence
     Ta  taps: the tokens that a convolution sees
@@ -67,7 +79,7 @@ from typing import Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 LOSS_WEIGHTS = "loss_weights"
 """Name of the per-token value by which a trained token counts, in the loss and in its denominators, where rows give
@@ -75,6 +87,17 @@ it."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of a sequence, or of packed rows, and which tokens stand for them."""
+
+    pixels: UInt8[Array | np.ndarray, "*B Pi Px Px Rb"]
+    """Resized pictures, e.g. `[2 896 896 3]` of a sequence with two; rows with fewer end with black ones."""
+    places: Int[Array | np.ndarray, "*B T"]
+    """1 + the index among the soft tokens of all of them, 0 for text; e.g. `[0, 1, 2, 3, 4, 0]` of one with four."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,8 @@ class Sequence:
     `LOSS_WEIGHTS`."""
     per_sequence: Mapping[str, float] = field(default_factory=dict)
     """Named numbers, e.g. `{"advantage": 0.5}`."""
+    pictures: Pictures | None = None
+    """Its pictures, e.g. one of 256 soft tokens; None without any."""
 
 
 @jax.tree_util.register_dataclass
@@ -127,6 +152,8 @@ class Batch:
     """The segment that a token sees besides its own (all of it comes earlier in the row), or its own again, e.g.
     `[1, 1, 1, 1, 1, 1, 0, 0]`: a prompt is computed once for the completions that are compared. None where no sequence
     shares anything."""
+    pictures: Pictures | None = None
+    """The rows' pictures, e.g. of two in each row; None where the model sees none."""
 
 
 @jax.tree_util.register_dataclass
@@ -355,24 +382,6 @@ class Usage:
     bytes: float
     """Bytes that a device must read for these steps at least, e.g. 2.1e12: in each step all weights, and what the cache
     held at the time."""
-
-
-SPANS = "spans.jsonl"
-"""File of a run folder with the spans of each step."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """An activity of a step."""
-
-    name: str
-    """What it is, e.g. `rollout`."""
-    thread: str
-    """The thread that was busy with it, e.g. `MainThread`."""
-    start: float
-    """Seconds since 1970, e.g. 1795551924.3."""
-    end: float
-    """When it was over, e.g. 1795551926.1."""
 
 
 @dataclass(frozen=True)

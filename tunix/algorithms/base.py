@@ -15,7 +15,8 @@ import numpy as np
 from tunix.config import AlgorithmConfig, CriticKind, RowKind
 from tunix.data.types import Packed
 from tunix.protocols import Client
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence, Span
+from tunix.rollout.types import Span
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
 
 @dataclass(frozen=True)

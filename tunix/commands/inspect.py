@@ -82,7 +82,8 @@ def _settings(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
 def _examples(rows: Rows, tokenizer: Tokenizer | None, settings: Rendering) -> Iterator[Kept | Dropped]:
     """Yields each row as an example or as dropped, in file order."""
     for index in range(len(rows)):
-        yield to_example(rows[index], tokenizer, settings, f"row {index + 1} of {rows.name}")
+        where = f"row {index + 1} of {rows.name}"
+        yield to_example(rows[index], tokenizer, settings, where, rows.folder)
 
 
 def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[list[Kept | Dropped]]:

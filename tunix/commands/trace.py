@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.types import SPANS, Span
+from tunix.rollout.types import SPANS, Span
 from tunix.util.atomic_io import refuse_out, write_text_atomic
 from tunix.util.json_lines import read_rows
 

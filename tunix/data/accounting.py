@@ -15,6 +15,7 @@ TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length
 COMPLETION_TOO_LONG = "longer than completion_length"
 NO_PROMPT = "no prompt"
 NOTHING_TRAINED = "nothing to train on"
+PICTURE_CUT = "its pictures end after max_length"
 CUT_AWAY = "nothing to train on within max_length"
 EMPTY = "an empty completion"
 EQUAL, CUT_EQUAL = "chosen and rejected are equal", "chosen and rejected are equal within max_length"

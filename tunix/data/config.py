@@ -45,6 +45,9 @@ class DataConfig(Config):
     that are longer than max_length into pieces, each a separate sequence, instead of truncating them; `wrapped` fills
     the rows of a batch in order, and cuts wherever one is full. With both, `batch_size` counts pieces, and a piece's
     first token, which nothing in it predicts, is not trained."""
+    pictures: Positive | None = None
+    """Most pictures of a packed row, and of a row of the data, whose column `images` holds them: paths from the data's
+    folder, bytes or PIL images. Room for more costs time whether they are there or not. null: only text is read."""
     chat_template: str | None = None
     """Chat template: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
     template_kwargs: dict[str, str | bool | int] = {}
@@ -79,6 +82,8 @@ class DataConfig(Config):
                 f"on_overflow {self.on_overflow!r} changes nothing with packing {self.packing!r}, which cuts what is "
                 "too long into pieces; leave it out"
             )
+        if self.cuts and self.pictures:
+            raise ValueError(f"packing {self.packing!r} would cut pictures; with data.pictures it is true or false")
         if self.system and not self.chat:
             raise ValueError("system changes nothing without `chat: true`; rows of messages have their own")
         return self

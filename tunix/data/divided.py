@@ -11,10 +11,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from tunix.data.accounting import Dropped, Kept
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.types import Sequence
+from tunix.types import Pictures, Sequence
 from tunix.util.coded import array_of, coded
 
 SHARE = 16
@@ -90,6 +92,9 @@ def _saved(sequence: Sequence) -> dict[str, Any]:
     per_token = {name: coded(values) for name, values in sequence.per_token.items()}
     per_sequence = {name: float(value) for name, value in sequence.per_sequence.items()}
     numbers = {"weight": float(sequence.weight), "per_sequence": per_sequence}
+    if (seen := sequence.pictures) is not None:
+        pixels = np.asarray(seen.pixels)
+        numbers |= {"pixels": coded(pixels), "shape": list(pixels.shape), "places": coded(np.asarray(seen.places))}
     return {"tokens": coded(sequence.tokens), "mask": coded(sequence.loss_mask), "per_token": per_token, **numbers}
 
 
@@ -108,6 +113,8 @@ def _read(saved: Mapping[str, Any]) -> Kept | Dropped:
 
 def _sequence(saved: Mapping[str, Any]) -> Sequence:
     per_token = {name: array_of(values) for name, values in saved["per_token"].items()}
-    return Sequence(
-        array_of(saved["tokens"]), array_of(saved["mask"]), saved["weight"], per_token, saved["per_sequence"]
-    )
+    pictures = None
+    if "pixels" in saved:
+        pictures = Pictures(array_of(saved["pixels"]).reshape(saved["shape"]), array_of(saved["places"]))
+    given = (array_of(saved["tokens"]), array_of(saved["mask"]), saved["weight"], per_token, saved["per_sequence"])
+    return Sequence(*given, pictures)

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from tunix.data.accounting import (
     EQUAL,
     NO_PROMPT,
     NOTHING_TRAINED,
+    PICTURE_CUT,
     PROMPT_TOO_LONG,
     TOO_LONG,
     Dropped,
@@ -31,14 +35,17 @@ from tunix.data.accounting import (
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column
 from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
+from tunix.data.pictures import IMAGES, PictureReader, images_of, with_marks
 from tunix.data.rendered import Rendered, given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS, Sequence
+from tunix.types import LOSS_WEIGHTS, Pictures, Sequence
 
 
-def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where: str = "the row") -> Kept | Dropped:
+def to_example(
+    row: Row, tokenizer: Tokenizer | None, settings: Rendering, where: str = "the row", folder: Path | None = None
+) -> Kept | Dropped:
     """Renders a row, cuts it to length, and checks that something in it is trained.
 
     Args:
@@ -46,6 +53,7 @@ def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where
         tokenizer: None where rows are token ids.
         settings: shape and limits.
         where: the row's name in messages, for instance `row 3 of train.jsonl`.
+        folder: where relative paths of pictures begin.
 
     Returns:
         The example, or the reason why the row is dropped.
@@ -54,6 +62,10 @@ def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where
         UserError: a missing or malformed column, or a row that is too long where that is an error; the message begins
             with `where`.
     """
+    try:
+        row, pictures = _pictured(row, tokenizer, settings)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     if settings.train_on == RowKind.ROW:
         nothing = np.zeros(0, np.int32)
         return Kept((Sequence(nothing, nothing.astype(bool)),), row=_renamed(row, settings))
@@ -76,7 +88,58 @@ def to_example(row: Row, tokenizer: Tokenizer | None, settings: Rendering, where
             )
     if settings.train_on == RowKind.PROMPT:
         return _prompt(sides[0][0], weight, row, settings, where)
-    return _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
+    if reader := None if tokenizer is None else tokenizer.pictures:
+        for tokens, mask in sides:
+            mask[tokens == reader.soft_id] = False
+    found = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
+    return found if reader is None else _seen(found, reader, pictures, sides, where, folder)
+
+
+def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[Row, list[Any]]:
+    """The row with its pictures marked in its text, and the pictures.
+
+    Raises:
+        UserError: it has pictures, and the model or the algorithm sees none.
+    """
+    reader, pictures = None if tokenizer is None else tokenizer.pictures, images_of(row, settings.columns)
+    if reader is not None and (settings.train_on.is_text or settings.train_on == RowKind.PAIRS):
+        return with_marks(row, settings.columns, reader.begin)
+    if not pictures:
+        return row, []
+    name = settings.columns.get(IMAGES, IMAGES)
+    if reader is not None:
+        raise UserError(f"it has pictures ({name}), which only sft and dpo look at: leave the column out")
+    raise UserError(
+        f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to "
+        "train with them (a Gemma 3 folder with a vision_config, and sft or dpo), or leave the column out"
+    )
+
+
+def _seen(
+    example: Kept | Dropped,
+    reader: PictureReader,
+    pictures: List[Any],
+    sides: List[Rendered],
+    where: str,
+    folder: Path | None,
+) -> Kept | Dropped:
+    """The example with its pictures, which each of its sequences sees; dropped where one of them is cut.
+
+    Args:
+        sides: the row's sequences before they were cut.
+    """
+    if isinstance(example, Dropped):
+        return example
+    both = list(zip(example.sequences, sides, strict=True))
+    if any((tokens[len(sequence.tokens) :] == reader.soft_id).any() for sequence, (tokens, _) in both):
+        return Dropped(PICTURE_CUT)
+    try:
+        at = [reader.places(sequence.tokens, len(pictures)) for sequence in example.sequences]
+        pixels = reader.read(pictures, folder)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    seen = zip(example.sequences, at, strict=True)
+    return replace(example, sequences=tuple(replace(one, pictures=Pictures(pixels, places)) for one, places in seen))
 
 
 def _prompt(tokens: np.ndarray, weight: float, row: Row, settings: Rendering, where: str) -> Kept | Dropped:

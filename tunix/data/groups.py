@@ -57,7 +57,8 @@ class Renderer:
         return cls(rows, tokenizer, replace(settings, vocab_size=vocab_size))
 
     def __call__(self, i: int) -> Kept | Dropped:
-        return to_example(self.rows[i], self.tokenizer, self.settings, f"row {i + 1} of {self.rows.name}")
+        where = f"row {i + 1} of {self.rows.name}"
+        return to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder)
 
 
 class Groups(Generic[T]):

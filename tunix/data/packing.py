@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from tunix.types import LOSS_WEIGHTS, Batch, Sequence
+from tunix.types import LOSS_WEIGHTS, Batch, Pictures, Sequence
 
 LABEL = "label"
 """Name of the per-sequence value that is 1 for a desirable completion and 0 for an undesirable one."""
@@ -49,6 +49,7 @@ def pack(
     sequences_per_example: int = 1,
     together: int = 1,
     multiple: int = 1,
+    pictures: int = 0,
 ) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
 
@@ -64,6 +65,7 @@ def pack(
             1), e.g. the completions of one prompt.
         multiple: the number of rows is one of it, e.g. 8 for eight devices; rows that are `wrapped` or not packed may
             be empty at the end, all others are filled evenly.
+        pictures: pictures of a row at most, where the sequences have some; 0 where none has.
 
     Returns:
         A batch of numpy arrays; `sequence_ids` are indices into `sequences`; a shared beginning has that of the unit's
@@ -75,9 +77,11 @@ def pack(
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     unit = max(sequences_per_example, together)
-    _check(sequences, lengths, size, unit)
+    _check(sequences, lengths, size, unit, pictures)
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
-    row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple)
+    found, each = _seen_in(sequences, pieces) if pictures else ([], np.zeros(0))
+    seen = np.array([len(one.pixels) for one in found] if pictures else np.zeros_like(pieces.owner))
+    row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, (seen, pictures))
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (rows, max_length))
     mask = tokens.joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (tokens.position > 0)
@@ -104,7 +108,49 @@ def pack(
             name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
         },
         parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
+        pictures=_in_rows(found, tokens, row_of, (rows, pictures), each) if pictures else None,
     )
+
+
+def _in_rows(
+    pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int], unit: np.ndarray
+) -> Pictures:
+    """The rows' pictures, each row's in the order of the pieces, and their places.
+
+    Args:
+        pictures: of each piece.
+        tokens: of all pieces.
+        row_of: `[pieces]` the row of each.
+        shape: (B, Pi), rows and pictures of a row.
+        unit: `[pieces]` soft tokens of a picture of each; 0 where it has none.
+    """
+    pixels, used = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8), np.zeros(shape[0], np.int64)
+    places: list[np.ndarray] = []
+    for row, one, each in zip(row_of, pictures, unit, strict=True):
+        number, at = len(one.pixels), np.asarray(one.places)
+        pixels[row, used[row] : used[row] + number] = one.pixels
+        places.append(np.where(at > 0, at + used[row] * each, 0))
+        used[row] += number
+    return Pictures(pixels, tokens.in_rows(np.concatenate(places), np.int32))
+
+
+def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Pictures], np.ndarray]:
+    """The pictures of each piece, numbered from its first one; and `[pieces]` soft tokens of a picture, 0 without any.
+
+    A picture is whole in one piece: its tokens are followed by others that all sequences of a unit share.
+    """
+    found, each = [], []
+    for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
+        whole = sequences[owner].pictures
+        assert whole is not None, "a sequence without pictures says so"
+        at = np.asarray(whole.places)[begin:end]
+        here = at[at > 0] - 1
+        unit = len(np.flatnonzero(whole.places)) // max(len(whole.pixels), 1) if len(here) else 0
+        first, last = (here.min() // unit, here.max() // unit + 1) if unit else (0, 0)
+        assert len(here) == (last - first) * unit, "pictures are whole"
+        found.append(Pictures(whole.pixels[first:last], np.where(at > 0, at - first * unit, 0)))
+        each.append(unit)
+    return found, np.asarray(each)
 
 
 def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:
@@ -213,7 +259,7 @@ def shared_tokens(group: List[Sequence]) -> int:
 
 
 def _placed(
-    pieces: _Pieces, max_length: int, packing: Packing, multiple: int
+    pieces: _Pieces, max_length: int, packing: Packing, multiple: int, pictures: tuple[np.ndarray, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
 
@@ -221,15 +267,21 @@ def _placed(
         ValueError: a unit does not fit into a row.
     """
     sizes = pieces.end - pieces.begin
-    units = np.bincount(pieces.unit, weights=sizes).astype(np.int64)
+    units, seen = (np.bincount(pieces.unit, weights=x).astype(np.int64) for x in (sizes, pictures[0]))
     if units.max() > max_length:
         raise ValueError(f"sequences that share a row have {units.max()} tokens; 1 to {max_length} fit in a row")
+    if seen.max() > pictures[1]:
+        raise ValueError(f"sequences that share a row have {seen.max()} pictures; rows have room for {pictures[1]}")
+    pictures = (seen, pictures[1])
     number = np.bincount(pieces.unit)
     if packing:
         order = np.arange(len(units)) if packing == "wrapped" else np.argsort(-units, kind="stable")
-        row_of, start_of, segment_of = _fit(units, number, max_length, order, back=packing != "wrapped")
+        row_of, start_of, segment_of = _fit(units, number, max_length, order, pictures, back=packing != "wrapped")
         rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
-        if multiple > 1 and packing != "wrapped" and (even := _evenly(units, number, max_length, order, rows)):
+        even = None
+        if multiple > 1 and packing != "wrapped":
+            even = _evenly(units, number, max_length, order, rows, pictures)
+        if even is not None:
             row_of, start_of, segment_of = even
     else:
         row_of, start_of, segment_of = np.arange(len(units)), np.zeros_like(units), np.ones_like(units)
@@ -240,7 +292,7 @@ def _placed(
     return row_of[pieces.unit], start, segment
 
 
-def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: int) -> None:
+def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: int, pictures: int) -> None:
     """Raises ValueError for sequences that cannot be packed."""
     if not 0 < len(sequences) <= size:
         raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
@@ -251,7 +303,9 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: 
         )
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
-    first = sequences[0]
+    first, most = sequences[0], max(0 if one.pictures is None else len(one.pictures.pixels) for one in sequences)
+    if most > pictures:
+        raise ValueError(f"a sequence has {most} pictures; rows have room for {pictures}")
     for i, sequence in enumerate(sequences):
         if (
             sequence.per_token.keys() != first.per_token.keys()
@@ -264,7 +318,12 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: 
 
 
 def _fit(
-    lengths: np.ndarray, pieces: np.ndarray, max_length: int, order: np.ndarray, back: bool
+    lengths: np.ndarray,
+    pieces: np.ndarray,
+    max_length: int,
+    order: np.ndarray,
+    pictures: tuple[np.ndarray, int],
+    back: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First fit: each unit into the first row with room; or next fit: into the last one or a new one.
 
@@ -273,28 +332,40 @@ def _fit(
         pieces: `[units]` segments of each unit.
         max_length: T.
         order: the order in which units are placed.
+        pictures: `[units]` pictures of each unit (of sequences that share nothing), and the most of a row.
         back: whether rows before the last are considered.
 
     Returns:
         Row, first position and first segment id (from 1) of each unit, `[units]` each.
     """
-    room = np.full(len(lengths), max_length)
+    room, (seen, most) = np.full(len(lengths), max_length), pictures
+    unused = np.full(len(lengths), most)
     used = np.ones(len(lengths), np.int64)
     row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
     rows = 0
     for i in order:
         first = 0 if back else max(rows - 1, 0)
         # Rows that are not open yet have full room, so the first that fits always exists.
-        row = first + int(np.argmax(room[first : rows + 1] >= lengths[i]))
+        fits = room[first : rows + 1] >= lengths[i]
+        if most:
+            fits &= unused[first : rows + 1] >= seen[i]
+        row = first + int(np.argmax(fits))
         rows = max(rows, row + 1)
         row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
         used[row] += pieces[i]
         room[row] -= lengths[i]
+        if most:
+            unused[row] -= seen[i]
     return row_of, start_of, segment_of
 
 
 def _evenly(
-    lengths: np.ndarray, pieces: np.ndarray, max_length: int, order: np.ndarray, rows: int
+    lengths: np.ndarray,
+    pieces: np.ndarray,
+    max_length: int,
+    order: np.ndarray,
+    rows: int,
+    pictures: tuple[np.ndarray, int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Each unit into the emptiest of so many rows, with `_fit`'s arguments and results; None where one has no room."""
     filled = np.zeros(rows, np.int64)
@@ -305,7 +376,9 @@ def _evenly(
         row_of[i], start_of[i], segment_of[i] = row, filled[row], used[row]
         used[row] += pieces[i]
         filled[row] += lengths[i]
-    return None if filled.max() > max_length else (row_of, start_of, segment_of)
+    seen, most = pictures
+    crowded = bool(most) and np.bincount(row_of, seen, minlength=rows).max() > most
+    return None if crowded or filled.max() > max_length else (row_of, start_of, segment_of)
 
 
 def _padded(values: List[float], size: int) -> np.ndarray:

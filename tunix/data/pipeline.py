@@ -59,6 +59,10 @@ class Layout:
             + self.sequences_per_example * self.extra_tokens
         )
 
+    def pictures(self, config: DataConfig) -> int:
+        """Pi, the pictures of a row: without packing each sequence of an example brings those of their prompt."""
+        return (config.pictures or 0) * (1 if config.packing else self.sequences_per_example)
+
     def packed(self, group: List[Kept], size: int, config: DataConfig, accounting: Accounting) -> Packed:
         """Packs kept rows into a batch.
 
@@ -70,7 +74,8 @@ class Layout:
         """
         sequences = tuple(self.prepare_sequence(sequence) for kept in group for sequence in kept.sequences)
         number, length = self.sequences_per_example, self.length(config)
-        batch = pack(sequences, number * size, length, config.packing, number, multiple=self.multiple)
+        how = {"multiple": self.multiple, "pictures": self.pictures(config)}
+        batch = pack(sequences, number * size, length, config.packing, number, **how)
         return Packed(batch, accounting, sequences)
 
 

@@ -64,7 +64,7 @@ def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokeniz
     if isinstance(prompt, str) and isinstance(completion, str) and settings.chat:
         prompt, completion = as_chat("user", prompt, settings), as_chat("assistant", completion, settings)
     if isinstance(prompt, str) and isinstance(completion, str):
-        start = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
+        start = tokenizer.encode(tokenizer.expanded(prompt), bos=tokenizer.adds_bos)
         return joined(start, [*tokenizer.encode(completion), tokenizer.eos_id])
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion are both strings or both lists of messages, not one of each")

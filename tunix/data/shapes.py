@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tunix.config import RowKind
 from tunix.data.columns import Row, listed, near
 from tunix.data.config import DataConfig
+from tunix.data.pictures import IMAGES
 from tunix.errors import UserError, nearest
 from tunix.types import LOSS_WEIGHTS
 
@@ -50,7 +51,7 @@ SHAPES: Mapping[RowKind, Shapes] = {
     RowKind.PAIRS: PAIRS,
     RowKind.LABELS: LABELS,
 }
-OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", "margin")
+OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", "margin", IMAGES)
 FIXED = ("prompt", "margin")
 """Optional columns of pairs that every row has or none; for token ids `loss_weights` is such a column."""
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -38,15 +38,20 @@ class Table(Protocol):
 class Rows:
     """The rows of a dataset by number, with a name for messages."""
 
-    def __init__(self, name: str, table: Table) -> None:
+    def __init__(self, name: str, table: Table, folder: Path | None = None) -> None:
         """Names a table; `open_rows` is the usual way to get one.
+
+        Args:
+            name: of the rows, for messages.
+            table: the rows by number.
+            folder: where relative paths in the rows begin; None for the working directory.
 
         Raises:
             UserError: there are no rows.
         """
         if not len(table):
             raise UserError(f"{name} is empty: there are no rows to read")
-        self.name = name
+        self.name, self.folder = name, folder
         self._table = table
 
     def __len__(self) -> int:
@@ -78,7 +83,7 @@ def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None
     if path.is_dir():
         return _open_folder(path, split)
     if path.is_file():
-        return _pick({"train": _open_file(path)}, split, name)
+        return _pick({"train": _open_file(path)}, split, name, path.parent)
     if is_reference(name):
         return _pick({"train": _call(name)}, split, name)
     if path.suffix in _FILE_SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -103,12 +108,12 @@ def _wanted(splits: Mapping[str, Any], split: str | None, name: str) -> str:
     return wanted
 
 
-def _pick(splits: Mapping[str, Any], split: str | None, name: str) -> Rows:
+def _pick(splits: Mapping[str, Any], split: str | None, name: str, folder: Path | None = None) -> Rows:
     """The rows of one split; an iterable without access by number is read into memory."""
     rows = splits[_wanted(splits, split, name)]
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Table | Iterable):
         raise UserError(f"{name} gives {rows!r:.80}, not a list or an iterable of rows")
-    return Rows(name, rows if isinstance(rows, Table) else list(rows))
+    return Rows(name, rows if isinstance(rows, Table) else list(rows), folder)
 
 
 def _load_hub(name: str) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def _open_folder(folder: Path, split: str | None) -> Rows:
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{folder} was saved by `datasets`, but does not load: {error}") from error
         splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-        return _pick({str(key): rows for key, rows in splits.items()}, split, str(folder))
+        return _pick({str(key): rows for key, rows in splits.items()}, split, str(folder), folder)
     files = sorted(f for f in folder.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
     if not files:
         raise UserError(f"{folder} holds no {', '.join(SUFFIXES)} file")
@@ -148,7 +153,7 @@ def _open_folder(folder: Path, split: str | None) -> Rows:
     if not parts.keys() & _SPLIT_WORDS:
         parts = {"train": files}
     wanted = _wanted(parts, split, str(folder))
-    return Rows(str(folder), _Chain([_open_file(file) for file in parts[wanted]]))
+    return Rows(str(folder), _Chain([_open_file(file) for file in parts[wanted]]), folder)
 
 
 def _split_of(file: Path, folder: Path) -> str:
@@ -247,3 +252,18 @@ class _Chain:
     def __getitem__(self, i: int) -> Any:
         t = bisect.bisect_right(self._ends, i)
         return self._tables[t][i - self._ends[t] + len(self._tables[t])]
+
+
+def texts(rows: Rows) -> Iterator[str]:
+    """Every string in the rows, including those within messages."""
+    for index in range(len(rows)):
+        yield from _strings(rows[index])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for key, item in value.items() if key != "role" for text in _strings(item))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in _strings(item))

@@ -9,14 +9,14 @@ from typing import Literal, get_args
 TemplateName = Literal["gemma", "gemma4", "llama3", "chatml"]
 TEMPLATE_NAMES: tuple[TemplateName, ...] = get_args(TemplateName)
 
-# Content is a string, or a list of {"type": "text", "text": ...} parts.
+# Content is a string, or a list of {"type": "text", "text": ...} and {"type": "image"} parts.
 _TEXT = r"""
 {%- macro text(content) -%}
     {%- if content is string -%}
         {{- content -}}
     {%- else -%}
         {%- for part in content -%}
-            {{- part.text -}}
+            {{- '<start_of_image>' if part.type == 'image' else part.text -}}
         {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
@@ -88,6 +88,9 @@ MARKERS: dict[TemplateName, tuple[str, ...]] = {
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
+
+PICTURE_MARKERS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+"""The tokens of pictures in Gemma's formats, by transformers' names for them."""
 
 STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "gemma4": True, "llama3": True, "chatml": False}
 

@@ -7,6 +7,7 @@ Chats and prompts have the columns that the shipped rewards and environments rea
 from typing import Any
 
 ROWS = 64
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}
 
 
 def messages() -> list[dict[str, Any]]:
@@ -20,6 +21,22 @@ def prompt_completion() -> list[dict[str, Any]]:
         {"prompt": question, "completion": answer, "question": question, **_judged(index)}
         for index, (question, answer) in enumerate(map(_sum, range(ROWS)))
     ]
+
+
+def pictures() -> list[dict[str, Any]]:
+    """Pictures of one colour, and its name; every fourth conversation has none, and every fifth has two."""
+    from PIL import Image
+
+    names = sorted(COLOURS)
+    rows = []
+    for index in range(ROWS):
+        number = 0 if index % 4 == 3 else 2 if index % 5 == 4 else 1
+        found = [names[(index + 3 * more) % len(names)] for more in range(number)]
+        asked = [*({"type": "image"} for _ in found), {"type": "text", "text": "Which colours do you see?"}]
+        answer = " and ".join(found) if found else "none"
+        images = [Image.new("RGB", (20 + index, 30), COLOURS[name]) for name in found]
+        rows.append({"messages": [{"role": "user", "content": asked}, _said("assistant", answer)], "images": images})
+    return rows
 
 
 def text() -> list[dict[str, Any]]:

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunix.data.templates import END_OF_TURN, MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
+from tunix.data.pictures import PictureReader
+from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
 
@@ -55,6 +57,8 @@ class Tokenizer:
     """The transformers tokenizer, which determines everything here."""
     generation_stops: tuple[int, ...] = ()
     """The eos ids of the folder's generation_config.json."""
+    pictures: PictureReader | None = None
+    """How pictures are read; None where the model sees none."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -135,19 +139,25 @@ class Tokenizer:
     def apply_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
     ) -> str:
-        """The text of a conversation by the chat template; errors of Jinja are not caught."""
-        return self.hf.apply_chat_template(  # pyright: ignore[reportReturnType]
+        """The text of a conversation by the chat template, soft tokens of pictures included; errors of Jinja are not
+        caught."""
+        text = self.hf.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **template_kwargs,
         )
+        return self.expanded(text)  # pyright: ignore[reportArgumentType]
+
+    def expanded(self, text: str) -> str:
+        """The text with the soft tokens of each picture that it marks; unchanged for a model that sees none."""
+        return text if self.pictures is None else self.pictures.expanded(text)
 
     def replace_template(self, template: str) -> Tokenizer:
         """A copy of this tokenizer with another chat template; this one is unchanged."""
         hf = copy.copy(self.hf)
         hf.chat_template = template
-        return Tokenizer(hf, self.generation_stops)
+        return Tokenizer(hf, self.generation_stops, self.pictures)
 
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the template, as transformers reads them."""
@@ -255,14 +265,20 @@ def _generation_stops(path: Path) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def bytes_tokenizer(template: TemplateName = "gemma") -> Tokenizer:
-    """A tokenizer with one id per byte of UTF-8, after `<pad> <eos> <bos>` and the template's markers; not trained."""
+def bytes_tokenizer(template: TemplateName = "gemma", pictures: bool = False) -> Tokenizer:
+    """A tokenizer with one id per byte of UTF-8, after `<pad> <eos> <bos>` and the template's markers; not trained.
+
+    Args:
+        template: the chat template.
+        pictures: whether the last ids are the markers of pictures.
+    """
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
 
-    vocab = {token: i for i, token in enumerate((*_specials(template), *_byte_letters()))}
+    more = tuple(PICTURE_MARKERS.values()) if pictures else ()
+    vocab = {token: i for i, token in enumerate((*_specials(template), *_byte_letters(), *more))}
     backend = Backend(BPE(vocab=vocab, merges=[]))
-    return _finish(backend, template)
+    return _finish(backend, template, PICTURE_MARKERS if pictures else {})
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: TemplateName = "gemma") -> Tokenizer:
@@ -314,8 +330,14 @@ def _split_words(backend: tokenizers.Tokenizer, template: TemplateName) -> None:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def _finish(backend: tokenizers.Tokenizer, template: TemplateName) -> Tokenizer:
-    """Adds special tokens, BOS and template to a byte-level vocabulary whose first ids are the special tokens."""
+def _finish(
+    backend: tokenizers.Tokenizer, template: TemplateName, pictures: Mapping[str, str] = MappingProxyType({})
+) -> Tokenizer:
+    """Adds special tokens, BOS and template to a byte-level vocabulary whose first ids are the special tokens.
+
+    Args:
+        pictures: markers of pictures by transformers' names for them.
+    """
     from tokenizers import decoders
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -332,6 +354,7 @@ def _finish(backend: tokenizers.Tokenizer, template: TemplateName) -> Tokenizer:
         bos_token="<bos>",
         unk_token=None,  # explicit, or transformers' Qwen2Tokenizer adds an id for one
         extra_special_tokens=list(MARKERS[template]),
+        model_specific_special_tokens=dict(pictures),
     )
     hf.chat_template = TEMPLATES[template]
     return Tokenizer(hf)

@@ -13,13 +13,17 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import named_tensors
 from tunix.hf.safetensors_io import Stored, check_tensors
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import FAMILIES, family_of, from_hf, read_json
+from tunix.models.families.table import axes_of, family_of, from_hf, read_json, tensors_of
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def read_folder(folder: Path) -> DecoderConfig:
+def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
     """The structure of the model in a folder with weights.
+
+    Args:
+        folder: has config.json and safetensors.
+        pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
 
     Raises:
         UserError: config.json is missing, broken or not supported; there are no weights, or a file of them is damaged;
@@ -30,9 +34,10 @@ def read_folder(folder: Path) -> DecoderConfig:
     family = family_of(raw, file)
     stored = named_tensors(folder, family)
     _check_layers(raw, stored, file)
-    config = from_hf(raw, file)
-    sizes, wanted = FAMILIES[family].axes(config), {}
-    for tensor in FAMILIES[family].tensors.values():
+    config = from_hf(raw, file, pictures)
+    stored = stored if config.vision is None else named_tensors(folder, family, pictures=True)
+    sizes, wanted = axes_of(config), {}
+    for tensor in tensors_of(config).values():
         shape = tuple(sizes[axis] for axis in tensor.ours.split())
         keys = {key for layer in config.layers_with(tensor.mixer) for key in tensor.keys(layer, shape)}
         wanted |= dict.fromkeys(keys & stored.keys(), tensor.their_shape(shape))

@@ -8,7 +8,7 @@ the unrounded model is never in memory. Writing: the same way back, into an atom
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
 from tunix.hf.passengers import as_it_is, passenger_fields, passengers
+from tunix.hf.picture_settings import write_settings
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import (
     Entry,
@@ -36,9 +37,10 @@ from tunix.hf.safetensors_io import (
 )
 from tunix.hf.sending import sent, sent_scales, sent_values
 from tunix.hf.tensor_loading import Place, Read, load, target_of
+from tunix.hf.tensor_names import rename, spelling
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE, Tensor
-from tunix.models.families.table import FAMILIES, to_hf
+from tunix.models.families.table import FAMILIES, tensors_of, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import is_scale, tile_of
@@ -124,9 +126,9 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     Raises:
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
-    stored = named_tensors(folder, model.config.family)
+    stored = named_tensors(folder, model.config.family, pictures=model.config.vision is not None)
     _check(model, stored, dtypes, folder)
-    table = FAMILIES[model.config.family].tensors
+    table = tensors_of(model.config)
     reads: list[Read] = []
     for name, dtype in dtypes.items():
         if is_scale(name):
@@ -139,7 +141,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
 
 def _places(config: DecoderConfig, tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
     """The tensors that hold a parameter, and where each belongs in it."""
-    if not name.startswith("layers/"):
+    if not tensor.layered:
         return dict.fromkeys(tensor.keys(None, shape), ())
     keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
     return {
@@ -166,16 +168,23 @@ def reward_model(folder: Path) -> UserError:
     )
 
 
-def named_tensors(folder: Path, family: str) -> dict[str, Stored]:
+def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str, Stored]:
     """A folder's tensors by the names that a text-only model gives them; other modalities and buffers are left out.
     Packed matrices are included as the numbers that they stand for.
+
+    Args:
+        folder: has safetensors.
+        family: whose prefixes the names have.
+        pictures: whether the tensors of a tower that sees pictures are included.
 
     Raises:
         UserError: it holds no weights, or a file is missing or damaged.
     """
     named: dict[str, Stored] = {}
+    vision = FAMILIES[family].vision if pictures else None
+    prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
     for key, tensor in unpacked(tensors_of_folder(folder)).items():
-        name = rename(key, FAMILIES[family].prefixes)
+        name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named |= dict(apart(name, tensor, FAMILIES[family].stacked))
     return named
@@ -197,20 +206,12 @@ def apart(name: str, tensor: Stored, stacked: Mapping[str, tuple[str, ...]]) -> 
     return [(key, replace(tensor, shape=shape, begin=tensor.begin + at * size)) for at, key in enumerate(keys)]
 
 
-def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
-    """A tensor's name in a text-only model; None where it belongs to a part that is left out."""
-    for theirs, ours in prefixes:
-        if key.startswith(theirs):
-            return None if ours is None else ours + key.removeprefix(theirs)
-    return key
-
-
 def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The tensors that a folder must contain for our parameters -> their shapes in the file."""
-    table = FAMILIES[config.family].tensors
+    table = tensors_of(config)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        if name.startswith("layers/"):
+        if table[name].layered:
             layers = config.layers_with(table[name].mixer)
             keys = [key for layer in layers for key in table[name].keys(layer, shape[1:])]
             wanted |= dict.fromkeys(keys, table[name].their_shape(shape[1:]))
@@ -306,7 +307,11 @@ def save_folder(
                 fields |= passenger_fields(base, config.family)
             if processes.lead():
                 write_beside(folder.path, config, fields, source, scores, rules, packing)
-        whole = [*_entries(config, params, dtype, packing), *map(as_it_is, along)]
+                if config.vision is not None:
+                    write_settings(folder.path, config.vision, [one for one in (source, base) if one is not None])
+        called = spelling(config, base)
+        ours = (replace(entry, key=called(entry.key)) for entry in _entries(config, params, dtype, packing))
+        whole = [*ours, *map(as_it_is, along)]
         write_shards(folder, whole, max_shard_bytes)
 
 
@@ -363,7 +368,7 @@ def _entries(
     config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
 ) -> Iterator[Entry]:
     """The tensors to write in the order of the model: embedding, layer by layer, norm, head."""
-    table, packed = FAMILIES[config.family].tensors, {f"layers/{ours}/w": how for ours, how in packing.items()}
+    table, packed = tensors_of(config), {f"layers/{ours}/w": how for ours, how in packing.items()}
 
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
@@ -379,10 +384,10 @@ def _entries(
                 send = partial(sent, params[name], own, tensor.write, written)
                 yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
 
-    ends = {name: array.shape for name, array in params.items() if not name.startswith("layers/")}
-    inner = {name: array.shape[1:] for name, array in params.items() if name.startswith("layers/")}
+    ends = {name: array.shape for name, array in params.items() if not table[name].layered}
+    inner = {name: array.shape[1:] for name, array in params.items() if table[name].layered}
     yield from entry("embed/w", None, ends.pop("embed/w"))
-    for layer in range(config.num_layers):
+    for layer in range(max(config.num_layers, config.vision.num_layers if config.vision else 0)):
         for name, shape in inner.items():
             if layer in config.layers_with(table[name].mixer):
                 yield from entry(name, layer, shape)

@@ -19,10 +19,11 @@ from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import FILE, named_base
-from tunix.hf.model_folder import STORED_DTYPE, rename
+from tunix.hf.model_folder import STORED_DTYPE
 from tunix.hf.peft_config import CONFIG, described, text
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.sending import sent
+from tunix.hf.tensor_names import rename
 from tunix.lora.adapt import plain_pairs, tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
@@ -32,6 +33,8 @@ from tunix.models.families.table import FAMILIES
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "value/w"
+LANGUAGE = "model.language_model."
+"""Begins the names of the text part's modules in transformers' multimodal models."""
 
 
 def save_adapter(
@@ -184,7 +187,9 @@ def _entries(
 
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         send = partial(sent, array, place, tensor.write, str(array.dtype))
-        return Entry(PREFIX + tensor.key(layer), tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
+        key = tensor.key(layer)
+        key = key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key)
+        return Entry(PREFIX + key, tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
 
     for name, (tensor, _) in _whole(adapter, config, scores).items():
         yield entry(name, tensor, None)

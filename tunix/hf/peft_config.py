@@ -56,6 +56,9 @@ READ = frozenset(
     )
 )
 
+OF_LANGUAGE = r"(.*\.)?(language_model|model)\.layers\.\d+\.\w+\.(%s)"
+"""A pattern of the text part's modules in a multimodal model, and in a model of text alone."""
+
 Refuse = Callable[[str, str], UserError]
 """A function (field, reason) -> the error that refuses the field."""
 
@@ -96,7 +99,8 @@ def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig)
         "alpha_pattern": {name: louder * alpha for name, alpha in alphas.items() if alpha != adapter.alpha},
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
-        "target_modules": list(targeted),
+        # A tower has modules of the same names.
+        "target_modules": list(targeted) if config.vision is None else OF_LANGUAGE % "|".join(targeted),
         "lora_dropout": adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,

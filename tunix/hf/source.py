@@ -5,11 +5,10 @@ merged while the weights are loaded.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from jax.sharding import Mesh
 
 from tunix.config import DType, ModelConfig
 from tunix.data.chat import with_template
-from tunix.data.sources import Rows
+from tunix.data.config import DataConfig
+from tunix.data.sources import Rows, texts
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
@@ -27,11 +27,12 @@ from tunix.hf.expert_limits import check_experts
 from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
+from tunix.hf.picture_settings import with_reader
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import FAMILIES, preset, small, with_sizes
-from tunix.models.model import Model, Params, is_own
+from tunix.models.families.table import FAMILIES, preset, small, with_sizes, with_vision
+from tunix.models.model import Model, Params, is_own, trains
 from tunix.models.quantization.fake_quant import simulated, supported
 from tunix.models.quantization.formats import SCALE, Quantization, check_supported, dequantize, quantize
 from tunix.models.quantization.rules import Rules, read_rules
@@ -91,11 +92,12 @@ class Source:
         return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
 
-def pretrained(path: str, adapter: Path | None = None) -> Source:
+def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -> Source:
     """The source that a hub id, a model folder, a run's folder, or a PEFT folder (with its base) stands for.
 
     Args:
         adapter: a PEFT folder to merge into it.
+        pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
 
     Raises:
         UserError: there is no such folder, the run has not exported yet, or the adapter belongs to another base.
@@ -110,7 +112,7 @@ def pretrained(path: str, adapter: Path | None = None) -> Source:
         path, merged = _base(local), local
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
-    decoder = read_folder(folder)
+    decoder = read_folder(folder, pictures)
     if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
         print(doubt, file=sys.stderr)
     rounding = None if merged is None else rounding_of(merged)
@@ -132,7 +134,7 @@ def exported(run: Path) -> Path:
     return found
 
 
-def of_recipe(config: ModelConfig, chat_template: str | None, kept: Path, rows: Rows | None) -> Source:
+def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | None) -> Source:
     """The source of a recipe's model, with the tokenizer that its run uses.
 
     A tokenizer that exists in no folder of the user's (made for the run, or with another chat template) is written to
@@ -140,14 +142,15 @@ def of_recipe(config: ModelConfig, chat_template: str | None, kept: Path, rows: 
 
     Args:
         config: the recipe's `model` section.
-        chat_template: replaces the tokenizer's, where it is not None.
+        data: its `data` section; a chat template there replaces the tokenizer's.
         kept: the run's tokenizer folder.
         rows: training rows, read for `tokenizer: bpe`; None where `kept` is known to exist.
 
     Raises:
         UserError: the model cannot be found, or its tokenizer does not fit it or the chat template.
     """
-    source = from_scratch(config) if config.path is None else pretrained(config.path)
+    chat_template, sees = data.chat_template, data.pictures is not None
+    source = from_scratch(config, sees) if config.path is None else pretrained(config.path, pictures=sees)
     if not kept.is_dir():
         tokenizer = source.tokenizer if config.path else _made(config, source.decoder, rows)
         if chat_template is not None:
@@ -158,23 +161,31 @@ def of_recipe(config: ModelConfig, chat_template: str | None, kept: Path, rows: 
     if kept.is_dir():
         source = replace(source, tokenizer=load_tokenizer(kept), files=kept)
     check_vocabulary(source)
-    return source
+    if data.pictures is None:
+        return source
+    decoder, tokenizer = with_reader(source.decoder, source.tokenizer, source.folder, data.pictures)
+    return replace(source, decoder=decoder, tokenizer=tokenizer)
 
 
-def from_scratch(config: ModelConfig) -> Source:
-    """The source of a randomly initialised model, without a tokenizer."""
+def from_scratch(config: ModelConfig, pictures: bool = False) -> Source:
+    """The source of a randomly initialised model, without a tokenizer.
+
+    Args:
+        pictures: whether it has a tower that sees them.
+    """
     decoder = preset(config.preset) if config.preset else small(_family(config))
-    return Source(with_sizes(decoder, dict(config.sizes)), None)
+    decoder = with_sizes(decoder, dict(config.sizes))
+    return Source(with_vision(decoder, config.preset is not None) if pictures else decoder, None)
 
 
 def _made(config: ModelConfig, decoder: DecoderConfig, rows: Rows | None) -> Tokenizer | None:
     """The tokenizer that a recipe names for a randomly initialised model."""
     template = FAMILIES[decoder.family].template
     if config.tokenizer == "bytes":
-        return bytes_tokenizer(template)
+        return bytes_tokenizer(template, pictures=decoder.vision is not None)
     if config.tokenizer == "bpe":
         assert rows is not None
-        return bpe_tokenizer(list(_texts(rows)), decoder.vocab_size, template)
+        return bpe_tokenizer(list(texts(rows)), decoder.vocab_size, template)
     return load_tokenizer(config.tokenizer) if config.tokenizer else None
 
 
@@ -218,7 +229,7 @@ def weights(
         frozen: dtype of those that do not.
         full: whether all weights train, or only the adapter's.
     """
-    dtypes: dict[str, DType] = {name: trained if full or is_own(name) else frozen for name in model.shapes}
+    dtypes: dict[str, DType] = {name: trained if trains(name, full) else frozen for name in model.shapes}
     params: Params = {}
     if source.folder is not None:
         head = {HEAD} if HEAD in dtypes and not model.has_lm_head and has_score(source.folder) else set()
@@ -227,7 +238,7 @@ def weights(
     missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
     if missing:
         params |= model.init(jax.random.key(seed), missing, mesh)
-    mine = {name for name in dtypes if full or is_own(name)}
+    mine = {name for name in dtypes if trains(name, full)}
     return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}
 
 
@@ -383,18 +394,3 @@ def _base(adapter: Path) -> str:
 def _family(config: ModelConfig) -> str:
     assert config.family is not None  # the recipe is checked
     return config.family
-
-
-def _texts(rows: Rows) -> Iterator[str]:
-    """Every string in the rows, including those within messages."""
-    for index in range(len(rows)):
-        yield from _strings(rows[index])
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for key, item in value.items() if key != "role" for text in _strings(item))
-    elif isinstance(value, list | tuple):
-        yield from (text for item in value for text in _strings(item))

@@ -1,5 +1,6 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -13,6 +14,8 @@ GLOBAL = "global"
 SHARED = {"shared": "attention", "shared_wide": "attention", "global_shared": GLOBAL, "global_shared_wide": GLOBAL}
 """The mixers of layers without keys and values of their own -> the mixer of the layers whose they read. Those that are
 called wide come with an ffn that is twice as wide."""
+TOWER = "tower"
+"""Stands for the layers of the tower that sees pictures (`DecoderConfig.vision`), which have no mixer of these."""
 WIDE = tuple(mixer for mixer in SHARED if mixer.endswith("_wide"))
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
 """Special ids by field, e.g. `(("eos_token_id", 2),)`: tuples, so that a config can be a key of compiled functions."""
@@ -96,6 +99,53 @@ class GlobalHeads:
     """H, e.g. 512 where local layers have 256."""
     keys_are_values: bool = False
     """Whether values are made of the keys before their norm and rope: then these layers have no v."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The sizes of the tower that turns pictures into soft tokens (`models/vision.py`)."""
+
+    width: int
+    """Dt, e.g. 1152."""
+    ffn: int
+    """Ft, e.g. 4304."""
+    num_layers: int
+    """Lt, e.g. 27."""
+    num_heads: int
+    """Nt, e.g. 16."""
+    image_size: int
+    """Px, e.g. 896."""
+    patch: int
+    """Pixels of a patch's side, e.g. 14."""
+    norm_eps: float
+    tokens: int
+    """So: soft tokens of a picture, e.g. 256."""
+    begin_id: int
+    """The id of the token before a picture's, e.g. 255999."""
+    end_id: int
+    """The id of the token after them, e.g. 256000."""
+    soft_id: int
+    """The id that stands for each of them, e.g. 262144."""
+
+    @property
+    def head_dim(self) -> int:
+        """Ht."""
+        return self.width // self.num_heads
+
+    @property
+    def patches(self) -> int:
+        """Pp."""
+        return (self.image_size // self.patch) ** 2
+
+    @property
+    def tokens_per_side(self) -> int:
+        """Soft tokens of a side of a picture, e.g. 16."""
+        return math.isqrt(self.tokens)
+
+    @property
+    def pool(self) -> int:
+        """Patches of a side of the square that a soft token stands for, e.g. 4."""
+        return self.image_size // self.patch // self.tokens_per_side
 
 
 @dataclass(frozen=True)
@@ -203,6 +253,8 @@ class DecoderConfig:
     """The experts of the feed-forward part, where it has several."""
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
+    vision: VisionConfig | None = None
+    """Gemma 3: the tower that sees pictures; None where only text is read."""
     stops: Stops = ()
     """bos_token_id, eos_token_id, pad_token_id of the folder, carried to the export."""
 
@@ -303,5 +355,7 @@ def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
 
 @lru_cache(maxsize=64)
 def _layers_with(config: DecoderConfig, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
+    if mixer == TOWER:
+        return tuple(range(config.vision.num_layers if config.vision else 0))
     wanted = (mixer,) if isinstance(mixer, str) else mixer
     return tuple(number for number, kind in enumerate(config.kinds) if wanted is None or kind.mixer in wanted)

@@ -29,6 +29,8 @@ from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
 from tunix.models.scan import Others, Path, Remat, Weights, over_layers
 from tunix.models.self_attention import Kept
+from tunix.models.vision import Vision, with_pictures
+from tunix.types import Pictures
 
 READ_LATER = "kept by "
 """Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
@@ -108,6 +110,7 @@ class Decoder(nnx.Module):
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.value = ValueHead(config) if has_scalar_head else None
+        self.vision = Vision(config.vision, config.d_model, rngs) if config.vision else None
 
         def finished(block: Block, rngs: nnx.Rngs) -> Block:
             block = block if adapt is None else adapt(block, rngs)
@@ -145,17 +148,23 @@ class Decoder(nnx.Module):
         dtype: DType,
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
+        pictures: Pictures | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, stacked.
 
         Args:
+            segments: which tokens see each other, those of pictures included.
             noise: added to the embeddings (NEFTune).
             dropout_keys: a key for each token, by which adapters drop inputs; None drops nothing.
+            pictures: of the rows, for a model that sees them.
         """
         c = self.config
         x = embedded(c, self.embed.w[...], tokens, dtype)
         if noise is not None:
             x = x + noise.astype(dtype)
+        if pictures is not None:
+            assert self.vision is not None, "a model without a tower sees no pictures"
+            x = with_pictures(x, self.vision(jnp.asarray(pictures.pixels), dtype), jnp.asarray(pictures.places))
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
         projections = {name: one for mixer in c.mixers for name, one in self.block(mixer).projections().items()}

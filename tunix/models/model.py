@@ -29,6 +29,8 @@ from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
 from tunix.models.scan import Remat
 from tunix.models.token_logprobs import token_logprobs
+from tunix.models.vision import PREFIX, numbers
+from tunix.types import Pictures
 from tunix.util.exact import jit
 
 Params = dict[str, jax.Array]
@@ -46,6 +48,16 @@ def is_adapter(name: str) -> bool:
 def is_own(name: str) -> bool:
     """Whether a parameter is an adapter's or a value head's: no folder of a base has it, and it always trains."""
     return is_adapter(name) or name.startswith("value/")
+
+
+def trains(name: str, full: bool) -> bool:
+    """Whether a parameter trains: an adapter's and a value head's always, the base's where it is trained in full, a
+    tower's never.
+
+    Args:
+        full: whether the weights of the base train.
+    """
+    return is_own(name) or (full and not name.startswith(PREFIX))
 
 
 PAGE = 4096
@@ -176,15 +188,14 @@ class Model:
         parents: Int[Array, "B T"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
+        pictures: Pictures | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm.
 
-        `parents` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
+        `parents` and `pictures` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
         """
-        hidden, _ = self.forward(
-            params, tokens, positions, segment_ids, parents=parents, noise=noise, dropout_keys=dropout_keys
-        )
-        return hidden
+        how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
+        return self.forward(params, tokens, positions, segment_ids, **how)[0]
 
     def forward(
         self,
@@ -196,14 +207,18 @@ class Model:
         parents: Int[Array, "B T"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
+        pictures: Pictures | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, and the auxiliary terms of the layers, stacked over those that have them.
 
         Dense models have none (`blocks.FeedForward`).
         """
         decoder = nnx.merge(self._split[0], nested({self._paths[name]: x for name, x in params.items()}))
-        segments = Segments(segment_ids, positions, parents)
-        return decoder(tokens, segments, dtype=self.dtype, noise=noise, dropout_keys=dropout_keys)
+        segments, vision = Segments(segment_ids, positions, parents), self.config.vision
+        if pictures is not None and vision is not None:
+            segments = segments._replace(pictures=numbers(pictures, vision), ahead=vision.tokens - 1)
+        how = {"dtype": self.dtype, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
+        return decoder(tokens, segments, **how)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""

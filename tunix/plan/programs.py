@@ -19,6 +19,7 @@ from tunix.models.attention.layouts import placed
 from tunix.models.deltanet import STATE_AXES, SlotStates
 from tunix.models.kv_cache import LAYERS, TOP, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
+from tunix.models.vision import COLOURS
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
@@ -30,7 +31,7 @@ from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
 from tunix.trainer.teacher import compute_states
-from tunix.types import Batch, Loss
+from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
 from tunix.util.sizes import bytes_of
 
@@ -58,13 +59,23 @@ class BatchShape(NamedTuple):
     """Names of its values `[M R T]`."""
     per_sequence: tuple[str, ...] = ()
     """Names of its values `[S]`."""
+    pictures: tuple[int, int] | None = None
+    """(Pi, Px), pictures of a row and the pixels of a side; None without any."""
 
     @classmethod
-    def of(cls, batch: Batch, microbatcher: Microbatcher) -> "BatchShape":
-        """The shape of a batch as `Microbatcher.place` puts it on the mesh."""
+    def of(cls, batch: Batch, microbatcher: Microbatcher, pictures: tuple[int, int] | None = None) -> "BatchShape":
+        """The shape of a batch as `Microbatcher.place` puts it on the mesh.
+
+        Args:
+            batch: made without pictures.
+            microbatcher: splits it.
+            pictures: the field, of rows that have them.
+        """
         names = (tuple(x) for x in (batch.counts, batch.per_token, batch.per_sequence))
         number, (_, length) = microbatcher.number(batch), batch.tokens.shape
-        return cls(number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names)
+        return cls(
+            number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names, pictures=pictures
+        )
 
 
 class TeacherShape(NamedTuple):
@@ -108,9 +119,7 @@ def step(
     def run(state: tuple, frozen: tuple, batch: tuple, key: PRNGKeyArray) -> tuple:
         base, reference, states = frozen
         told = None if states is None else TeacherStates(states[0], states[1], softcap)
-        new, metrics = compute.step(
-            TrainState(*state), FrozenInputs(base, reference, told), Microbatches(*batch), key, loss
-        )
+        new, metrics = compute.step(TrainState(*state), FrozenInputs(base, reference, told), _record(batch), key, loss)
         return (new.params, new.moments, new.step), metrics
 
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
@@ -132,7 +141,7 @@ def scoring(
     mesh, options = scorer.microbatcher.mesh, {} if kind == "values" else scorer.options
 
     def run(params: Params, batch: tuple) -> jax.Array:
-        microbatches = Microbatches(*batch)
+        microbatches = _record(batch)
         if kind == "values":
             return scorer.compute_values(params, microbatches)
         return scorer.compute_logprobs(params, microbatches, temperature, entropy=kind == "entropies")
@@ -153,7 +162,7 @@ def teacher_states(
     """
 
     def run(params: Params, batch: tuple) -> jax.Array:
-        return compute_states(model, params, Microbatches(*batch), students.number, students.rows)
+        return compute_states(model, params, _record(batch), students.number, students.rows)
 
     with jax.set_mesh(mesh):
         return jit(run).lower(params, _microbatches(mesh, own))
@@ -258,6 +267,12 @@ def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> ja
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes, shape, mesh))
 
 
+def _record(fields: tuple) -> Microbatches:
+    """The record of what `_microbatches` returned, with arrays."""
+    *rest, pictures = fields
+    return Microbatches(*rest, pictures=None if pictures is None else Pictures(*pictures))
+
+
 def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     """The fields of `Microbatches`: shapes of a batch as `Microbatcher.place` puts it on the mesh."""
     places = by_rows(mesh, batch.length)
@@ -276,4 +291,12 @@ def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     filled = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     each = scalars(batch.sequences)
     per_sequence = dict.fromkeys(batch.per_sequence, each)
-    return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled
+    pictures = None
+    if batch.pictures is not None:
+        number, side = batch.pictures
+        pixels, rows = (
+            (*shape[:2], number, side, side, COLOURS),
+            NamedSharding(mesh, PartitionSpec(None, RULES["rows"])),
+        )
+        pictures = jax.ShapeDtypeStruct(pixels, jnp.uint8, sharding=rows), token("places")
+    return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled, pictures

@@ -32,6 +32,7 @@ from tunix.rollout.parts import Judge
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs
 from tunix.run.loop import Stream
+from tunix.run.row_layout import layout
 from tunix.run.streams import open_stream
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.perf import training_flops
@@ -95,7 +96,9 @@ class Recorder:
         subject = self.subject
         trained = subject.critic if of == "critic" else subject.policy
         assert trained is not None, "the algorithm updates a critic: it has one"
-        shape = BatchShape.of(batch, trained.spec.microbatcher)
+        vision, rows = trained.spec.model.config.vision, layout(subject.algorithm)
+        pictures = None if vision is None else (rows.pictures(subject.recipe.data), vision.image_size)
+        shape = BatchShape.of(batch, trained.spec.microbatcher, pictures)
         reference = subject.reference.params if loss.reference and subject.reference else None
         states = None
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]

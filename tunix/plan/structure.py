@@ -9,19 +9,25 @@ from tunix.hf.base_fingerprint import named_base
 from tunix.hf.peft_config import CONFIG
 from tunix.hf.source import Source, exported, from_scratch
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import presets, read_config
+from tunix.models.families.table import presets, read_config, with_vision
 
 
-def structure(config: ModelConfig) -> Source:
+def structure(config: ModelConfig, pictures: bool = False) -> Source:
     """The source of a recipe's model, with neither weights nor tokenizer.
+
+    Args:
+        config: the recipe's `model` section.
+        pictures: whether the tower that sees pictures belongs to the model.
 
     Raises:
         UserError: the model's sizes are not known here.
     """
-    return from_scratch(config) if config.path is None else Source(decoder_of(config.path), None, name=config.path)
+    if config.path is None:
+        return from_scratch(config, pictures)
+    return Source(decoder_of(config.path, pictures), None, name=config.path)
 
 
-def decoder_of(path: str) -> DecoderConfig:
+def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
     """The structure of a model: from the config.json of a folder, of a run's export or of a hub id's files in the
     cache, or else from the preset that a hub id names.
 
@@ -32,13 +38,13 @@ def decoder_of(path: str) -> DecoderConfig:
     if (folder / "recipe.yaml").is_file():
         folder = exported(folder)
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() and (base := named_base(folder)):
-        return decoder_of(base)
+        return decoder_of(base, pictures)
     if folder.is_dir():
-        return read_config(folder)
+        return read_config(folder, pictures)
     if (cached := _cached(path)) is not None:
-        return read_config(cached)
+        return read_config(cached, pictures)
     if (name := named_preset(path)) is not None:
-        return presets()[name]
+        return with_vision(presets()[name], published=True) if pictures else presets()[name]
     raise UserError(
         f"{path}: its sizes are not known here, and a plan downloads nothing: give a folder with its config.json, "
         "such as `model.path=folder`"

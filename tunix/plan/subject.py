@@ -158,7 +158,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     Raises:
         UserError: the model's sizes are not known, or the recipe does not fit the devices.
     """
-    source, devices = structure(recipe.model), list(devices)
+    source, devices = structure(recipe.model, recipe.data.pictures is not None), list(devices)
     if recipe.adapter is not None and recipe.adapter.source is not None:
         adapter, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter})

@@ -64,6 +64,8 @@ def _disagreements(recipe: Sections) -> Iterator[str]:
             f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
             f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
         )
+    if recipe.data.pictures:
+        yield from _unseen(recipe)
     if recipe.adapter is not None and recipe.adapter.source and model.init == "random":
         yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
     if recipe.optimizer.lora_plus and recipe.adapter is None:
@@ -78,6 +80,17 @@ def _disagreements(recipe: Sections) -> Iterator[str]:
         changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(default, key)]
         names = ", ".join(f"eval.{key}" for key in sorted(changed))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+
+
+def _unseen(recipe: Sections) -> Iterator[str]:
+    """Messages about what does not look at pictures."""
+    if not recipe.algorithm.sees_pictures:
+        yield (
+            f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft does, and dpo on given pairs "
+            "with a reference that is neither precomputed nor another model's, and no loss that sorts: leave it out"
+        )
+    if recipe.eval.samples or recipe.reward is not None:
+        yield "data.pictures: the sampler sees none: leave eval.samples and reward out"
 
 
 def _beyond_servers(recipe: Sections) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _tiny_data(data: Mapping[str, Any], reads: RowKind, sampled: bool, generated
         tiny |= {"completion_length": min(config.completion_length, tiny["max_length"] // 2)}
     if generated:
         return tiny
-    shape, function = _shape(config, reads)
+    shape, function = ("messages", "pictures") if config.pictures else _shape(config, reads)
     rows = f"tunix.data.tiny:{function}"
     held_out = rows if data["eval"] or data["eval_split"] else None
     replaced = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}

@@ -17,10 +17,27 @@ import numpy as np
 from tunix.data.types import Prompt
 from tunix.protocols import Metered, SamplingClient
 from tunix.rollout.parts import Measure
-from tunix.types import Batch, Completion, Sequence, Span
+from tunix.types import Batch, Completion, Sequence
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
+
+SPANS = "spans.jsonl"
+"""File of a run folder with the spans of each step."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An activity of a step."""
+
+    name: str
+    """What it is, e.g. `rollout`."""
+    thread: str
+    """The thread that was busy with it, e.g. `MainThread`."""
+    start: float
+    """Seconds since 1970, e.g. 1795551924.3."""
+    end: float
+    """When it was over, e.g. 1795551926.1."""
 
 
 @dataclass(frozen=True)

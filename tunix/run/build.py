@@ -80,7 +80,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     reference = None if reference_path is None else reference_source(reference_path, inputs.source)
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
-    first, size = Rows(inputs.train.name, [inputs.train[0]]), inputs.source.decoder.vocab_size
+    first, size = Rows(inputs.train.name, [inputs.train[0]], inputs.train.folder), inputs.source.decoder.vocab_size
     account(first, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size)
     scorer = reward_functions(recipe, inputs)
     sampled_on = own_part(sampling_mesh or mesh)

@@ -104,7 +104,7 @@ def _written(
         if chosen is None or chosen not in checkpoints.steps():
             which = f" of step {step}" if step else ""
             raise UserError(f"{run} has no checkpoint{which}; it has {checkpoints.steps()}")
-        source = of_recipe(recipe.model, recipe.data.chat_template, run / TOKENIZER, rows=None)
+        source = of_recipe(recipe.model, recipe.data, run / TOKENIZER, rows=None)
         adapter_section, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter_section})
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)

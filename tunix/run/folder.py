@@ -10,10 +10,10 @@ from typing import IO
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.types import SPANS
 from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoints
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.progress import Display
-from tunix.types import SPANS
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.json_lines import forget_after
 from tunix.util.yaml_io import read_mapping

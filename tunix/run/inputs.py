@@ -43,7 +43,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     held_out = None
     if data.eval or data.eval_split:
         held_out = open_rows(data.eval or data.train, data.eval_split)
-    return Inputs(of_recipe(recipe.model, data.chat_template, folder / TOKENIZER, train), train, held_out)
+    return Inputs(of_recipe(recipe.model, data, folder / TOKENIZER, train), train, held_out)
 
 
 def compare_views(inputs: Inputs) -> None:

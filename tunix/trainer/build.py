@@ -19,7 +19,7 @@ from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
-from tunix.models.model import Model, Params, is_own
+from tunix.models.model import Model, Params, is_own, trains
 from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler
@@ -159,7 +159,7 @@ def stored_policy(
     if settings.adapter is None and not (spec.model.simulated or packed):
         written: DType = spec.model.dtype
         dtypes = dict.fromkeys(dtypes, written)
-    elif settings.adapter is not None and not adapter:
+    if spec.model.config.vision or (settings.adapter is not None and not adapter):
         _, frozen = _weights(settings, source, spec.model, mesh)
     return StoredPolicy(_exporter(settings, source, spec.model), spec, dtypes, frozen)
 
@@ -201,14 +201,15 @@ def stored(settings: ClientSettings, model: Model) -> tuple[dict[str, DType], di
     """Dtypes of the `(trainable, frozen)` parameters by name, but for those that are fixed (`Model.kinds`)."""
     config, adapter = settings.model, settings.adapter
     trained: DType = config.param_dtype or "float32"
+    rest: DType = config.param_dtype or config.dtype
     if adapter is None:
-        return dict.fromkeys(model.shapes, trained), {}
+        return {name: trained for name in model.shapes if trains(name, full=True)}, {
+            name: rest for name in model.shapes if not trains(name, full=True)
+        }
     mine = {name for name in (*filter(is_own, model.shapes), *tables(adapter, model.config)) if name in model.shapes}
     base = [name for name in model.shapes if not is_own(name)]
     # In the order of the model's parameters.
-    return {name: trained for name in model.shapes if name in mine}, dict.fromkeys(
-        base, config.param_dtype or config.dtype
-    )
+    return {name: trained for name in model.shapes if name in mine}, dict.fromkeys(base, rest)
 
 
 def local_client(

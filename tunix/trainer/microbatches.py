@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.data.packing import row_length
 from tunix.distributed.global_arrays import placed
-from tunix.mesh import by_rows, row_shards
+from tunix.mesh import RULES, by_rows, row_shards
 from tunix.models.config import DecoderConfig
 from tunix.trainer.perf import layer_weights
 from tunix.trainer.step import Microbatches
-from tunix.types import Batch
+from tunix.types import Batch, Pictures
 
 TOKENS_PER_MICROBATCH = {"cpu": 2048}
 """Enough tokens to fill the matrix units, by platform; more only costs memory."""
@@ -56,7 +56,12 @@ class Microbatcher:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         filled = np.int32(-(-rows // self.rows))
         whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
-        return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere))
+        pictures = None
+        if batch.pictures is not None:
+            pixels, at = (split(np.asarray(x)) for x in (batch.pictures.pixels, batch.pictures.places))
+            by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
+            pictures = Pictures(placed(pixels, by_row), placed(at, places))
+        return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere), pictures=pictures)
 
     def number(self, batch: Batch) -> int:
         """M: the most micro-batches that a batch of this size can need, so that there is one shape."""

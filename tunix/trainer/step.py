@@ -25,9 +25,10 @@ from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
+from tunix.models.vision import PREFIX
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Term
+from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
 
 DROPOUT = 0xD0
@@ -82,6 +83,8 @@ class Microbatches:
     per_sequence: Mapping[str, Num[Array, "S"]]
     filled: Int[Array, ""]
     """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
+    pictures: Pictures | None = None
+    """The batch's pictures, `[M R Pi Px Px Rb]`, and the places of their tokens, `[M R T]`; None without any."""
 
     @property
     def number(self) -> int:
@@ -102,6 +105,7 @@ class Microbatches:
             counts=self.counts,
             per_token={name: values[index] for name, values in self.values.items()},
             per_sequence=self.per_sequence,
+            pictures=jax.tree.map(lambda x: x[index], self.pictures),
         )
 
 
@@ -227,19 +231,15 @@ class Compute:
     def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
         model = replace(self.model, adapt=None, has_scalar_head=False)
-        hidden = hidden_of(model, frozen.reference, batch)
-        return jax.lax.stop_gradient(_logprobs(model, frozen.reference, hidden, batch, replace(loss, entropy=False))[0])
+        # A tower is no part of a copy of the trained weights.
+        params = {name: x for name, x in frozen.base.items() if name.startswith(PREFIX)} | frozen.reference
+        hidden = hidden_of(model, params, batch)
+        return jax.lax.stop_gradient(_logprobs(model, params, hidden, batch, replace(loss, entropy=False))[0])
 
 
-def hidden_of(
-    model: Model,
-    params: Params,
-    batch: Batch,
-    noise: Float[Array, "B T D"] | None = None,
-    dropout_keys: TokenKeys | None = None,
-) -> Float[Array, "B T D"]:
+def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
     """The model's final hidden states for a batch's rows."""
-    return forward_of(model, params, batch, noise, dropout_keys)[0]
+    return forward_of(model, params, batch)[0]
 
 
 def forward_of(
@@ -252,7 +252,8 @@ def forward_of(
     """The final hidden states for a batch's rows, and the layers' auxiliary terms."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
     parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    return model.forward(params, tokens, positions, segments, parents=parents, noise=noise, dropout_keys=dropout_keys)
+    how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": batch.pictures}
+    return model.forward(params, tokens, positions, segments, **how)
 
 
 def _logprobs(

@@ -57,6 +57,43 @@ def test_values_and_gradients_are_those_of_the_einsums(monkeypatch, parents, win
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
 
 
+def pictured(view: Segments, length: int = 6) -> Segments:
+    """Pictures of this many tokens, one from the third token on in each document that is long enough."""
+    pictures = np.zeros((B, T), np.int32)
+    for row, ids in enumerate(np.asarray(view.ids)):
+        for number in range(1, ids.max() + 1):
+            places = np.flatnonzero(ids == number)
+            if len(places) > length + 2:
+                pictures[row, places[2 : 2 + length]] = number
+    return view._replace(pictures=jnp.asarray(pictures), ahead=length - 1)
+
+
+@pytest.mark.parametrize("parents", [False, True], ids=["documents", "shared prompts"])
+@pytest.mark.parametrize(("window", "length"), [(None, 6), (None, 18), (4, 6), *slow([(11, 18), (1, 6)])])
+def test_tokens_of_a_picture_see_all_of_it(monkeypatch, parents, window, length):
+    """By chunks and by einsums, and by the definition: within the window, what is before or of the same picture."""
+    monkeypatch.setattr(chunked, "BLOCK", BLOCK)
+    monkeypatch.setattr(einsum, "BLOCK_Q", BLOCK)
+    monkeypatch.setattr(einsum, "MOST_BLOCKS", 5)
+    view = pictured(rows(parents), length)._replace(window=window)
+    ids, positions, pictures = map(np.asarray, (view.ids, view.positions, view.pictures))
+    assert (pictures > 0).any()
+    above = ids if view.parents is None else np.asarray(view.parents)
+    place = np.arange(T)
+    defined = (ids[:, :, None] == ids[:, None]) | (above[:, :, None] == ids[:, None])
+    same = (pictures[:, :, None] == pictures[:, None]) & (pictures[:, :, None] > 0)
+    defined &= (place[:, None] >= place[None]) | same
+    if window is not None:
+        defined &= positions[:, :, None] - positions[:, None] < window
+    np.testing.assert_array_equal(np.asarray(view.seen(0, T))[ids > 0], defined[ids > 0])
+    found, expected = (jax.jit(partial(results, one, view, "float32", None))() for one in (chunked, einsum))
+    plain = view._replace(ahead=T)  # with all keys in every block
+    whole = jax.jit(partial(results, einsum, plain, "float32", None))()
+    for one, other, all_keys in zip(found, expected, whole, strict=True):
+        np.testing.assert_allclose(np.asarray(one)[ids > 0], np.asarray(other)[ids > 0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(all_keys)[ids > 0], np.asarray(other)[ids > 0], rtol=1e-5, atol=1e-5)
+
+
 def test_a_block_meets_what_its_queries_may_see(monkeypatch):
     """Blocks of 16: row 0 has documents at 0, 20, 27 and 57; row 1 one of 40 and five of 3, then padding."""
 

@@ -152,6 +152,11 @@ class DPOConfig(RuledConfig):
         return self.loss in REFERENCED
 
     @property
+    def sees_pictures(self) -> bool:
+        """Where all log-probs are those of the step itself, on given pairs."""
+        return not (self.online or self.sorts or self.reference == "precompute" or self.reference_path)
+
+    @property
     def sorts(self) -> bool:
         """Whether the pairs of a batch are sorted against each other."""
         return self.loss in SORTED

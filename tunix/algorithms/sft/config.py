@@ -19,6 +19,11 @@ class SFTConfig(AlgorithmConfig):
     """Noise on the embeddings while training (Jain et al. 2023, https://arxiv.org/abs/2310.05914); 5 is usual."""
 
     @property
+    def sees_pictures(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def reads(self) -> RowKind:
         """Given text, all of it or its completion."""
         return RowKind(self.train_on)

@@ -69,6 +69,8 @@ class _Call(NamedTuple):
     softcap: float | None
     sinks: bool
     """Whether the log-sum-exp is read, and so has a gradient."""
+    ahead: int
+    """As in `Segments`."""
 
 
 def attend(
@@ -188,8 +190,8 @@ def _within_rows(
     views, kind, layers = view if isinstance(view, ByKind) else ((view,), None, ())
     specs = [spec_of(q, k, one, softcap, sinks=sinks) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
-    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks)
-    tokens, length = (views[0].ids, views[0].positions, views[0].parents), q.shape[1]
+    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks, views[0].ahead)
+    tokens, length = (views[0].ids, views[0].positions, views[0].parents, views[0].pictures), q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         (q, k, v), tokens = _filled((q, k, v), tokens)
     mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind))
@@ -269,6 +271,7 @@ def spec_of(
         head_dim=q.shape[3],
         dtype=str(q.dtype),
         branched=view.parents is not None,
+        pictures=view.pictures is not None,
         window=view.window,
         softcap=softcap,
         sinks=sinks,
@@ -287,7 +290,7 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
 
     def branch(one: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
-            view = Segments(*tokens, window=window, first=first)
+            view = Segments(*tokens, window=window, first=first, ahead=call.ahead)
             return getattr(one, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if one.local else compute

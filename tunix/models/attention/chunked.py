@@ -41,6 +41,7 @@ class _Blocks(NamedTuple):
     ids: Int[Array, "blocks B C"]
     parents: Int[Array, "blocks B C"]
     positions: Int[Array, "blocks B C"]
+    pictures: Int[Array, "blocks B C"] | None
     first: Int[Array, ""] | int
     """The block of keys that the first block of queries is at."""
 
@@ -166,7 +167,7 @@ def _needed(blocks: _Blocks, view: Segments, size: int) -> Bool[Array, "blocks b
         first, last = ranges(blocks.parents)
         needed |= (first[:, None] <= high[None]) & (low[None] <= last[:, None])
     ahead = (index[:, None] - index[None])[..., None]
-    needed &= ahead >= 0
+    needed &= ahead >= -((view.ahead + size - 1) // size)
     if view.window is None:
         return needed
     if view.parents is None:
@@ -202,7 +203,10 @@ def _seen(
     seen = ids == blocks.ids[j][:, None]
     if view.parents is not None:
         seen |= parents == blocks.ids[j][:, None]
-    seen &= columns >= 0
+    pictures, now = blocks.pictures, columns >= 0
+    if pictures is not None:
+        now = now | ((pictures[i][:, :, None] == pictures[j][:, None]) & (pictures[j][:, None] > 0))
+    seen &= now
     if view.window is None:
         return seen
     distance = columns if view.parents is None else positions - blocks.positions[j][:, None]
@@ -219,7 +223,9 @@ def _cut(q: jax.Array, k: jax.Array, v: jax.Array, view: Segments, size: int) ->
         return padded.reshape(len(x), -1, size).swapaxes(0, 1)
 
     q, k, v = (_queries(x, kv_heads, size) for x in (q, k, v))
-    return _Blocks(q, k, v, tokens(view.ids), tokens(parents), tokens(view.positions), view.first // size)
+    pictures = None if view.pictures is None else tokens(view.pictures)
+    first = view.first // size
+    return _Blocks(q, k, v, tokens(view.ids), tokens(parents), tokens(view.positions), pictures, first)
 
 
 def _queries(x: Float[Array, "B T N H"], kv_heads: int, size: int) -> Float[Array, "blocks B K Q H"]:

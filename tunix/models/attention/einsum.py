@@ -22,7 +22,7 @@ from tunix.models.attention.inputs import (
 )
 
 BLOCK_Q = 128
-"""Queries of a block at least: a block skips the keys after its last query, nearly half of all scores."""
+"""Queries of a block at least: a block skips the keys that come after what it sees, nearly half of all scores."""
 MOST_BLOCKS = 4
 """Blocks of a row at most; each is compiled on its own."""
 
@@ -45,7 +45,8 @@ def forward(
         stop = min(start + size, length)
         # A finite bias: it is added once per pair, where a select would compare again for every head.
         bias = jnp.where(view.seen(start, stop), 0.0, HIDDEN)
-        inputs = queries[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop], bias
+        end = view.end(stop)
+        inputs = queries[:, :, :, start:stop], k[:, :, :end], v[:, :, :end], bias
         block, lse = _block(*inputs, "BKQH,BKTH->BKQT", softcap)
         mixed.append(block)
         mass.append(lse)

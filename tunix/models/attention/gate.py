@@ -87,7 +87,7 @@ def row(spec: AttentionSpec) -> Segments:
         positions[here] = np.arange(length) + (DOCUMENTS[0] if shared else 0)
         start += length
     above = jnp.asarray(parents) if spec.branched else None
-    return Segments(jnp.asarray(ids), jnp.asarray(positions), above, spec.window)
+    return Segments(jnp.asarray(ids), jnp.asarray(positions), above, window=spec.window)
 
 
 def random_inputs(spec: AttentionSpec) -> tuple[jax.Array, ...]:

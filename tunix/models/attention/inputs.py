@@ -43,6 +43,8 @@ class AttentionSpec:
     """Dtype of the queries, e.g. bfloat16."""
     branched: bool
     """Whether segments also see their parent's tokens (`Segments.parents`)."""
+    pictures: bool
+    """Whether tokens of a picture also see later ones of it (`Segments.pictures`)."""
     window: int | None
     """Positions that a query sees, itself included; None for all."""
     softcap: float | None
@@ -56,7 +58,8 @@ class AttentionSpec:
 
 
 class Segments(NamedTuple):
-    """Which tokens of a packed row see each other: a token sees its segment up to itself, within the window.
+    """Which tokens of a packed row see each other: a token sees its segment up to itself, within the window; a token
+    of a picture also sees the later ones of its picture.
 
     Its arrays are of the keys. Queries may be a part of the row, from `first` on.
     """
@@ -65,26 +68,39 @@ class Segments(NamedTuple):
     positions: Int[Array, "B T"]
     parents: Int[Array, "B T"] | None = None
     """See `types.Batch`."""
+    pictures: Int[Array, "B T"] | None = None
+    """The number of the picture in its row whose token it is, from 1, and 0 for text; a picture's tokens follow each
+    other. None where there are no pictures."""
     window: int | None = None
     """Positions that a query sees, itself included; None for all of its segment."""
     attention: str = "auto"
     """The implementation that computes it, e.g. "chunked"; "auto" for the best one (`attend.implementation`)."""
     first: Int[Array, ""] | int = 0
     """Index of the first query among the keys: not 0 on a device that has a later part of the rows."""
+    ahead: int = 0
+    """The most tokens after itself that a token sees: those of a picture less one, where there are pictures."""
 
     def seen(self, start: int, stop: int) -> Bool[Array, "B Q T"]:
-        """Whether the queries `start` to `stop` see the keys before `stop`."""
-        query, key = np.s_[:, start:stop, None], np.s_[:, None, :stop]
-        columns = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None]
+        """Whether the queries `start` to `stop` see the keys before `end(stop)`."""
+        end = self.end(stop)
+        query, key = np.s_[:, start:stop, None], np.s_[:, None, :end]
+        columns = jnp.arange(start, stop)[:, None] - jnp.arange(end)[None]
         seen = self.ids[query] == self.ids[key]
         if self.parents is not None:
             seen |= self.parents[query] == self.ids[key]
-        seen &= columns >= 0
+        now = columns >= 0
+        if self.pictures is not None:
+            now = now | ((self.pictures[query] == self.pictures[key]) & (self.pictures[key] > 0))
+        seen &= now
         if self.window is None:
             return seen
         # Between a segment and its parent there may be others, so columns do not give the distance.
         distance = columns if self.parents is None else self.positions[query] - self.positions[key]
         return seen & (distance < self.window)
+
+    def end(self, stop: int) -> int:
+        """One after the last key that a query before `stop` sees."""
+        return min(stop + self.ahead, self.ids.shape[1])
 
 
 LANES = 128

@@ -53,6 +53,8 @@ def lacks(spec: AttentionSpec) -> str | None:
 
 def unfit(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call on any device."""
+    if spec.pictures:
+        return "tokens of a picture see later ones"
     if spec.dtype not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16, not {spec.dtype}"
     if spec.queries != spec.keys and spec.queries % LANES:

@@ -91,6 +91,8 @@ def lacks(spec: AttentionSpec) -> str | None:
 
 def unfit(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call on any device."""
+    if spec.pictures:
+        return "tokens of a picture see later ones"
     if spec.queries != spec.keys and spec.queries % LANES:
         return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.branched and spec.window is not None:

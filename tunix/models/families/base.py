@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, VisionConfig
 from tunix.models.families.hf_config import Fields, write_rope_fields
 
 SCORE = "score.weight"
@@ -45,6 +45,11 @@ class Tensor:
     def key(self, layer: int | None, expert: int | None = None) -> str:
         """The name in the file."""
         return self.name.format(layer=layer, expert=expert)
+
+    @property
+    def layered(self) -> bool:
+        """Whether each layer has one."""
+        return "{layer}" in self.name
 
     def keys(self, layer: int | None, shape: tuple[int, ...]) -> tuple[str, ...]:
         """The names in the file of a weight that has `shape` here: one, or one for each expert."""
@@ -148,6 +153,30 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class VisionText:
+    """What a family's multimodal folders have besides its text part: a tower that sees pictures."""
+
+    architecture: str
+    """Class in transformers, such as `Gemma3ForConditionalGeneration`."""
+    read: Callable[[Fields], VisionConfig]
+    """The fields of a multimodal config.json -> the tower's config."""
+    write: Callable[[DecoderConfig, dict[str, Any]], dict[str, Any]]
+    """Our config and its text part's fields -> the fields of a multimodal config.json."""
+    tensors: Mapping[str, Tensor]
+    """Our parameter name -> the tensor."""
+    axes: Callable[[VisionConfig], dict[str, int]]
+    """The size of each axis that `tensors` names, but those of the decoder."""
+    prefixes: tuple[tuple[str, str], ...]
+    """Prefixes of tensors in multimodal folders -> those that the tables here have."""
+    written: tuple[tuple[str, str], ...]
+    """Prefixes that the tables here have -> those of a multimodal folder that is written anew."""
+    published: VisionConfig
+    """The tower of the published sizes."""
+    small: VisionConfig
+    """A tiny tower for `init: random` without a preset."""
+
+
+@dataclass(frozen=True)
 class FamilyText:
     """Everything that is particular to one family; its file defines one, and the table of `table.py` lists it."""
 
@@ -193,6 +222,8 @@ class FamilyText:
     loaded, such as a head that drafts several tokens."""
     passenger_fields: tuple[str, ...] = ()
     """Fields of config.json that belong to these tensors, and go with them."""
+    vision: VisionText | None = None
+    """The sight of its multimodal folders; None where there are none, or only their text part is known."""
 
 
 class Shape(TypedDict):

@@ -1,7 +1,8 @@
 """Gemma 3's text models (https://arxiv.org/abs/2503.19786): five local layers to a global one, a rope for each kind.
 
 Over Gemma 2: norms of each head's query and key instead of soft caps. Of a multimodal folder the text part is read,
-whose tensors have a prefix; an export is always a `gemma3_text` folder. Sizes are those of the config.json files under
+whose tensors have a prefix, and exported as a `gemma3_text` folder; where a recipe has pictures `gemma3_vision.py` has
+the rest. Sizes are those of the config.json files under
 https://huggingface.co/google (gemma-3-270m, -1b-pt, -4b-pt, -12b-pt, -27b-pt).
 """
 
@@ -21,6 +22,7 @@ from tunix.models.families.gemma import (
     gemma_windows,
     write_gemma2,
 )
+from tunix.models.families.gemma3_vision import GEMMA3_VISION
 from tunix.models.families.hf_config import Fields, write_rope
 
 MULTIMODAL = frozenset(
@@ -152,4 +154,5 @@ GEMMA3 = FamilyText(
         ("vision_tower.", None),
         ("multi_modal_projector.", None),
     ),
+    vision=GEMMA3_VISION,
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
-from tunix.models.config import DecoderConfig
-from tunix.models.families.base import FamilyText
+from tunix.models.config import DecoderConfig, VisionConfig
+from tunix.models.families.base import FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
@@ -40,13 +40,17 @@ SIZE_NAMES = (
 """What `sizes` in a recipe may replace; `window` only where layers are local."""
 
 
-def read_config(folder: Path) -> DecoderConfig:
+def read_config(folder: Path, pictures: bool = False) -> DecoderConfig:
     """The model that a folder's config.json describes, whatever its weights are (`hf.checked_config` checks).
+
+    Args:
+        folder: has config.json.
+        pictures: as in `from_hf`.
 
     Raises:
         UserError: config.json is missing or broken, the model type is not supported, or a field is not handled.
     """
-    return from_hf(read_json(folder / "config.json"), folder / "config.json")
+    return from_hf(read_json(folder / "config.json"), folder / "config.json", pictures)
 
 
 def family_of(raw: Mapping[str, Any], file: Path) -> str:
@@ -75,21 +79,81 @@ def family_of_name(name: str) -> str | None:
     return max(lengths, key=lengths.__getitem__, default=None)
 
 
-def from_hf(raw: Mapping[str, Any], file: Path) -> DecoderConfig:
-    """The config of a parsed config.json; `file` is named in errors."""
+def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False) -> DecoderConfig:
+    """The config of a parsed config.json.
+
+    Args:
+        raw: what the file holds.
+        file: named in errors.
+        pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
+    """
     fields = Fields(raw, file)
     if raw.get(SECTION) is not None:
         check_section(fields.mapping(SECTION), file)
     config = FAMILIES[family_of(raw, file)].read(fields)
+    if pictures:
+        config = replace(config, vision=_vision(config.family, fields))
     fields.finish()
     _check(config, str(file))
     return config
 
 
+def _vision(family: str, fields: Fields) -> VisionConfig:
+    """The tower that sees pictures.
+
+    Raises:
+        UserError: the model has none, or it is not supported.
+    """
+    vision = FAMILIES[family].vision
+    if vision is None or "vision_config" not in fields.raw:
+        sees = ", ".join(f"{name} folders with a vision_config" for name, one in FAMILIES.items() if one.vision)
+        raise UserError(
+            f"{fields.file}: model_type = {fields.raw.get('model_type')!r} is read as a text model, which sees no "
+            f"pictures: leave data.pictures out, or take a model that does ({sees})."
+        )
+    return vision.read(fields)
+
+
+def with_vision(config: DecoderConfig, published: bool) -> DecoderConfig:
+    """A random model's config with a tower: the published one, or a tiny one.
+
+    Raises:
+        UserError: the family has none.
+    """
+    vision = FAMILIES[config.family].vision
+    if vision is None:
+        sees = ", ".join(name for name, one in FAMILIES.items() if one.vision)
+        raise UserError(
+            f"{config.family} sees no pictures: leave data.pictures out, or take a family that does ({sees})."
+        )
+    return replace(config, vision=vision.published if published else vision.small)
+
+
+def tensors_of(config: DecoderConfig) -> Mapping[str, Tensor]:
+    """The tensors of a model by our parameters' names, those of its tower included where it has one."""
+    family = FAMILIES[config.family]
+    if config.vision is None:
+        return family.tensors
+    assert family.vision is not None, "the config has a tower"
+    return {**family.tensors, **family.vision.tensors}
+
+
+def axes_of(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis that `tensors_of` names."""
+    family = FAMILIES[config.family]
+    if config.vision is None:
+        return family.axes(config)
+    assert family.vision is not None, "the config has a tower"
+    return {**family.axes(config), **family.vision.axes(config.vision)}
+
+
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The config.json from which transformers builds the same model (without its dtype)."""
-    family = FAMILIES[config.family]
-    return {"architectures": [family.architecture], **family.write(config)}
+    family, fields = FAMILIES[config.family], FAMILIES[config.family].write(config)
+    if config.vision is None:
+        return {"architectures": [family.architecture], **fields}
+    assert family.vision is not None, "the config has a tower"
+    return {"architectures": [family.vision.architecture], **family.vision.write(config, fields)}
 
 
 def preset(name: str) -> DecoderConfig:

@@ -1,0 +1,238 @@
+"""Reads the pictures of rows: files, bytes or PIL images, resized by transformers' own processor, and their places.
+
+`with_marks` puts a mark into the messages for each picture that has none, `PictureReader.expanded` writes soft tokens
+for each mark that a chat template rendered, `places` finds them among the row's tokens, and `pixels` reads the
+pictures. A picture is read from disk or from the row itself, never from a network.
+
+Axes: T time, Pi pictures, Px pixels, Rb colours.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tunix.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGES = "images"
+"""The column of a row's pictures."""
+MOST_PIXELS = 50_000_000
+"""Pixels of a picture at most: one of 10 kB may unpack to gigabytes."""
+SETTINGS = "preprocessor_config.json"
+"""The file of a multimodal folder that says how pictures are resized."""
+BILINEAR = 2
+"""PIL's number of the resampling that Gemma 3's processor uses."""
+INSTALL = "pictures need Pillow: pip install 'tunix[pictures]'"
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """How a model's pictures are read and written among its tokens."""
+
+    begin: str
+    """The token that marks a picture in a text and begins its soft tokens, e.g. `<start_of_image>`."""
+    soft: str
+    """The token that stands for each part of it, e.g. `<image_soft_token>`."""
+    end: str
+    """The token after them, e.g. `<end_of_image>`."""
+    soft_id: int
+    """The id of the soft token, e.g. 262144."""
+    tokens: int
+    """Soft tokens of a picture, e.g. 256."""
+    size: int
+    """Pixels of a side of a resized picture, e.g. 896."""
+    most: int
+    """Pictures of a row at most, e.g. 2."""
+    resample: int = BILINEAR
+    """PIL's number of the resampling."""
+
+    def expanded(self, text: str) -> str:
+        """The text with the soft tokens of a picture at each mark, as transformers' processor writes them."""
+        return text.replace(self.begin, f"\n\n{self.begin}{self.soft * self.tokens}{self.end}\n\n")
+
+    def places(self, ids: np.ndarray, number: int) -> np.ndarray:
+        """`[T]` int32: 1 + the index of the soft token among those of all pictures, 0 for text.
+
+        Args:
+            ids: `[T]` the row's tokens.
+            number: how many pictures the row has.
+
+        Raises:
+            UserError: the row has places for more pictures, or for fewer.
+        """
+        soft = ids == self.soft_id
+        if soft.sum() != number * self.tokens:
+            found = f"{soft.sum() / self.tokens:g}"
+            raise UserError(
+                f"its text has {found} places for pictures ({self.begin}), and its column {IMAGES!r} has {number}: "
+                "give as many, or none in the text, and they come before the first question"
+            )
+        return np.where(soft, np.cumsum(soft), 0).astype(np.int32)
+
+    def read(self, values: List[Any], folder: Path | None) -> np.ndarray:
+        """`[Pi Px Px Rb]` uint8: the pictures of a row.
+
+        Args:
+            values: what its column has of each.
+            folder: where relative paths begin.
+
+        Raises:
+            UserError: there are too many, or one cannot be read.
+        """
+        if len(values) > self.most:
+            raise UserError(f"it has {len(values)} pictures, more than data.pictures {self.most}: raise that")
+        found = [self._resized(opened(value, number, folder)) for number, value in enumerate(values, 1)]
+        return np.stack(found) if found else np.zeros((0, self.size, self.size, 3), np.uint8)
+
+    def _resized(self, image: Image) -> np.ndarray:
+        """`[Px Px Rb]` uint8."""
+        made = self._processor(image, do_rescale=False, do_normalize=False)["pixel_values"]
+        return np.asarray(made[0], np.uint8).transpose(1, 2, 0)
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(size={"height": self.size, "width": self.size}, resample=self.resample)
+
+
+def opened(value: Any, number: int, folder: Path | None) -> Image:
+    """A picture in RGB, turned as its file says.
+
+    Args:
+        value: a path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` stores them.
+        number: of the picture in its row, from 1, for messages.
+        folder: where relative paths begin; None for the working directory.
+
+    Raises:
+        UserError: it is missing, broken, too large or no picture; or an address on a network.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise UserError(INSTALL) from error
+    source, name = _source(value, number, folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, with a remedy
+            image = source if isinstance(source, Image.Image) else Image.open(source)
+        if (pixels := image.width * image.height) > MOST_PIXELS:
+            raise UserError(f"{name} has {pixels:,} pixels, more than {MOST_PIXELS:,}: make it smaller")
+        turned = ImageOps.exif_transpose(image)
+        return turned.convert("RGB")
+    except FileNotFoundError:
+        raise UserError(f"{name} does not exist: paths count from {folder or Path.cwd()}") from None
+    except UnidentifiedImageError:
+        raise UserError(f"{name} is no picture that Pillow knows: give PNG, JPEG or WebP") from None
+    except Image.DecompressionBombError:
+        raise UserError(f"{name} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow's decoders raise all of these
+        raise UserError(f"{name} cannot be read ({error}): is the file whole?") from error
+
+
+def _source(value: Any, number: int, folder: Path | None) -> tuple[Any, str]:
+    """What Pillow opens, and its name in messages."""
+    name = f"picture {number}"
+    if isinstance(value, Mapping):
+        kept = [value[key] for key in ("bytes", "path") if value.get(key) is not None]
+        if not kept:
+            raise UserError(f"{name} is {value!r:.80}, without bytes and path")
+        value = kept[0]
+    if isinstance(value, bytes | bytearray):
+        return io.BytesIO(value), name
+    if isinstance(value, str | Path):
+        if "://" in str(value) or str(value).startswith("data:"):
+            raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
+        path = Path(value).expanduser()
+        path = path if path.is_absolute() or folder is None else folder / path
+        if path.exists() and not path.is_file():  # a folder, or a pipe that nobody writes to
+            raise UserError(f"{name}, {path}, is no file")
+        return path, f"{name}, {path},"
+    if hasattr(value, "convert") and hasattr(value, "width"):
+        return value, name
+    raise UserError(f"{name} is {value!r:.80}, not a path, bytes or a PIL image")
+
+
+def images_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
+    """The values of a row's pictures; empty without any.
+
+    Args:
+        row: its columns.
+        columns: our column name -> the data's.
+    """
+    value = row.get(columns.get(IMAGES, IMAGES))
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -> tuple[Mapping[str, Any], list[Any]]:
+    """The row with a mark for each of its pictures, and the pictures.
+
+    A message marks one by a part `{"type": "image"}`, which may hold the picture itself where the row has no column of
+    pictures. Where nothing is marked, all are marked at the start of the first user's message, or of the prompt; of
+    pairs without a prompt in messages, in both sides.
+
+    Args:
+        row: its columns.
+        columns: our column name -> the data's.
+        begin: the mark in a text.
+    """
+    values = images_of(row, columns)
+    said = {name: row.get(columns.get(name, name)) for name in ("messages", "prompt", "chosen", "rejected")}
+    whole = said["messages"] or said["prompt"]
+    if not values:
+        held = [part_value(part) for part in _parts(whole if _is_chat(whole) else said["chosen"])]
+        return row, [value for value in held if value is not None]
+    sides = ("chosen", "rejected")
+    names = ["messages" if said["messages"] is not None else "prompt"]
+    if said["messages"] is None and _is_chat(said["chosen"]):
+        # Conversations that begin with the prompt's messages, or have it as their own first one.
+        before = list(said["prompt"] or ()) if _is_chat(said["prompt"]) else []
+        inside = list(said["chosen"] or ())[: len(before)] == before
+        names = [*(["prompt"] if before else []), *(sides if inside else [])]
+    marked = {columns.get(name, name): _marked(said[name], len(values), begin) for name in names if said[name]}
+    return {**row, **marked}, values
+
+
+def _is_chat(said: Any) -> bool:
+    return isinstance(said, list | tuple) and all(isinstance(message, Mapping) for message in said)
+
+
+def _marked(said: Any, number: int, begin: str) -> Any:
+    """A text or messages with so many marks at their start, unless they have some; what is wrong stays as it is."""
+    if isinstance(said, str):
+        return said if begin in said else begin * number + said
+    if not _is_chat(said) or _parts(said) or any(begin in str(message.get("content")) for message in said):
+        return said
+    first = next((i for i, message in enumerate(said) if message.get("role") == "user"), None)
+    if first is None:
+        return said
+    content = said[first].get("content")
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    message = {**said[first], "content": [*({"type": "image"} for _ in range(number)), *texts]}
+    return [*said[:first], message, *said[first + 1 :]]
+
+
+def _parts(messages: Any) -> list[Mapping[str, Any]]:
+    """The parts of messages that mark a picture; none of what is no list of messages."""
+    if not _is_chat(messages):
+        return []
+    lists = [content for message in messages if isinstance(content := message.get("content"), list | tuple)]
+    return [part for parts in lists for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
+def part_value(part: Mapping[str, Any]) -> Any:
+    """The picture that a part of a message holds itself; None where a column has it."""
+    return next((part[key] for key in ("image", "path", "url") if part.get(key) is not None), None)
