@@ -13,7 +13,12 @@ LENGTHS, STEPS = (35, 7, 32), 5
 """Prompts that end behind, before and with a chunk of 32 tokens."""
 
 
-@pytest.mark.parametrize("case", ["qwen3_5-alone-key-heads", pytest.param("gemma3-dual-rope", marks=pytest.mark.slow)])
+SLOW = ("gemma3-dual-rope", "gemma4-shared-keys", "gemma4-inputs-of-layers")
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3_5-alone-key-heads", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_logits_are_those_of_the_whole_model(case, tmp_path):
     reference_folder(CASES[case], tmp_path / "here")
     model, params = load(tmp_path / "here")
