@@ -116,7 +116,8 @@ What a row of `data.train` holds. `data.columns` maps other names to these.
 | `input_ids` with `loss_weights`, by every row or none | each token counts so much, in the loss and its denominators |
 
 Three columns may stand beside them: `weight`, a number that scales the row's share of the loss, `tools`, for chat
-templates that know tools, and `images`, with `data.pictures`. `tunix inspect RECIPE.yaml` shows rows as the model will see them.
+templates that know tools, and `images`, with `data.pictures`. `tunix inspect RECIPE.yaml` shows rows as the model will
+see them.
 """
 
 STAGES = """\
