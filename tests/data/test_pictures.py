@@ -18,6 +18,7 @@ from tunix.config import RowKind
 from tunix.data import pictures as reading
 from tunix.data.accounting import PICTURE_CUT, Dropped, Kept
 from tunix.data.config import DataConfig
+from tunix.data.divided import _read, _tried
 from tunix.data.examples import to_example
 from tunix.data.pipeline import Batches
 from tunix.data.shapes import Rendering
@@ -300,6 +301,14 @@ def test_settings_that_would_resize_in_another_way_are_refused(tmp_path):
             with_reader(DECODER, loaded, tmp_path, 2)
         file.unlink()
         (tmp_path / "processor_config.json").unlink()
+
+
+def test_rows_that_another_process_rendered_have_their_pictures():
+    example = to_example({"messages": chat(MARK, TEXT), "images": [image()]}, TOKENIZER, SHAPE)
+    found = _read(json.loads(json.dumps(_tried(lambda place: example, 0))))
+    (one,), (other,) = example.sequences, found.sequences
+    np.testing.assert_array_equal(one.pictures.pixels, other.pictures.pixels)
+    np.testing.assert_array_equal(one.pictures.places, other.pictures.places)
 
 
 def test_another_chat_template_leaves_pictures_as_they_are():

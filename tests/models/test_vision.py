@@ -25,6 +25,8 @@ from tunix.errors import UserError
 from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
 from tunix.mesh import build_mesh
+from tunix.models.attention.attend import described, implementation, spec_of
+from tunix.models.attention.inputs import Segments
 from tunix.models.families.table import from_hf
 from tunix.models.model import Model, Params
 from tunix.trainer.microbatches import Microbatcher
@@ -303,3 +305,17 @@ def test_a_text_model_that_is_given_pictures_is_refused_by_name(tmp_path):
     raw = {"model_type": "gemma3_text", "hidden_size": 32, "num_attention_heads": 4}
     with pytest.raises(UserError, match="model_type = 'gemma3_text' is read as a text model, which sees no pictures"):
         from_hf(raw, tmp_path / "config.json", pictures=True)
+
+
+@pytest.mark.parametrize(("platform", "capability", "kernel"), [("tpu", None, "splash"), ("gpu", 9.0, "mosaic")])
+def test_kernels_say_that_they_compute_no_pictures(platform, capability, kernel, monkeypatch):
+    """Then chunks are taken, or the einsums for short rows."""
+    monkeypatch.setattr("tunix.models.attention.mosaic.find_spec", lambda name: name)
+    q = jnp.zeros((1, 2048, 4, 64), jnp.bfloat16)
+    ids = jnp.ones(q.shape[:2], jnp.int32)
+    plain = replace(spec_of(q, q, Segments(ids, ids), None), platform=platform, capability=capability)
+    assert implementation(plain).name == kernel
+    seen = replace(plain, pictures=spec_of(q, q, Segments(ids, ids, pictures=ids), None).pictures)
+    assert implementation(seen).name == "chunked"
+    assert f"{kernel}: tokens of a picture see later ones" in described([seen])
+    assert implementation(replace(seen, queries=512, keys=512)).name == "einsum"

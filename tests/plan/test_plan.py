@@ -252,3 +252,18 @@ def test_a_worker_answers_over_its_pipe():
     found = ask(recipe(), None)
     assert found.fits
     assert [one["name"] for one in found.verdicts[0]["programs"]] == ["step"]
+
+
+def test_a_tower_and_its_pictures_are_held_and_computed():
+    """The tower is frozen in bfloat16; two pictures of 16 x 16 pixels come with each of 8 rows."""
+    model = {**SFT["model"], "family": "gemma3"}
+    given = {"model": model, "data": {"train": "rows.jsonl", "max_length": 32, "pictures": 2}}
+    text, seen = (subject_of(recipe(**one), jax.devices()[:1]) for one in ({"model": model}, given))
+    shapes = seen.policy.spec.model.shapes
+    tower = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("vision/"))
+    assert text.held["training"].get("frozen base", 0) == 0
+    assert seen.held["training"]["frozen base"] == 2 * tower
+    assert seen.held["training"]["weights"] == text.held["training"]["weights"]
+    (step,) = (program for program in programs_of(seen) if program.name == "step")
+    assert step.lowered is not None
+    assert "8x2x16x16x3xui8" in step.lowered.as_text()

@@ -79,8 +79,7 @@ def pack(
     unit = max(sequences_per_example, together)
     _check(sequences, lengths, size, unit, pictures)
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
-    found, each = _seen_in(sequences, pieces) if pictures else ([], np.zeros(0))
-    seen = np.array([len(one.pixels) for one in found] if pictures else np.zeros_like(pieces.owner))
+    found, seen = _seen_in(sequences, pieces) if pictures else ([], np.zeros_like(pieces.owner))
     row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, (seen, pictures))
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (rows, max_length))
@@ -108,13 +107,11 @@ def pack(
             name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
         },
         parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
-        pictures=_in_rows(found, tokens, row_of, (rows, pictures), each) if pictures else None,
+        pictures=_in_rows(found, tokens, row_of, (rows, pictures)) if pictures else None,
     )
 
 
-def _in_rows(
-    pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int], unit: np.ndarray
-) -> Pictures:
+def _in_rows(pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int]) -> Pictures:
     """The rows' pictures, each row's in the order of the pieces, and their places.
 
     Args:
@@ -122,12 +119,12 @@ def _in_rows(
         tokens: of all pieces.
         row_of: `[pieces]` the row of each.
         shape: (B, Pi), rows and pictures of a row.
-        unit: `[pieces]` soft tokens of a picture of each; 0 where it has none.
     """
     pixels, used = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8), np.zeros(shape[0], np.int64)
     places: list[np.ndarray] = []
-    for row, one, each in zip(row_of, pictures, unit, strict=True):
+    for row, one in zip(row_of, pictures, strict=True):
         number, at = len(one.pixels), np.asarray(one.places)
+        each = int(at.max()) // max(number, 1)
         pixels[row, used[row] : used[row] + number] = one.pixels
         places.append(np.where(at > 0, at + used[row] * each, 0))
         used[row] += number
@@ -135,11 +132,11 @@ def _in_rows(
 
 
 def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Pictures], np.ndarray]:
-    """The pictures of each piece, numbered from its first one; and `[pieces]` soft tokens of a picture, 0 without any.
+    """The pictures of each piece, numbered from its first one; and `[pieces]` how many they are.
 
     A picture is whole in one piece: its tokens are followed by others that all sequences of a unit share.
     """
-    found, each = [], []
+    found = []
     for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
         whole = sequences[owner].pictures
         assert whole is not None, "a sequence without pictures says so"
@@ -149,8 +146,7 @@ def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Picture
         first, last = (here.min() // unit, here.max() // unit + 1) if unit else (0, 0)
         assert len(here) == (last - first) * unit, "pictures are whole"
         found.append(Pictures(whole.pixels[first:last], np.where(at > 0, at - first * unit, 0)))
-        each.append(unit)
-    return found, np.asarray(each)
+    return found, np.array([len(one.pixels) for one in found])
 
 
 def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:

@@ -64,8 +64,8 @@ def _specs(
             jax.ShapeDtypeStruct((1, length, heads, kind.head_dim), model.dtype)
             for heads in (config.num_heads, kind.kv_heads)
         )
-        shared, pictures = ids if branched else None, ids if config.vision else None
-        return spec_of(q, k, Segments(ids, ids, shared, pictures, kind.window), config.attention_softcap)
+        view = Segments(ids, ids, ids if branched else None, kind.window, pictures=ids if config.vision else None)
+        return spec_of(q, k, view, config.attention_softcap)
 
     with jax.set_mesh(mesh):
         return list(map(one, config.paged_kinds))

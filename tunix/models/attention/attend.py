@@ -290,7 +290,8 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
 
     def branch(one: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
-            view = Segments(*tokens, window=window, first=first, ahead=call.ahead)
+            *rest, pictures = tokens
+            view = Segments(*rest, window=window, first=first, pictures=pictures, ahead=call.ahead)
             return getattr(one, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if one.local else compute

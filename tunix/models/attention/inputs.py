@@ -68,15 +68,15 @@ class Segments(NamedTuple):
     positions: Int[Array, "B T"]
     parents: Int[Array, "B T"] | None = None
     """See `types.Batch`."""
-    pictures: Int[Array, "B T"] | None = None
-    """The number of the picture in its row whose token it is, from 1, and 0 for text; a picture's tokens follow each
-    other. None where there are no pictures."""
     window: int | None = None
     """Positions that a query sees, itself included; None for all of its segment."""
     attention: str = "auto"
     """The implementation that computes it, e.g. "chunked"; "auto" for the best one (`attend.implementation`)."""
     first: Int[Array, ""] | int = 0
     """Index of the first query among the keys: not 0 on a device that has a later part of the rows."""
+    pictures: Int[Array, "B T"] | None = None
+    """The number of the picture in its row whose token it is, from 1, and 0 for text; a picture's tokens follow each
+    other. None where there are no pictures."""
     ahead: int = 0
     """The most tokens after itself that a token sees: those of a picture less one, where there are pictures."""
 
