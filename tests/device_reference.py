@@ -12,15 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.device.parity import REFERENCE, digest, projected, sequences, weights
-from tests.tiny_models import CASES, EACH, by_hf_name, saved_buffers
+from tests.tiny_models import CASES, EACH, by_hf_name, gradients_by_hf_name, merged, saved_buffers
 from tunix.models.families.table import FAMILIES, from_hf
 from tunix.models.model import Model
 
 
 def reference(model: Model, config: Any, dtype: torch.dtype) -> Any:
     """transformers' model with these weights."""
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-    named = {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in by_hf_name(model, weights(model)).items()}
+    # torch's grouped products of bfloat16 want wider matrices than these.
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
+    named = merged(by_hf_name(model, weights(model)), config.model_type)
+    named = {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in named.items()}
     missing, unknown = made.load_state_dict(named, strict=False)
     assert not unknown
     assert set(missing) <= {"lm_head.weight"}, missing
@@ -40,14 +43,18 @@ def logprobs(made: Any, vocab: int) -> torch.Tensor:
 
 def stacked(model: Model, made: Any) -> dict[str, np.ndarray]:
     """transformers' gradients under our names and in our layouts."""
-    theirs = {key: weight.grad.numpy() for key, weight in made.named_parameters()}
+    theirs = gradients_by_hf_name(made)
     theirs |= {key: np.zeros(weight.shape) for key, weight in saved_buffers(made).items()}
     found = {}
     for name, shape in model.shapes.items():
         tensor, layered = FAMILIES[model.config.family].tensors[name], name.startswith("layers/")
         one = shape[1:] if layered else shape
         layers = model.config.layers_with(tensor.mixer) if layered else (None,)
-        parts = [tensor.read(theirs[tensor.key(layer)], one) for layer in layers]
+        every = [[theirs[key] for key in tensor.keys(layer, one)] for layer in layers]
+        if tensor.by_expert:
+            parts = [np.stack([tensor.read(x, one[1:]) for x in keys]) for keys in every]
+        else:
+            parts = [tensor.read(*keys, one) for keys in every]
         found[name] = np.stack(parts) if layered else parts[0]
     return found
 

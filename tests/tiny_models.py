@@ -4,6 +4,8 @@ A new family adds rows here and inherits parity of logits and gradients, packing
 random, norms and biases too, so that none of them can be forgotten unseen.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -399,6 +401,20 @@ def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:
 LLAMAS = ("gate_proj", "up_proj", "down_proj")
 MERGED = {"qwen3_moe": LLAMAS, "qwen3_5_moe_text": LLAMAS, "mixtral": ("w1", "w3", "w2")}
 """What the matrices of an expert are called in a folder, where transformers has one parameter for all experts."""
+
+
+def merged(named: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
+    """A folder's tensors as transformers' model holds them: one parameter for a matrix of all experts."""
+    found, experts = {}, dict[str, dict[str, list[np.ndarray]]]()
+    for name, array in named.items():
+        if (parts := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", name)) is None:
+            found[name] = array
+        else:
+            experts.setdefault(parts[1], {}).setdefault(parts[2], []).append(array)
+    for stem, matrices in experts.items():
+        gate, up, down = (np.stack(matrices[one]) for one in MERGED[model_type])
+        found |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
+    return {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in found.items()}
 
 
 def gradients_by_hf_name(reference: Any) -> dict[str, np.ndarray]:

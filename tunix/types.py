@@ -1,12 +1,10 @@
 """The records that pass between the layers of the architecture, in the order in which data meets them.
 
-`Sequence` (one example as token ids) -> `Batch` (sequences packed into rows) -> `LossInputs` (what a loss reads)
--> `LossOutputs` (what a loss returns). `Completion` is what a sampler returns. A row holds several sequences as
-segments that never see each other; sequences that are compared with each other may share the segment of their prompt.
+`Sequence` (one example as token ids) -> `Batch` (packed rows) -> `LossInputs` (what a loss reads) -> `LossOutputs`.
+A row holds sequences as segments that never see each other; those that are compared may share their prompt's segment.
 
-Each axis letter has one meaning in all of tunix: in the `Axes:` lines at the head of files, in annotations such as
-`Float[Array, "B T"]`, and in suffixes such as `rewards_PG`. Two letters stand where the initial is taken; an axis that
-a single place needs has a small-letter name.
+Each axis letter has one meaning in all of tunix: in the `Axes:` lines at the head of files, in annotations, and in
+suffixes such as `rewards_PG`. Two letters stand where the initial is taken; names of single places are in small letters.
 
     A   alternatives: the most likely ids that are reported with a sampled token
     B   rows: of a batch, or of requests that are computed together
@@ -21,6 +19,7 @@ a single place needs has a small-letter name.
     E   experts
     En  entries of a book
     F   ffn width
+    Fs  ffn width of a shared expert
     Ft  ffn width of a tower
     Fw  wider ffn width: where some layers have a wider one
     G   group: the completions of one prompt
@@ -65,6 +64,7 @@ a single place needs has a small-letter name.
     V   vocabulary
     Vi  visits: pairs of a page and who reads or writes it
     W   ids of a chunk: a piece of the vocabulary, or of each part of it
+    k   chosen experts of a token
     p   parts of the vocabulary
     r   rank: the inner axis of an adapter
     s   shards of the rows

@@ -8,8 +8,8 @@ has, rounded up. The rows of the next expert that it thereby computes are overwr
 padded or masked; only the gradient of the matrices, a sum over rows, leaves foreign rows out. Tokens are gathered where
 they are multiplied: to write all rows into new memory first costs a CPU as much as a third of their product.
 
-Axes: D inputs, F outputs, E experts, k experts of a token, n tokens, r rows: those of all pairs in their order, and on
-a CPU some spare ones.
+Axes: E experts, k chosen experts of a token; D inputs and F outputs of a product, n tokens, r rows: those of all pairs
+in their order, and on a CPU some spare ones.
 """
 
 from collections.abc import Callable

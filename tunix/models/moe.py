@@ -11,7 +11,7 @@ Pairs of a token and one of its experts are sorted by expert, so that each matri
 (`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
 (`tensor`), and computes their part for the tokens of its rows; the parts are summed. No token and no expert moves.
 
-Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token, n tokens, m pairs of a token
+Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens, m pairs of a token
 and a chosen expert.
 """
 

@@ -3,7 +3,7 @@
 Its tensors call an expert's gate, up and down matrices w1, w3 and w2. The weights of the chosen experts are always
 divided by their sum. Sizes are those of https://huggingface.co/mistralai/Mixtral-8x7B-Instruct-v0.1, config.json.
 
-Axes: D model width, F ffn width of an expert, E experts.
+Axes: D model width, F ffn width, E experts.
 """
 
 from dataclasses import replace

@@ -5,7 +5,7 @@ Published folders are multimodal, and hold the matrices of all experts of a laye
 them; transformers' text model, and so an export, has those of each expert. Sizes are those of the folder's config.json
 as transformers documents them.
 
-Axes: D model width, F ffn width of an expert, Fs of the shared one, E experts.
+Axes: D model width, F ffn width, Fs ffn width of a shared expert, E experts.
 """
 
 from dataclasses import replace

@@ -5,7 +5,7 @@ experts are divided by their sum. Layers without experts (`mlp_only_layers`, `de
 size has, are refused. Sizes are those of the config.json files of https://huggingface.co/Qwen/Qwen3-30B-A3B and
 https://huggingface.co/Qwen/Qwen3-235B-A22B.
 
-Axes: D model width, F ffn width of an expert, E experts.
+Axes: D model width, F ffn width, E experts.
 """
 
 from dataclasses import replace
