@@ -4,7 +4,7 @@
 A row holds sequences as segments that never see each other; those that are compared may share their prompt's segment.
 
 Each axis letter has one meaning in all of tunix: in the `Axes:` lines at the head of files, in annotations, and in
-suffixes such as `rewards_PG`. Two letters stand where the initial is taken; names of single places are in small letters.
+suffixes such as `rewards_PG`. Two letters stand where the initial is taken; those of a single place are small letters.
 
     A   alternatives: the most likely ids that are reported with a sampled token
     B   rows: of a batch, or of requests that are computed together
