@@ -65,7 +65,8 @@ def test_a_hub_id_names_its_preset():
         "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",
         "meta-llama/Llama-3.1-70B": "llama3.1-70b",
         "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "qwen3-0.6b",
-        "Qwen/Qwen3-235B-A22B": None,
+        "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+        "mistralai/Mistral-7B-v0.3": None,
     }
     assert {name: named_preset(name) for name in named} == named
     assert decoder_of("google/gemma-2-9b-it") == presets()["gemma2-9b"]

@@ -123,7 +123,7 @@ def adapter(tmp_path: Path) -> Path:
 def built(words: str) -> Trainer:
     """The trainer of a recipe, on one device."""
     recipe = Recipe.load(words)
-    source = of_recipe(recipe.model, None, Path("tokenizer"), None)
+    source = of_recipe(recipe.model, recipe.data, Path("tokenizer"), None)
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     return client_of(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
 

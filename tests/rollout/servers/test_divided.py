@@ -179,7 +179,7 @@ def test_where_the_disk_refuses_all_say_so_and_nothing_is_left(
     if at == "the folder":
         (tmp_path / "weights0").write_text("a file where a folder has to be")
     elif at == "config.json":
-        monkeypatch.setattr("tunix.hf.model_folder._write_beside", refuse)
+        monkeypatch.setattr("tunix.hf.model_folder.write_beside", refuse)
     else:
         monkeypatch.setattr(safetensors_io.np, "ascontiguousarray", refuse)
     act = lambda _: error_of(lambda: servers.sampler().publish(policy.params, 0))  # noqa: E731
