@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
 
@@ -17,7 +18,7 @@ from tunix.errors import UserError
 from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import save_folder
 from tunix.models.config import GlobalHeads, Rope
-from tunix.models.families.table import from_hf, preset, small, to_hf, with_sizes
+from tunix.models.families.table import FAMILIES, from_hf, preset, small, to_hf, with_sizes
 
 
 def test_a_multimodal_gemma4_gives_its_text_part(tmp_path):
@@ -109,8 +110,18 @@ def test_fields_of_gemma4_that_are_not_understood_are_refused(fields, message, t
         from_hf(raw, tmp_path / "config.json")
 
 
-def test_a_reward_model_is_refused_since_transformers_has_none(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_5_moe"])
+def test_a_reward_model_is_refused_where_transformers_has_none(family, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recipe = str(Path(__file__).parents[2] / "recipes/reward_qwen.yaml")
-    assert main(["run", recipe, "--tiny", "model.family=gemma4"]) == 2
-    assert "no sequence classifier for gemma4" in capsys.readouterr().err
+    assert main(["run", recipe, "--tiny", f"model.family={family}"]) == 2
+    assert f"no sequence classifier for {family}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_has_the_classes_that_exports_name(family):
+    found = FAMILIES[family]
+    vision = [] if found.vision is None else [found.vision.architecture]
+    classes = [found.architecture, *([] if found.classifier is None else [found.classifier]), *vision]
+    assert all(hasattr(transformers, name) for name in classes), classes
+    assert found.classifier or not hasattr(transformers, f"{found.architecture[:-11]}ForSequenceClassification")

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from tunix.errors import UserError
 from tunix.util.object_store import path_of
+from tunix.util.trees import tree_of
 
 STEP, ITEMS = "0", "items"
 """MaxText's folder of the first step, and the folder in it that holds the train state."""
@@ -111,8 +112,8 @@ class Arrays:
             UserError: they cannot be read.
         """
         how = ocp.args.PyTreeRestore(
-            item=_nested(path, 0),
-            restore_args=_nested(path, ocp.RestoreArgs(restore_type=np.ndarray)),
+            item=nested({path: 0}),
+            restore_args=nested({path: ocp.RestoreArgs(restore_type=np.ndarray)}),
             partial_restore=True,
         )
         try:
@@ -151,23 +152,9 @@ def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def _nested(path: str, leaf: Any) -> Any:
-    """A tree with one leaf."""
-    for part in reversed(path.split("/")):
-        leaf = {part: leaf}
-    return leaf
-
-
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A tree of dicts, from its leaves by their paths."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parts, last = path.split("/")
-        node = tree
-        for part in parts:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return tree
+    return tree_of({tuple(path.split("/")): leaf for path, leaf in flat.items()})
 
 
 def _line(error: Exception) -> str:

@@ -31,6 +31,7 @@ from tunix.models.scan import Others, Path, Remat, Weights, over_layers
 from tunix.models.self_attention import Kept
 from tunix.models.vision import Vision, with_pictures
 from tunix.types import Pictures
+from tunix.util.trees import tree_of
 
 READ_LATER = "kept by "
 """Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
@@ -71,7 +72,7 @@ class Structure:
 
     def block(self, weights: Mapping[Path, Any]) -> Block:
         """The block with these weights."""
-        return nnx.merge(self.graph, nested(weights))
+        return nnx.merge(self.graph, tree_of(weights))
 
 
 class Decoder(nnx.Module):
@@ -276,17 +277,6 @@ def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def nested(flat: Mapping[Path, Any]) -> dict:
-    """A tree of dicts, from its leaves by their paths."""
-    found: dict = {}
-    for (*path, last), value in flat.items():
-        node = found
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return found
-
-
 def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
     """The weights of all layers, each stacked over those that have it, in the order of their kinds."""
     by_path: dict[Path, list[nnx.Variable]] = {}
@@ -299,7 +289,7 @@ def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
             return parts[0]
         return parts[0].replace(jnp.concatenate([part[...] for part in parts]))
 
-    return _dict(nested({path: one(parts) for path, parts in by_path.items()}))
+    return _dict(tree_of({path: one(parts) for path, parts in by_path.items()}))
 
 
 def _dict(tree: Any) -> Any:

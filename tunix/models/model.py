@@ -23,7 +23,7 @@ from tunix.mesh import Axes, platform, sharding
 from tunix.models.attention.inputs import Segments
 from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
-from tunix.models.decoder import Adapt, Decoder, nested
+from tunix.models.decoder import Adapt, Decoder
 from tunix.models.layers import Projection, TokenKeys
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
@@ -32,6 +32,7 @@ from tunix.models.token_logprobs import token_logprobs
 from tunix.models.vision import PREFIX, numbers
 from tunix.types import Pictures
 from tunix.util.exact import jit
+from tunix.util.trees import tree_of
 
 Params = dict[str, jax.Array]
 Path = tuple[str, ...]
@@ -213,7 +214,7 @@ class Model:
 
         Dense models have none (`blocks.FeedForward`).
         """
-        decoder = nnx.merge(self._split[0], nested({self._paths[name]: x for name, x in params.items()}))
+        decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
         segments, vision = Segments(segment_ids, positions, parents), self.config.vision
         if pictures is not None and vision is not None:
             segments = segments._replace(pictures=numbers(pictures, vision), ahead=vision.tokens - 1)

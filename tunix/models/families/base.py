@@ -293,11 +293,18 @@ def layer_types(config: DecoderConfig) -> list[str]:
 
 
 def in_layers(
-    table: Mapping[str, tuple[str, str, str]], mixer: str | tuple[str, ...] | None = None
+    table: Mapping[str, tuple[str, str, str]],
+    mixer: str | tuple[str, ...] | None = None,
+    *,
+    starts: tuple[str, str] = ("layers/", "model.layers."),
 ) -> dict[str, Tensor]:
-    """Tensors by our full names, from a table by names within a layer; of layers with this mixer, or of all."""
+    """Tensors by our full names, from a table by names within a layer; of layers with this mixer, or of all.
+
+    Args:
+        starts: what our names and the file's begin with, before the layer's number there.
+    """
     return {
-        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes, mixer)
+        f"{starts[0]}{ours}": Tensor(f"{starts[1]}{{layer}}.{name}", theirs, axes, mixer)
         for ours, (name, theirs, axes) in table.items()
     }
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from tunix.models.config import TOWER, DecoderConfig, VisionConfig
-from tunix.models.families.base import Tensor, VisionText
+from tunix.models.families.base import Tensor, VisionText, in_layers
 from tunix.models.families.hf_config import Fields
 
 GELU = "gelu_pytorch_tanh"
@@ -100,18 +100,11 @@ def axes_of_tower(config: VisionConfig) -> dict[str, int]:
     }
 
 
-def _in_layers(table: dict[str, tuple[str, str, str]]) -> dict[str, Tensor]:
-    return {
-        f"vision/layers/{ours}": Tensor(f"vision_tower.encoder.layers.{{layer}}.{name}", theirs, axes, TOWER)
-        for ours, (name, theirs, axes) in table.items()
-    }
-
-
 TENSORS: dict[str, Tensor] = {
     "vision/patch": Tensor("vision_tower.embeddings.patch_embedding.weight", "Dt Rb Pr Pc", "Pr Pc Rb Dt"),
     "vision/patch_bias": Tensor("vision_tower.embeddings.patch_embedding.bias", "Dt", "Dt"),
     "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pp Dt", "Pp Dt"),
-    **_in_layers(
+    **in_layers(
         {
             "attn_norm": ("layer_norm1.weight", "Dt", "Dt"),
             "attn_norm_bias": ("layer_norm1.bias", "Dt", "Dt"),
@@ -129,7 +122,9 @@ TENSORS: dict[str, Tensor] = {
             "up_bias": ("mlp.fc1.bias", "Ft", "Ft"),
             "down": ("mlp.fc2.weight", "Dt Ft", "Ft Dt"),
             "down_bias": ("mlp.fc2.bias", "Dt", "Dt"),
-        }
+        },
+        TOWER,
+        starts=("vision/layers/", "vision_tower.encoder.layers."),
     ),
     "vision/norm": Tensor("vision_tower.post_layernorm.weight", "Dt", "Dt"),
     "vision/norm_bias": Tensor("vision_tower.post_layernorm.bias", "Dt", "Dt"),

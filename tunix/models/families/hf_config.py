@@ -137,11 +137,14 @@ class Fields:
     def experts(self, number: int = 128, active: int = 8, *, renormalise: bool = True) -> Experts:
         """The experts of a mixture, whose number has two spellings.
 
+        The loss that evens out their use is not part of the model (`model.router_aux_loss_coef` of a recipe).
+
         Args:
             number: how many there are where the file does not say.
             active: how many a token uses where the file does not say.
             renormalise: whether the weights of those that a token uses are divided by their sum.
         """
+        self.read |= {"output_router_logits", "router_aux_loss_coef"}
         stated = [self.integer(name) for name in ("num_experts", "num_local_experts") if self.get(name) is not None]
         if len(set(stated)) > 1:
             self.refuse("num_experts", "contradicts num_local_experts in the same file.")

@@ -13,8 +13,6 @@ from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
 from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, in_layers, sizes, written
 from tunix.models.families.hf_config import Fields
 
-UNUSED = ("output_router_logits", "router_aux_loss_coef")
-"""Fields of a loss that balances the experts, which is not part of the model."""
 NUMBER, ACTIVE = 8, 2
 
 
@@ -23,7 +21,6 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", "silu")
     fields.only("sliding_window", None)
     fields.only("router_jitter_noise", 0, 0.0)
-    fields.read |= set(UNUSED)
     shape = sizes(fields, max_position_embeddings=131_072)
     return DecoderConfig(
         family="mixtral",

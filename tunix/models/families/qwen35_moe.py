@@ -15,9 +15,8 @@ from tunix.models.config import EXPERTS, DecoderConfig, DeltaNet, Experts, Rope
 from tunix.models.families import qwen35
 from tunix.models.families.base import FamilyText, in_layers, sizes
 from tunix.models.families.hf_config import Fields
+from tunix.models.families.qwen_moe import BANKS
 
-UNUSED = ("output_router_logits", "router_aux_loss_coef")
-"""Fields of a loss that balances the experts, which is not part of the model (`model.router_aux_loss_coef`)."""
 NUMBER, ACTIVE, FFN = 256, 8, 512
 
 
@@ -25,7 +24,6 @@ def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
     if "text_config" in fields.raw:
         return qwen35.read_multimodal(fields, read_qwen35_moe)
-    fields.read |= set(UNUSED)
     shape = sizes(fields, intermediate_size=FFN, **qwen35.DEFAULTS)
     experts = fields.experts(NUMBER, ACTIVE)
     return qwen35.read_text(
@@ -87,17 +85,14 @@ QWEN35_MOE = FamilyText(
     hub=r"qwen-?3\.[568].*\d+b-a\d+b",
     template="chatml",
     architecture="Qwen3_5MoeForCausalLM",
-    classifier="Qwen3_5MoeTextForSequenceClassification",
+    classifier=None,
     read=read_qwen35_moe,
     write=write,
     tensors={
         **qwen35.TENSORS,
+        **BANKS,
         **in_layers(
             {
-                "router/w": ("mlp.gate.weight", "E D", "D E"),
-                "gates/w": ("mlp.experts.{expert}.gate_proj.weight", "F D", "E D F"),
-                "ups/w": ("mlp.experts.{expert}.up_proj.weight", "F D", "E D F"),
-                "downs/w": ("mlp.experts.{expert}.down_proj.weight", "D F", "E F D"),
                 "shared_gate/w": ("mlp.shared_expert_gate.weight", "1 D", "D"),
                 "gate/w": ("mlp.shared_expert.gate_proj.weight", "Fs D", "D Fs"),
                 "up/w": ("mlp.shared_expert.up_proj.weight", "Fs D", "D Fs"),

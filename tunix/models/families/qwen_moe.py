@@ -24,9 +24,17 @@ from tunix.models.families.base import (
 )
 from tunix.models.families.hf_config import Fields
 
-UNUSED = ("max_window_layers", "output_router_logits", "router_aux_loss_coef", "sliding_window")
-"""Fields of windows, which no published size uses, and of a loss that balances the experts, which is not part of the
-model."""
+UNUSED = ("max_window_layers", "sliding_window")
+"""Fields of windows, which no published size uses."""
+BANKS = in_layers(
+    {
+        "router/w": ("mlp.gate.weight", "E D", "D E"),
+        "gates/w": ("mlp.experts.{expert}.gate_proj.weight", "F D", "E D F"),
+        "ups/w": ("mlp.experts.{expert}.up_proj.weight", "F D", "E D F"),
+        "downs/w": ("mlp.experts.{expert}.down_proj.weight", "D F", "E F D"),
+    }
+)
+"""The tensors of the router and the experts."""
 
 
 def read_qwen3_moe(fields: Fields) -> DecoderConfig:
@@ -108,14 +116,7 @@ QWEN3_MOE = FamilyText(
         **SHARED,
         **TWO_NORMS,
         **QK_NORMS,
-        **in_layers(
-            {
-                "router/w": ("mlp.gate.weight", "E D", "D E"),
-                "gates/w": ("mlp.experts.{expert}.gate_proj.weight", "F D", "E D F"),
-                "ups/w": ("mlp.experts.{expert}.up_proj.weight", "F D", "E D F"),
-                "downs/w": ("mlp.experts.{expert}.down_proj.weight", "D F", "E F D"),
-            }
-        ),
+        **BANKS,
     },
     presets={
         "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),

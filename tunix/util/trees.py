@@ -1,0 +1,15 @@
+"""Trees of dicts, and their leaves by paths."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def tree_of(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """The tree that has these leaves at these paths."""
+    found: dict[str, Any] = {}
+    for (*path, last), value in leaves.items():
+        node = found
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return found
