@@ -245,6 +245,20 @@ def test_a_defect_in_one_process_ends_it_though_the_others_wait(monkeypatch: pyt
     assert pretended(monkeypatch, 2, act, inherits=True)[0] == ["UserError", "ZeroDivisionError"]
 
 
+def test_a_closed_stream_has_told_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """However long the coordinator takes: what is told later could reach another stream."""
+    server = Server()
+
+    def act(index: int) -> bool:
+        ahead, store = opened(tmp_path / "replay.jsonl", 2, 1, Sampler(server, slow(index)), None), processes.store()
+        set_now = store.key_value_set
+        store.key_value_set = lambda *given, **how: (time.sleep(0.3), set_now(*given, **how))
+        taken(ahead, slow(index))
+        return any(key.endswith(f"happened/{index}") for key in store.values)
+
+    assert pretended(monkeypatch, 2, act, inherits=True)[0] == [True, True]
+
+
 def test_what_a_thread_exchanges_apart_is_not_mixed_with_others(monkeypatch: pytest.MonkeyPatch):
     """Two processes exchange the same name in two threads, in another order."""
 

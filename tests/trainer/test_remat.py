@@ -8,6 +8,7 @@ import pytest
 import tunix
 from tests.marks import slow
 from tests.trainers import PLAIN, trainer
+from tunix.models.config import Experts
 from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
 from tunix.trainer.remat import LAYER, LOGITS, SHARE, TABLES, Held, chosen, device_bytes, held_by, step_bytes
 from tunix.trainer.spec import TrainerSpec
@@ -38,6 +39,11 @@ def test_a_step_is_what_it_holds_what_layers_keep_and_its_fullest_moment():
     inputs = replace(spec, model=replace(spec.model, config=replace(LONG, layer_inputs=64)))
     more = (28 + LAYER) * 2 * 16_384 * 2 * 64
     assert step_bytes(inputs, Held(0, 0), "block") == step_bytes(spec, Held(0, 0), "block") + more
+    # Of experts, a token's gate and up are those of the experts that it uses, and of the shared one.
+    mixture = replace(LONG, experts=Experts(16, 2, shared=512), ffn=768)
+    held = step_bytes(replace(spec, model=replace(spec.model, config=mixture)), Held(0, 0), "none")
+    dense = step_bytes(spec, Held(0, 0), "none")
+    assert held == dense - (28 + LAYER) * 2 * 16_384 * 2 * (3072 - (2 * 768 + 512))
     # Few tokens: the head is the fullest.
     assert step_bytes(spec_of(length=8), Held(0, 0), "block") == 28 * 2 * 8 * block + head
 
