@@ -233,3 +233,13 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
     names = loaded(CALL, "check", "recipes/quickstart.yaml", "steps=3", *tiny)
     assert "pydantic" in names
     assert not names & HEAVY
+
+
+def test_the_repository_holds_no_large_files():
+    """A checkpoint that an experiment left behind would be in every clone for good."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.decode().split("\0") if name}
+    assert len(sizes) > 300
+    assert not {name: size for name, size in sizes.items() if size > 500_000}
