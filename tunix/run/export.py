@@ -43,6 +43,14 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
     Raises:
         UserError: there is no such run, checkpoint or adapter, or `out` exists.
     """
+    with closing(Display("export", 0, 0)) as display:
+        display.say(f"{_exported(run, out, display, adapter=adapter, packed=packed, step=step)} is in {out}")
+
+
+def _exported(
+    run: Path, out: Path, display: Display, *, adapter: bool = False, packed: bool = False, step: int | None = None
+) -> str:
+    """As `export`; returns what was written, e.g. `step 20 of runs/sft`."""
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
     # The output is the present place of the folder, since a run may have been moved: a later stage finds the stage
@@ -59,9 +67,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         check_packs(recipe.quantization)
     refuse_taken(out)
     refuse_foreign_checkpoints(recipe, moved=True)
-    with closing(Display("export", 0, 0)) as display:
-        chosen = _written(recipe, run, out, display, adapter=adapter, packed=packed, step=step)
-        display.say(f"step {chosen} of {run} is in {out}")
+    chosen = _written(recipe, run, out, display, adapter=adapter, packed=packed, step=step)
+    return f"step {chosen} of {run}"
 
 
 def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step: int | None = None) -> str:
@@ -89,7 +96,8 @@ def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.tmp-", dir=near) as temporary:
-        export(model, Path(temporary) / "model", step=step)
+        with closing(Display("export", 0, 0)) as display:
+            display.say(f"converting {_exported(model, Path(temporary) / 'model', display, step=step)}")
         return convert(Path(temporary) / "model", out)
 
 
