@@ -94,6 +94,19 @@ def test_cached_logprobs_are_those_of_the_full_forward(config):
     assert_logprobs_of_full_forward(model, params, small_engine(model, params), temperature=0.8)
 
 
+def test_pages_that_a_piece_reads_are_not_given_to_those_that_share_its_prompt():
+    """The last piece of the long prompt sees pages of the window before it, and leaves them; both of its completions
+    begin with copies, which took these pages and were written before they were read."""
+    model = Model(RICH)
+    params = random_params(model)
+    given = prompts(model.config.vocab_size, (9, 37))
+    found = small_engine(model, params, slots=4).sample(given, 2, Sampling(max_tokens=6), seed=1)
+    for prompt, group in zip(given, found, strict=True):
+        for one in group:
+            expected = full_logprobs(model, params, prompt, one)[len(prompt) :]
+            np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+
+
 def test_a_bfloat16_model_has_a_bfloat16_cache_and_stays_near():
     model = Model(RICH, dtype="bfloat16")
     params = random_params(model)

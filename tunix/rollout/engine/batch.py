@@ -218,6 +218,7 @@ class Batch:
                 piece.fill(row, jobs)
             for job in piece.done:
                 piece.finish(job, self._follow(job))
+            piece.leave()
             self.state, hidden = prefill(self.model, self.weights, self.state, piece.inputs)
             self._score(piece, hidden)
             for job in piece.done:

@@ -165,13 +165,13 @@ class Holdings:
                     held[index] = self._take(kind, self.shard(slot))
         self._note(slot)
 
-    def covers(self, slot: int, start: int, stop: int) -> bool:
-        """Whether layers with a window have free pages for these positions of a slot."""
+    def covers(self, slot: int, start: int, stop: int, spare: int) -> bool:
+        """Whether layers with a window have free pages for these positions of a slot, and so many to spare."""
         indices = set(range(start // self.sizes.page, -(-stop // self.sizes.page)))
         missing = [
             (len(indices - self._held[kind][slot].keys()), pools) for kind, pools, _ in self._kinds(windows=True)
         ]
-        return all(number <= len(pools[self.shard(slot)].free) for number, pools in missing)
+        return all(number + spare <= len(pools[self.shard(slot)].free) for number, pools in missing)
 
     def leave(self, slot: int, position: int) -> None:
         """Lets the pages go that no token from this position on sees."""

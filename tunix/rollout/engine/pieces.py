@@ -120,26 +120,21 @@ class Piece:
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
-        passed: list[Job] = []
+        copied = 0
         while jobs and self._filled[row] < self.length:
             job, begin = jobs[0], int(self._filled[row])  # a multiple of the chunk, where there is one
             if begin and job.adapter != self.inputs.adapters[row]:
                 break
             number = min(len(job.tokens), self.length - begin)
             # A job that is alone always has room: before it is queued no slot holds more than a window.
-            last = job.start + number
-            if begin and not self.holdings.covers(job.slot, max(job.start, last - self._longest), last):
+            last, copied = job.start + number, copied + len(job.followers)
+            if begin and not self.holdings.covers(job.slot, max(job.start, last - self._longest), last, copied):
                 break
             if not self._visit(row, begin, number, job):
                 break
             self._add(row, begin, number, job)
-            passed.append(job)
             if not len(job.tokens):
                 self.done.append(jobs.popleft())
-        for job in passed:
-            # What the piece reads stays until it is packed: the same pages are not given away within it. What the last
-            # token sees stays too: requests that come later compute it again.
-            self.holdings.leave(job.slot, job.start - 1)
 
     def finish(self, job: Job, copies: Sequence[Copy]) -> None:
         """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
@@ -151,6 +146,15 @@ class Piece:
             inputs.states.ends[slots] = end
         for kind, source, target in (*job.copies, *copies):
             _append(inputs.copies[kind], row, source, target)
+
+    def leave(self) -> None:
+        """Lets the pages go that nobody reads after this piece, once it is packed and those that end here have finished.
+
+        Before, they could be given away within it, and be written to before it reads them. What the last token sees
+        stays: requests that come later compute it again.
+        """
+        for job in [part.job for part in self.parts]:
+            self.holdings.leave(job.slot, job.start - 1)
 
     def targets(self) -> tuple[np.ndarray, Transform]:
         """`[s C]` the token after each one that is scored, and the settings of each."""
