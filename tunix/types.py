@@ -353,6 +353,8 @@ class Begun:
     """Its number among the requests of that seed, e.g. 3."""
     so_far: Completion | None = None
     """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
+    pictures: Pictures | None = None
+    """Those of its prompt, the same object for all requests of one prompt; None without any."""
 
 
 def requests_of(

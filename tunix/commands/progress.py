@@ -76,7 +76,10 @@ class ProgressSampler:
         """Implements `protocols.Sampler.sample`; the first request has the number `done`."""
         first = self.done
         own = begun or [Begun(seed, first + i) for i in range(n * len(prompts))]
-        requests = [Request(prompts[i // n], sampling, x.seed, x.index, so_far=x.so_far) for i, x in enumerate(own)]
+        requests = [
+            Request(prompts[i // n], sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
+            for i, x in enumerate(own)
+        ]
         sampled = self.engine.run(requests, reply, self._on_tokens, on_done)
         self.done = first + len(sampled)
         self.bar.show(self.done, self.tokens)

@@ -31,6 +31,8 @@ from tunix.models.model import Model, Params
 from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
 from tunix.models.self_attention import Kept
+from tunix.models.vision import PREFIX, with_pictures
+from tunix.types import Pictures
 from tunix.util.exact import once
 
 TOP = ("embed/w", "head/w", "norm/w", *NAMES)
@@ -44,9 +46,14 @@ class Weights(NamedTuple):
     """A model's weights for decoding, in the compute dtype; quantized ones as they are."""
 
     top: Params
-    """The tables and the final norm."""
+    """The tables, the final norm, and the tower that sees pictures."""
     layers: tuple[Params, ...]
     """The parameters of each layer, named without `layers/`."""
+
+
+def is_top(name: str) -> bool:
+    """Whether decoding reads this parameter outside of the layers: tables, the final norm, and a tower for pictures."""
+    return name in TOP or name.startswith(PREFIX)
 
 
 def unstack(model: Model, params: Params) -> Weights:
@@ -61,7 +68,7 @@ def unstack(model: Model, params: Params) -> Weights:
             w = jnp.moveaxis(w, 0, -1)
         return constrain(jnp.copy(w), *view_axes(model, name))
 
-    top = {name: view(name, params[name]) for name in TOP if name in params}
+    top = {name: view(name, x) for name, x in params.items() if is_top(name)}
     stacked = [name for name in params if name.startswith(LAYERS)]
     places = {name: {layer: i for i, layer in enumerate(model.layers_of[name])} for name in stacked}
 
@@ -166,6 +173,7 @@ def extend(
     views: Sequence[CachedView],
     states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
+    pictures: Pictures | None = None,
 ) -> tuple[Float[Array, "B C D"], tuple[Cache | None, ...]]:
     """Hidden states of new tokens after the final norm, and the caches with them.
 
@@ -175,10 +183,14 @@ def extend(
         views: where the tokens are written and what they see, for each kind of layer with pages.
         states: the same for layers with states, where there are any.
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
+        pictures: those among the tokens, whole, which the views know too.
     """
     c = model.config
     ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
-    x = constrain(embedded(c, weights.top["embed/w"], tokens, model.dtype), "rows", None, None)
+    x = embedded(c, weights.top["embed/w"], tokens, model.dtype)
+    if pictures is not None:
+        x = with_pictures(x, model.soft_tokens(weights.top, pictures.pixels), jnp.asarray(pictures.places))
+    x = constrain(x, "rows", None, None)
     given: Any = [None] * c.num_layers
     if c.layer_inputs:
         table, context, norm = (weights.top[name] for name in NAMES)

@@ -14,9 +14,10 @@ from functools import cached_property, lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 
 from tunix.config import DType, GradientSums
 from tunix.mesh import Axes, platform, sharding
@@ -220,6 +221,13 @@ class Model:
             segments = segments._replace(pictures=numbers(pictures, vision), ahead=vision.tokens - 1)
         how = {"dtype": self.dtype, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
         return decoder(tokens, segments, **how)
+
+    def soft_tokens(
+        self, params: Params, pixels: UInt8[Array | np.ndarray, "B Pi Px Px Rb"]
+    ) -> Float[Array, "B Pi So D"]:
+        """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
+        tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(PREFIX)}
+        return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(jnp.asarray(pixels), self.dtype)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""

@@ -134,11 +134,16 @@ class PieceView:
     copies: Copies
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
+    pictures: Int[Array, "B C"] | None = None
+    """As in `Segments`: pictures are whole in a piece."""
+    ahead: int = field(default=0, metadata={"static": True})
+    """As in `Segments`."""
 
     @property
     def segments(self) -> Segments:
         """The view within the piece, where positions count from a segment's first token."""
-        return Segments(self.ids, self.positions - self.begins, window=self.window)
+        positions = self.positions - self.begins
+        return Segments(self.ids, positions, window=self.window, pictures=self.pictures, ahead=self.ahead)
 
 
 CachedView = SlotsView | PieceView

@@ -181,7 +181,8 @@ class Batch:
         home = None if again else self._home(key)
         tokens, shard = self.slots.admit(slot, episode), self.holdings.shard(slot)
         wanted = episode.request.sampling.prompt_logprobs and episode.prompt_logprobs is None
-        job = Job(slot, tokens, 0, episode.adapter, episode.request.sampling if wanted else None)
+        scored, pictures = episode.request.sampling if wanted else None, episode.request.pictures
+        job = Job(slot, tokens, 0, episode.adapter, scored, pictures=pictures)
         if not again:
             self.expected[key] -= 1
         if home != shard:

@@ -20,11 +20,11 @@ from tunix.mesh import row_shards, sharding
 from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
 from tunix.models.deltanet import PIECE_CHUNK
-from tunix.models.kv_cache import TOP, Weights, decode_specs, gains, magnified, unstack
+from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params, is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
-from tunix.rollout.engine.request import Decode, Request, check_prompt
+from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
@@ -103,9 +103,9 @@ class Engine:
                 f"rollout.cache_dtype: {cache} saves nothing on these devices ({where}): {reason}. Leave it out"
             )
         read_by = reader_here(specs, mesh).name
-        chunk = chunk_of(model, piece, guesses)
+        chunk, picture = chunk_of(model, piece, guesses), picture_of(model, piece)
         bare = Sizes(
-            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk
+            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk, picture
         )
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
@@ -204,7 +204,7 @@ class Engine:
         if n < 1:
             raise UserError(f"n is {n}: ask for at least one completion of each prompt")
         requests = [
-            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far)
+            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
             for prompt, x in requests_of(prompts, n, seed, begun)
         ]
         completions = self.run(requests, reply, on_done=on_done, pause=pause, held=held)
@@ -293,7 +293,7 @@ class Engine:
             # One after the other, so that few are here both as they came and as they are read.
             parts = [_unstack(self.model, {name: self._bring(name, x)}) for name, x in base.items()]
             return _joined(self.model, parts)
-        right = {name: x for name, x in base.items() if name in TOP and x.dtype == self.model.dtype}
+        right = {name: x for name, x in base.items() if is_top(name) and x.dtype == self.model.dtype}
         shared = {name: x for name, x in right.items() if frozen and self._placed(name, x)}
         views = _unstack(self.model, {name: x for name, x in base.items() if name not in shared})
         return views._replace(top={**views.top, **shared})
@@ -315,6 +315,7 @@ class Engine:
                 "tokenizer's decode; use stop_ids, or give it one"
             )
         check_prompt(number, request.prompt, self.length, vocab)
+        check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
 
 
 def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
@@ -335,6 +336,20 @@ def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
             "wrong one; leave it out"
         )
     return min(PIECE_CHUNK, piece)
+
+
+def picture_of(model: Model, piece: int) -> tuple[int, int] | None:
+    """(So, Px): soft tokens of a picture, and pixels of its side; None where the model sees none.
+
+    Raises:
+        ValueError: a piece is too short for one.
+    """
+    vision = model.config.vision
+    if vision is None:
+        return None
+    if piece < vision.tokens:
+        raise ValueError(f"a piece of {piece} tokens is shorter than a picture of {vision.tokens}")
+    return vision.tokens, vision.image_size
 
 
 def _joined(model: Model, parts: Sequence[Weights]) -> Weights:

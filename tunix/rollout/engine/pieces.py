@@ -4,7 +4,7 @@ A job is the computation of some tokens of a slot: a prompt, an environment's an
 lost its pages, or the last token of a prompt whose pages are there already. Jobs of a shard are packed in their order
 into its row of a piece; all tokens of a row have one adapter.
 
-Axes: C tokens at a time, Sl slots, T time, Vi visits, s shards of the rows.
+Axes: C tokens at a time, Sl slots, T time, Vi visits, s shards of the rows, Pi pictures, Px pixels, Rb colours.
 """
 
 from collections import deque
@@ -15,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tunix.models.attention.pages import Copies, Touches, Visits, block_of
+from tunix.models.vision import COLOURS
 from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
-from tunix.types import Sampling
+from tunix.rollout.engine.shapes import Sizes
+from tunix.types import Pictures, Sampling
 
 FIRST, CONTINUES = -1, -2
 """In `States.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
@@ -44,6 +46,16 @@ class Job:
     """Pages to copy when the job is done."""
     reads: tuple[Held, ...] | None = None
     """The pages of the tokens before; None for those that the slot holds."""
+    pictures: Pictures | None = None
+    """Those of the whole prompt; None without any."""
+
+    def whole(self, number: int, picture: tuple[int, int] | None) -> int:
+        """So many of its next tokens, or fewer: a picture (`Sizes.picture`) is not cut."""
+        end = self.start + number
+        if self.pictures is None or picture is None or end >= len(self.pictures.places):
+            return number
+        following = int(self.pictures.places[end])
+        return number - (following - 1) % picture[0] if following else number
 
 
 class Inputs(NamedTuple):
@@ -69,6 +81,8 @@ class Inputs(NamedTuple):
     """`[s]` the adapter of each row."""
     states: "States | None"
     """What layers with states read; None where there are none."""
+    seen: "Seen | None" = None
+    """The pictures among the tokens; None where there are none."""
 
 
 class States(NamedTuple):
@@ -78,6 +92,15 @@ class States(NamedTuple):
     """`[s c]`."""
     ends: np.ndarray
     """`[Sl]`."""
+
+
+class Seen(NamedTuple):
+    """The pictures of a piece, as `types.Pictures`; each is whole in it."""
+
+    pixels: np.ndarray
+    """`[s Pi Px Px Rb]` uint8."""
+    places: np.ndarray
+    """`[s C]`."""
 
 
 class Part(NamedTuple):
@@ -125,7 +148,9 @@ class Piece:
             job, begin = jobs[0], int(self._filled[row])  # a multiple of the chunk, where there is one
             if begin and job.adapter != self.inputs.adapters[row]:
                 break
-            number = min(len(job.tokens), self.length - begin)
+            number = job.whole(min(len(job.tokens), self.length - begin), self.sizes.picture)
+            if not number:
+                break
             # A job that is alone always has room: before it is queued no slot holds more than a window.
             last, copied = job.start + number, copied + len(job.followers)
             if begin and not self.holdings.covers(job.slot, max(job.start, last - self._longest), last, copied):
@@ -183,10 +208,25 @@ class Piece:
             own = job.slot % self.sizes.slots_of_shard
             inputs.states.sources[row, begin // self.sizes.chunk] = own if job.start else FIRST
             inputs.states.ends[job.slot] = begin + number - 1
+        self._see(row, begin, number, job)
         self.parts.append(Part(job, row, begin, job.tokens[:number]))
         job.tokens, job.start = job.tokens[number:], end
         chunk = self.sizes.chunk or 1
         self._filled[row] = -(-(begin + number) // chunk) * chunk
+
+    def _see(self, row: int, begin: int, number: int, job: Job) -> None:
+        """Adds the pictures among the next tokens of a job."""
+        if job.pictures is None or self.sizes.picture is None:
+            return
+        own, (soft, _) = np.asarray(job.pictures.places)[job.start : job.start + number], self.sizes.picture
+        if not own.any():
+            return
+        seen = self.inputs.seen or nothing_seen(self.sizes, self.length)
+        assert seen is not None, "the model sees pictures"
+        self.inputs, (pixels, places) = self.inputs._replace(seen=seen), seen
+        first, last, used = (own[own > 0].min() - 1) // soft, own.max() // soft, places[row].max() // soft
+        pixels[row, used : used + last - first] = job.pictures.pixels[first:last]
+        places[row, begin : begin + len(own)] = np.where(own > 0, own + (used - first) * soft, 0)
 
     def _touch(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
@@ -223,6 +263,15 @@ class Piece:
             starts = np.tile(np.array(seen, np.int32) * self.sizes.page, len(blocks))
             _append(visits, row, np.repeat(blocks, len(seen)), pages, starts, np.full(len(pages), len(self.parts) + 1))
         return True
+
+
+def nothing_seen(sizes: Sizes, length: int) -> Seen | None:
+    """Room for as many pictures as a piece of so many tokens has at most; None where the model sees none."""
+    if sizes.picture is None:
+        return None
+    soft, side = sizes.picture
+    pixels = np.zeros((sizes.shards, length // soft, side, side, COLOURS), np.uint8)
+    return Seen(pixels, np.zeros((sizes.shards, length), np.int32))
 
 
 def _append(to: Visits | Touches | Copies, row: int, *values: np.ndarray | int) -> None:

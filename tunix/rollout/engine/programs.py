@@ -26,12 +26,14 @@ from tunix.models.blocks import Cache
 from tunix.models.deltanet import PieceStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
+from tunix.models.vision import numbers
 from tunix.rollout.engine.caches import put_back, taken_out, view, written_to
 from tunix.rollout.engine.holdings import Reads
 from tunix.rollout.engine.lookup import GRAM, NONE, Books, guesses
 from tunix.rollout.engine.pieces import Inputs
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.rollout.engine.shapes import Sizes
+from tunix.types import Pictures
 from tunix.util.exact import jit
 
 Host = jax.Array | np.ndarray
@@ -144,12 +146,16 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     """Computes a piece: its tokens are in pages then, and slots have their last states. Also all hidden states."""
     new: Any = jax.tree.map(jnp.asarray, piece)
     where = zip(new.visits, new.touches, new.copies, strict=True)
+    seen, vision, pictures = {}, model.config.vision, None if new.seen is None else Pictures(*new.seen)
+    if pictures is not None and vision is not None:
+        seen = {"pictures": numbers(pictures, vision), "ahead": vision.tokens - 1}
     views = [
-        PieceView(new.ids, new.positions, new.begins, *own, kind.window)
+        PieceView(new.ids, new.positions, new.begins, *own, kind.window, **seen)
         for own, kind in zip(where, model.config.paged_kinds, strict=True)
     ]
     states = None if new.states is None else PieceStates(new.ids, *new.states)
-    hidden, caches = extend(model, weights, state.caches, new.tokens, new.positions, views, states, new.adapters)
+    more = states, new.adapters, pictures
+    hidden, caches = extend(model, weights, state.caches, new.tokens, new.positions, views, *more)
     last = _by_shard(new.last, len(new.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     states = jnp.where(new.last[:, None] >= 0, found, state.hidden)

@@ -12,7 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from tunix.errors import UserError
-from tunix.types import Completion, Sampling
+from tunix.models.config import VisionConfig
+from tunix.models.vision import COLOURS
+from tunix.types import Completion, Pictures, Sampling
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
@@ -37,13 +39,16 @@ class Request:
     """Name of the loaded adapter that answers; None for the weights alone."""
     so_far: Completion | None = None
     """The paused completion that is continued; None for a new one."""
+    pictures: Pictures | None = None
+    """The prompt's; None without any. Requests share a prompt's pages where they have the same object."""
 
 
 def prompt_key(request: Request) -> tuple:
     """The key of a request's prefix: equal for equal prompts under one adapter, with equal settings where the prompt's
     log-probs are wanted."""
     prompt = np.asarray(request.prompt, np.int32).tobytes()
-    return (prompt, request.adapter, request.sampling if request.sampling.prompt_logprobs else None)
+    scored = request.sampling if request.sampling.prompt_logprobs else None
+    return (prompt, request.adapter, scored, id(request.pictures))
 
 
 def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) -> None:
@@ -68,6 +73,36 @@ def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) 
         )
     if not 0 <= int(np.min(prompt)) <= int(np.max(prompt)) < vocab_size:
         raise UserError(f"prompt {number} holds ids outside of the vocabulary, 0 to {vocab_size - 1}")
+
+
+def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, vision: VisionConfig | None) -> None:
+    """Checks that the pictures of a prompt `[T]` can be seen.
+
+    Args:
+        number: of its request, for the message.
+        prompt: its token ids.
+        pictures: the prompt's.
+        vision: the model's tower; None where it has none.
+
+    Raises:
+        UserError: the model sees no pictures, or they have another size or other places than it needs.
+    """
+    if pictures is None:
+        return
+    if vision is None:
+        raise UserError(f"prompt {number} has pictures, and the model was loaded without the tower that sees them")
+    side, places = vision.image_size, np.asarray(pictures.places)
+    if pictures.pixels.shape[1:] != (side, side, COLOURS) or places.shape != np.shape(prompt):
+        raise UserError(
+            f"prompt {number} has pictures of the shape {pictures.pixels.shape} at {len(places)} of {len(prompt)} "
+            f"tokens; they need {side} x {side} pixels of {COLOURS} colours, and a place for each token"
+        )
+    soft = places[places > 0]
+    if not np.array_equal(soft, np.arange(1, len(pictures.pixels) * vision.tokens + 1)) or places[-1]:
+        raise UserError(
+            f"prompt {number} has {len(soft)} tokens for {len(pictures.pixels)} pictures of {vision.tokens}: "
+            "each needs all of its own, one after the other, and text after the last"
+        )
 
 
 class StopText:

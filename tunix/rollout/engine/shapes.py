@@ -5,7 +5,7 @@ computed in long or short pieces. What a sequence holds is counted in pages; a l
 its window. `warmup.py` compiles all of these shapes: eight programs at most, and two
 more where prompts are scored.
 
-Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.
+Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps, So soft tokens, Px pixels.
 """
 
 from collections.abc import Sequence
@@ -82,6 +82,9 @@ class Sizes:
     """Who reads pages while slots decode (`models/attention/decoding.py`)."""
     chunk: int | None = None
     """Where layers have states, tokens at whose multiples each sequence begins in a piece; None where none has."""
+    picture: tuple[int, int] | None = None
+    """(So, Px): soft tokens of a picture, which are computed in one piece, and pixels of its side; None where the model
+    sees none."""
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
@@ -156,7 +159,10 @@ class Sizes:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Tokens of a piece, falling."""
-        return tuple(dict.fromkeys((self.piece, max(self.piece // SHORTER, self.chunk or 1))))
+        soft = self.picture[0] if self.picture else 1
+        return tuple(
+            dict.fromkeys((self.piece, max(self.piece // SHORTER, self.chunk or 1, 1 << (soft - 1).bit_length())))
+        )
 
     def piece_of(self, tokens: int) -> int:
         """The length of the next piece where so many tokens of a shard wait."""
