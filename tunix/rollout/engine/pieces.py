@@ -173,7 +173,7 @@ class Piece:
             _append(inputs.copies[kind], row, source, target)
 
     def leave(self) -> None:
-        """Lets the pages go that nobody reads after this piece, once it is packed and those that end here have finished.
+        """Lets pages go that nobody reads after this piece, when it is packed and those that end in it have finished.
 
         Before, they could be given away within it, and be written to before it reads them. What the last token sees
         stays: requests that come later compute it again.
