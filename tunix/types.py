@@ -323,8 +323,7 @@ class Completion:
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
     prompt_logprobs: np.ndarray | None = None
-    """`[T]` float32: log-probs in nats of the prompt's own tokens under the same transform, 0 for the first, e.g.
-    `[0.0, -2.1]`; None unless `Sampling.prompt_logprobs` asks for them."""
+    """`[T]` float32: the same of the prompt's tokens, e.g. `[0.0, -2.1]`; None unless `Sampling` asks for them."""
 
     @property
     def drawn(self) -> np.ndarray:
@@ -382,8 +381,7 @@ class Usage:
     slot_steps: int
     """Decode steps, counted once for each slot whether it had something to sample or not, e.g. 65536."""
     bytes: float
-    """Bytes that a device must read for these steps at least, e.g. 2.1e12: in each step all weights, and what the cache
-    held at the time."""
+    """Bytes that a device must read for these steps at least, e.g. 2.1e12: all weights and the cache, in each step."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,13 @@ CHANGES: dict[str, Any] = {
     "micro_batch_size": 4,
 }
 """Rows of 50 to 70 tokens: packed, two micro-batches hold a batch of eight at the least."""
+GRPO: dict[str, Any] = {
+    "algorithm": {"name": "grpo", "group_size": 4, "kl": 0.1},
+    "data.completion_length": 12,
+    "reward": {"functions": [{"name": "length", "options": {"target": 6, "width": 12}}]},
+    "batch_size": 4,
+    "micro_batch_size": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +91,9 @@ def row(folder: Path, number: int) -> dict[str, Any]:
     name = sorted(COLOURS)[number % 3]
     said: list[Any] = [{"type": "text", "text": "Hue?"}]
     if number % 4 == 3:
-        return {"messages": chat(said, "none"), "images": []}
+        return {"messages": chat(said, "none"), "images": [], "answer": "none"}
     Image.new("RGB", (20 + number, 24), COLOURS[name]).save(folder / f"seen/{number}.png")
-    return {"messages": chat([{"type": "image"}, *said], name), "images": [f"seen/{number}.png"]}
+    return {"messages": chat([{"type": "image"}, *said], name), "images": [f"seen/{number}.png"], "answer": name}
 
 
 def chat(content: list[Any], answer: str) -> list[dict[str, Any]]:
@@ -172,6 +179,19 @@ def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, a
     np.testing.assert_allclose(losses("apart"), losses("run"), rtol=1e-3)
 
 
+@pytest.mark.slow
+def test_grpo_samples_with_pictures_what_its_trainer_computes(tmp_path, capsys):
+    """All steps pass the gate, the reference is the start, and held-out prompts are answered with their pictures."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", {**CHANGES, **GRPO, "data.eval": "held.jsonl"})
+    train(str(recipe), "steps=2", "eval={every: 1, rows: 4, samples: 1}")
+    rows = metrics("run")
+    largest = [row["mismatch/max"] for row in rows if "mismatch/max" in row]
+    assert len(largest) == 2
+    assert max(largest) < 1e-4
+    assert next(row["kl/reference"] for row in rows if "kl/reference" in row) == pytest.approx(0.0, abs=1e-6)
+    assert "Hue?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -179,10 +199,12 @@ def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, a
             {"data.pictures": None},
             "row 1 of train.jsonl: it has pictures (images), and nothing here would look at them",
         ),
-        ({"algorithm": {"name": "kto"}}, "data.pictures: kto looks at none as it is set here; sft does, and dpo"),
+        ({"algorithm": {"name": "kto"}}, "data.pictures: kto looks at none as it is set here; sft and grpo do"),
         ({"algorithm": {"name": "dpo", "loss": "aot"}}, "data.pictures: dpo looks at none as it is set here"),
         ({"algorithm": {"name": "dpo", "reference": "precompute"}}, "data.pictures: dpo looks at none as it is set"),
-        ({"eval": {"samples": 2}, "data.eval": "held.jsonl"}, "data.pictures: the sampler sees none"),
+        ({**GRPO, "rollout": {"max_staleness": 1}}, "data.pictures: not seen by rollout.max_staleness"),
+        ({**GRPO, "rollout": {"engine": "vllm", "servers": ["http://h:1"]}}, "data.pictures: not seen by rollout.engine"),
+        ({**GRPO, "reward": {"model": "judge"}}, "data.pictures: not seen by reward.model, which judges the text alone"),
         ({"data.packing": "split"}, "packing 'split' would cut pictures"),
         ({"model": {"path": "llama"}}, "model_type = 'llama' is read as a text model, which sees no pictures"),
     ],

@@ -86,9 +86,11 @@ def to_example(
             raise UserError(
                 f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {settings.vocab_size}"
             )
+    reader = None if tokenizer is None else tokenizer.pictures
     if settings.train_on == RowKind.PROMPT:
-        return _prompt(sides[0][0], weight, row, settings, where)
-    if reader := None if tokenizer is None else tokenizer.pictures:
+        found = _prompt(sides[0][0], weight, row, settings, where)
+        return found if reader is None else _seen(found, reader, pictures, sides, where, folder)
+    if reader is not None:
         for tokens, mask in sides:
             mask[tokens == reader.soft_id] = False
     found = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
@@ -102,16 +104,16 @@ def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tup
         UserError: it has pictures, and the model or the algorithm sees none.
     """
     reader, pictures = None if tokenizer is None else tokenizer.pictures, images_of(row, settings.columns)
-    if reader is not None and (settings.train_on.is_text or settings.train_on == RowKind.PAIRS):
+    if reader is not None and (settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)):
         return with_marks(row, settings.columns, reader.begin)
     if not pictures:
         return row, []
     name = settings.columns.get(IMAGES, IMAGES)
     if reader is not None:
-        raise UserError(f"it has pictures ({name}), which only sft and dpo look at: leave the column out")
+        raise UserError(f"it has pictures ({name}), which only sft, dpo and grpo look at: leave the column out")
     raise UserError(
         f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to "
-        "train with them (a Gemma 3 folder with a vision_config, and sft or dpo), or leave the column out"
+        "train with them (a Gemma 3 folder with a vision_config, and sft, dpo or grpo), or leave the column out"
     )
 
 
@@ -130,8 +132,9 @@ def _seen(
     """
     if isinstance(example, Dropped):
         return example
-    both = list(zip(example.sequences, sides, strict=True))
-    if any((tokens[len(sequence.tokens) :] == reader.soft_id).any() for sequence, (tokens, _) in both):
+    both = zip(example.sequences, sides, strict=True)
+    # A text loses its end, a prompt its beginning.
+    if any(np.sum(tokens == reader.soft_id) != np.sum(one.tokens == reader.soft_id) for one, (tokens, _) in both):
         return Dropped(PICTURE_CUT)
     try:
         at = [reader.places(sequence.tokens, len(pictures)) for sequence in example.sequences]

@@ -38,6 +38,11 @@ def _as_it_is(sequence: Sequence) -> Sequence:
     return sequence
 
 
+def pictures_of_row(config: DataConfig, together: int) -> int:
+    """Pi, the pictures of a row, where so many sequences share a prompt: unpacked, each brings those of the prompt."""
+    return (config.pictures or 0) * (1 if config.packing else together)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How an algorithm's sequences are packed into rows; see the attributes of `Algorithm` of the same names."""
@@ -60,8 +65,8 @@ class Layout:
         )
 
     def pictures(self, config: DataConfig) -> int:
-        """Pi, the pictures of a row: without packing each sequence of an example brings those of their prompt."""
-        return (config.pictures or 0) * (1 if config.packing else self.sequences_per_example)
+        """Pi, the pictures of a row."""
+        return pictures_of_row(config, self.sequences_per_example)
 
     def packed(self, group: List[Kept], size: int, config: DataConfig, accounting: Accounting) -> Packed:
         """Packs kept rows into a batch.
@@ -226,7 +231,7 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
 def prompt_of(kept: Kept) -> Prompt:
     """The prompt of a kept row."""
     (prompt,) = kept.sequences
-    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row)
+    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures)
 
 
 def _counts(kept: Kept) -> bool:

@@ -35,7 +35,8 @@ def pictures() -> list[dict[str, Any]]:
         asked = [*({"type": "image"} for _ in found), {"type": "text", "text": "Which colours do you see?"}]
         answer = " and ".join(found) if found else "none"
         images = [Image.new("RGB", (20 + index, 30), COLOURS[name]) for name in found]
-        rows.append({"messages": [{"role": "user", "content": asked}, _said("assistant", answer)], "images": images})
+        turns = [{"role": "user", "content": asked}, _said("assistant", answer)]
+        rows.append({"messages": turns, "images": images, "answer": answer})
     return rows
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data.accounting import Accounting
-from tunix.types import Batch, Sequence
+from tunix.types import Batch, Pictures, Sequence
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,5 @@ class Prompt:
     """The prompt as the row has it, without the template, which rewards read; empty for token ids."""
     row: Mapping[str, Any]
     """The row's columns under our names, which rewards and environments read."""
+    pictures: Pictures | None = None
+    """Its pictures, e.g. one of 256 soft tokens; None where the model sees none."""

@@ -250,9 +250,10 @@ class Model:
         entropy: bool = False,
         temperature: float = 1.0,
         noise: Float[Array, "B T D"] | None = None,
+        pictures: Pictures | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise)
+        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise, pictures=pictures)
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(

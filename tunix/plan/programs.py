@@ -17,11 +17,11 @@ from jaxtyping import PRNGKeyArray
 from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
 from tunix.models.attention.layouts import placed
 from tunix.models.deltanet import STATE_AXES, SlotStates
-from tunix.models.kv_cache import LAYERS, TOP, Weights, gains, magnified, unstack, view_axes
+from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.models.vision import COLOURS
 from tunix.rollout.engine.holdings import Holdings
-from tunix.rollout.engine.pieces import Piece
+from tunix.rollout.engine.pieces import Piece, nothing_seen
 from tunix.rollout.engine.programs import State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
@@ -197,7 +197,7 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
 def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
     return {
-        name: x for name, x in weights.top.items() if name in TOP and name in base and _alike(base[name], cast(Any, x))
+        name: x for name, x in weights.top.items() if is_top(name) and name in base and _alike(base[name], cast(Any, x))
     }
 
 
@@ -246,7 +246,8 @@ def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Si
 def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """The computation of a long piece of prompts in each shard."""
     with jax.set_mesh(mesh):
-        return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs)
+        seen = nothing_seen(sizes, sizes.piece)
+        return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs._replace(seen=seen))
 
 
 def gradient_bytes(params: Shapes, batch: BatchShape) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.packing import pack
+from tunix.data.pipeline import pictures_of_row
 from tunix.data.sources import Rows
 from tunix.hf.source import Source
 from tunix.plan import programs
@@ -32,7 +33,6 @@ from tunix.rollout.parts import Judge
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs
 from tunix.run.loop import Stream
-from tunix.run.row_layout import layout
 from tunix.run.streams import open_stream
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.perf import training_flops
@@ -96,9 +96,9 @@ class Recorder:
         subject = self.subject
         trained = subject.critic if of == "critic" else subject.policy
         assert trained is not None, "the algorithm updates a critic: it has one"
-        vision, rows = trained.spec.model.config.vision, layout(subject.algorithm)
-        pictures = None if vision is None else (rows.pictures(subject.recipe.data), vision.image_size)
-        shape = BatchShape.of(batch, trained.spec.microbatcher, pictures)
+        microbatcher, vision = trained.spec.microbatcher, trained.spec.model.config.vision
+        number = pictures_of_row(subject.recipe.data, microbatcher.unit)
+        shape = BatchShape.of(batch, microbatcher, None if vision is None else (number, vision.image_size))
         reference = subject.reference.params if loss.reference and subject.reference else None
         states = None
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
@@ -229,7 +229,9 @@ class Recorder:
         scorer = Scorer(model, microbatcher, self.subject.policy.spec.length)
         plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
         batch = pack(plain, size or len(plain), scorer.length, packing=True)
-        shape = BatchShape.of(batch, microbatcher)
+        vision = model.config.vision
+        seen = None if vision is None else (microbatcher.pictures, vision.image_size)
+        shape = BatchShape.of(batch, microbatcher, seen)
         reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
         mine = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
         if name == "values" and self.subject.critic is None:

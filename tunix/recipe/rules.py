@@ -86,11 +86,21 @@ def _unseen(recipe: Sections) -> Iterator[str]:
     """Messages about what does not look at pictures."""
     if not recipe.algorithm.sees_pictures:
         yield (
-            f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft does, and dpo on given pairs "
-            "with a reference that is neither precomputed nor another model's, and no loss that sorts: leave it out"
+            f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft and grpo do, and dpo on "
+            "given pairs with a reference that is neither precomputed nor another model's, and no loss that sorts: "
+            "leave it out"
         )
-    if recipe.eval.samples or recipe.reward is not None:
-        yield "data.pictures: the sampler sees none: leave eval.samples and reward out"
+    blind = {
+        "rollout.engine: vllm, whose servers are sent none: sample with rollout.engine: tunix": (
+            recipe.rollout.engine == "vllm"
+        ),
+        "rollout.environment, which makes prompts of its own": recipe.rollout.environment is not None,
+        "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
+        "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,
+    }
+    for what, given in blind.items():
+        if given:
+            yield f"data.pictures: not seen by {what}; leave one of the two out"
 
 
 def _beyond_servers(recipe: Sections) -> Iterator[str]:

@@ -24,7 +24,7 @@ BEGUN = "begun"
 """The key of a position under which the prompts that were begun are."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pending(Prompt):
     """A prompt with its place in the data, which its random numbers follow from, and what has been sampled for it."""
 
@@ -36,7 +36,8 @@ class Pending(Prompt):
     def requests(self, n: int, seed: int) -> list[Begun]:
         """Its `n` requests; the random numbers of each follow from the run's seed, its place and its number."""
         own = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
-        return [Begun(own, index, completion) for index, completion in enumerate(self.so_far or (None,) * n)]
+        begun = enumerate(self.so_far or (None,) * n)
+        return [Begun(own, index, completion, self.pictures) for index, completion in begun]
 
 
 class Backlog:

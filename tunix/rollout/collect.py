@@ -118,7 +118,7 @@ class Collector:
     ) -> list[list[Scored]]:
         """As `collect`, for some prompts, of which these are the places among all."""
         owners = [prompt for prompt in prompts for _ in range(n)]
-        numbers = [place * n + i for place in places for i in range(n)]
+        numbers, pictures = [place * n + i for place in places for i in range(n)], [one.pictures for one in owners]
         with clock.part("rollout"):
             played = self.play([owner.row for owner in owners], seed, numbers) if self.play else None
             starts, each, reply = [prompt.tokens for prompt in prompts], n, None
@@ -131,7 +131,7 @@ class Collector:
                 arrivals.add(number, completion)
                 return False
 
-            begun = [Begun(seed, number) for number in numbers]
+            begun = [Begun(seed, *own) for own in zip(numbers, (None,) * len(owners), pictures, strict=True)]
             groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive, begun)
             arrivals.close()
             for number, completion in enumerate(itertools.chain.from_iterable(groups)):
@@ -251,6 +251,8 @@ class RolloutStep:
     """Completions of one prompt that share a row and, in it, the prompt's tokens."""
     multiple: int = 1
     """The number of packed rows is one of it; see `pack`."""
+    pictures: int = 0
+    """Pictures of a packed row at most; 0 where the model sees none."""
     measured_together: int = 64
     """Completions of which log-probs and values are computed at a time, while others are sampled."""
     shown: int = 1
@@ -321,7 +323,7 @@ class RolloutStep:
     def packed(self, sequences: List[Sequence], size: int) -> Batch:
         """Packs up to `size` sequences into rows of this run's length."""
         shared = (self.sequences_per_example, self.together)
-        return pack(sequences, size, self.length, self.packing, *shared, multiple=self.multiple)
+        return pack(sequences, size, self.length, self.packing, *shared, self.multiple, self.pictures)
 
 
 class RolloutStream:

@@ -47,4 +47,4 @@ def microbatcher_of(
     unit = max(packed.sequences_per_example, together)
     micro = None if micro is None else max(micro // together, 1)
     rows = rows_per_microbatch(mesh, recipe.sequences_per_update // unit, micro, length, bool(data.packing))
-    return length, Microbatcher(rows, mesh, unit)
+    return length, Microbatcher(rows, mesh, unit, data.pictures or 0)

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from tunix.data.pictures import before
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.protocols import Client
 from tunix.trainer.progress import Display
-from tunix.types import Batch, Sampling, Sequence
+from tunix.types import Batch, Begun, Pictures, Sampling, Sequence
 from tunix.util.json_lines import append_rows
 
 
@@ -28,6 +29,8 @@ class Samples:
     """Token ids up to the first trained token."""
     expected: List[Any]
     """The completion of each prompt in the data: text, or ids where there is no tokenizer."""
+    pictures: list[Pictures | None]
+    """Those of each prompt; None without any."""
     client: Client
     tokenizer: Tokenizer | None
     sampling: Sampling
@@ -48,7 +51,8 @@ class Samples:
 
     def _answered(self, step: int) -> list[dict[str, Any]]:
         """The rows of all prompts."""
-        answers = self.client.sample(self.prompts, 1, self.sampling, seed=0)
+        begun = [Begun(0, index, pictures=one) for index, one in enumerate(self.pictures)]
+        answers = self.client.sample(self.prompts, 1, self.sampling, seed=0, begun=begun)
         return [
             {
                 "step": step,
@@ -79,21 +83,24 @@ def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:
     return tokenizer.decode(tokens, skip_special=True) if tokenizer else tokens.tolist()
 
 
-def prompts_of(sequences: Iterable[Sequence], number: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Prompts and completions of the first desirable sequences, each split before its first trained token.
+def prompts_of(
+    sequences: Iterable[Sequence], number: int
+) -> tuple[list[np.ndarray], list[np.ndarray], list[Pictures | None]]:
+    """Prompts, completions and pictures of the first desirable sequences, each split before its first trained token.
 
     Args:
         sequences: given sequences; of pairs only the chosen ones.
         number: maximum number of prompts.
 
     Returns:
-        Prompts and their completions. Sequences that are trained from their first token on have no prompt and are left
-        out, and so are those with an undesirable label.
+        Prompts, their completions and the prompts' pictures. Sequences that are trained from their first token on have
+        no prompt and are left out, and so are those with an undesirable label.
     """
     desirable = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
-    starts = ((sequence.tokens, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
-    split = list(itertools.islice(((tokens, start) for tokens, start in starts if start > 1), number))
-    return [tokens[:start] for tokens, start in split], [tokens[start:] for tokens, start in split]
+    starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
+    split = list(itertools.islice(((sequence, start) for sequence, start in starts if start > 1), number))
+    sides = ([one.tokens[:start] for one, start in split], [one.tokens[start:] for one, start in split])
+    return *sides, [before(one.pictures, start) for one, start in split]
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

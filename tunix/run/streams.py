@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
-from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, total_steps
+from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row, total_steps
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
@@ -86,6 +86,7 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
             together=together,
             multiple=microbatcher.multiple,
             tolerance=tolerance_of(recipe),
+            pictures=pictures_of_row(data, microbatcher.unit),
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
             shown=recipe.rollout.samples,
         )
@@ -216,13 +217,14 @@ def samples_of(
     if evaluation.prompts:
         shown = evaluation.prompts[:number]
         prompts: list = [prompt.tokens for prompt in shown]
+        pictures = [prompt.pictures for prompt in shown]
         if play:
             prompts = [episode.prompt for episode in play([prompt.row for prompt in shown], seed=0).episodes]
         expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
     else:
         per_example = evaluation.algorithm.sequences_per_example
         chosen = (one for packed in evaluation.held_out for one in packed.sequences[::per_example])
-        prompts, rest = prompts_of(chosen, number)
+        prompts, rest, pictures = prompts_of(chosen, number)
         expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
     greedy = Sampling(
         max_tokens=recipe.eval.sample_tokens,
@@ -230,4 +232,4 @@ def samples_of(
         stop_ids=inputs.source.stop_ids,
         stop_strings=(*recipe.rollout.stop, *(play.stop_strings if play else ())),
     )
-    return Samples(prompts, expected, client, tokenizer, greedy, folder / "samples.jsonl", display)
+    return Samples(prompts, expected, pictures, client, tokenizer, greedy, folder / "samples.jsonl", display)

@@ -105,7 +105,8 @@ class Scorer:
     def _scored(
         self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None
     ) -> List[np.ndarray]:
-        batch = pack(sequences, size or len(sequences), self.length, packing=True, multiple=self.microbatcher.multiple)
+        how = {"multiple": self.microbatcher.multiple, "pictures": self.microbatcher.pictures}
+        batch = pack(sequences, size or len(sequences), self.length, packing=True, **how)
         with jax.set_mesh(self.microbatcher.mesh):
             return OnTheWay(compiled(params, self.microbatcher.place(batch)), batch, len(sequences))
 
@@ -115,8 +116,9 @@ class Scorer:
         """The log-probs of all tokens, or the entropies: the pure function that is compiled."""
 
         def one(rows: Batch) -> jax.Array:
-            read = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0))
-            return self.model.logprobs(params, *read, entropy=entropy, temperature=temperature)[int(entropy)]
+            tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
+            read, how = (params, tokens, positions, segments), {"entropy": entropy, "temperature": temperature}
+            return self.model.logprobs(*read, segments > 0, pictures=rows.pictures, **how)[int(entropy)]
 
         return each_microbatch(one, microbatches)
 
@@ -125,7 +127,7 @@ class Scorer:
 
         def one(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            hidden = self.model.hidden(params, tokens, positions, segments)
+            hidden = self.model.hidden(params, tokens, positions, segments, pictures=rows.pictures)
             return self.model.values_of(params, hidden, positions)
 
         return each_microbatch(one, microbatches)

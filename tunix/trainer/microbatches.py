@@ -40,6 +40,8 @@ class Microbatcher:
     mesh: Mesh
     unit: int = 1
     """Sequences that share a row in a batch with `parents`, e.g. 4."""
+    pictures: int = 0
+    """Pictures of a row at most where sequences are packed one by one, e.g. 2; 0 where the model sees none."""
 
     @property
     def multiple(self) -> int:

@@ -96,7 +96,7 @@ def test_prompts_of_equal_tokens_and_other_pictures_are_not_shared(made):
 def test_a_request_that_lost_its_pages_sees_its_pictures_again(made):
     """There is room for two of four: those that came last leave, and are computed again."""
     model, params = load(made[0])
-    tight = engine(model, params, length=56, room=20_000.0)
+    tight = engine(model, params, length=56, room=90_000.0)
     assert tight.sizes.pages[-1] < 4 * 7, "pages are short"
     found = sample(tight, PROMPTS, 1, Sampling(max_tokens=14))
     assert_trainers_logprobs(model, params, PROMPTS, found)

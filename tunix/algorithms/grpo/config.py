@@ -98,6 +98,11 @@ class GRPOConfig(PolicyConfig):
         usual = {"soft_positive": 1.0, "soft_negative": 1.05, "trust_low": trust, "trust_high": trust, "max_refills": 8}
         return {**super().usual(settings), **clips, **usual}
 
+    @property
+    def sees_pictures(self) -> bool:
+        """Always: its log-probs are the sampler's, the step's own and those of the weights it started from."""
+        return True
+
     def conflicts(self) -> list[str]:
         """Messages about settings that contradict each other, one sentence each."""
         wrong = super().conflicts()

@@ -177,12 +177,11 @@ class Batch:
 
     def _enter(self, slot: int, episode: Episode) -> None:
         """Puts an episode into a slot, and queues what has to be computed for it."""
-        again, key = episode.parked is not None, prompt_key(episode.request)
-        home = None if again else self._home(key)
-        tokens, shard = self.slots.admit(slot, episode), self.holdings.shard(slot)
-        wanted = episode.request.sampling.prompt_logprobs and episode.prompt_logprobs is None
-        scored, pictures = episode.request.sampling if wanted else None, episode.request.pictures
-        job = Job(slot, tokens, 0, episode.adapter, scored, pictures=pictures)
+        request, again = episode.request, episode.parked is not None
+        key, shard = prompt_key(request), self.holdings.shard(slot)
+        home, tokens = None if again else self._home(key), self.slots.admit(slot, episode)
+        scored = request.sampling if request.sampling.prompt_logprobs and episode.prompt_logprobs is None else None
+        job = Job(slot, tokens, 0, episode.adapter, scored, pictures=request.pictures)
         if not again:
             self.expected[key] -= 1
         if home != shard:
