@@ -7,6 +7,8 @@ Chats and prompts have the columns that the shipped rewards and environments rea
 from typing import Any
 
 ROWS = 64
+PICTURES = 2
+"""Pictures of a row at most."""
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}
 
 
@@ -30,7 +32,7 @@ def pictures() -> list[dict[str, Any]]:
     names = sorted(COLOURS)
     rows = []
     for index in range(ROWS):
-        number = 0 if index % 4 == 3 else 2 if index % 5 == 4 else 1
+        number = 0 if index % 4 == 3 else PICTURES if index % 5 == 4 else 1
         found = [names[(index + 3 * more) % len(names)] for more in range(number)]
         asked = [*({"type": "image"} for _ in found), {"type": "text", "text": "Which colours do you see?"}]
         answer = " and ".join(found) if found else "none"

@@ -20,6 +20,7 @@ from tunix.config import (
     RowKind,
 )
 from tunix.data.config import DataConfig
+from tunix.data.tiny import PICTURES
 from tunix.errors import UserError
 from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json
 from tunix.rollout.config import RolloutConfig
@@ -164,7 +165,9 @@ def _tiny_data(data: Mapping[str, Any], reads: RowKind, sampled: bool, generated
         tiny |= {"completion_length": min(config.completion_length, tiny["max_length"] // 2)}
     if generated:
         return tiny
-    shape, function = ("messages", "pictures") if config.pictures else _shape(config, reads)
+    shape, function = _shape(config, reads)
+    if config.pictures:
+        shape, function, tiny["pictures"] = "messages", "pictures", max(config.pictures, PICTURES)
     rows = f"tunix.data.tiny:{function}"
     held_out = rows if data["eval"] or data["eval_split"] else None
     replaced = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}
