@@ -118,6 +118,8 @@ class Sequence:
     """Named numbers, e.g. `{"advantage": 0.5}`."""
     pictures: Pictures | None = None
     """Its pictures, e.g. one of 256 soft tokens; None without any."""
+    experts: np.ndarray | None = None
+    """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
 
 
 @jax.tree_util.register_dataclass
@@ -154,6 +156,8 @@ class Batch:
     shares anything."""
     pictures: Pictures | None = None
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
+    experts: Int[Array | np.ndarray, "B T L k"] | None = None
+    """The experts that the policy uses for each token, -1 where its router chooses; None where it always does."""
 
 
 @jax.tree_util.register_dataclass
@@ -325,6 +329,8 @@ class Completion:
     prompt_logprobs: np.ndarray | None = None
     """`[T]` float32: log-probs in nats of the prompt's own tokens under the same transform, 0 for the first, e.g.
     `[0.0, -2.1]`; None unless `Sampling.prompt_logprobs` asks for them."""
+    experts: np.ndarray | None = None
+    """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
 
     @property
     def drawn(self) -> np.ndarray:

@@ -190,13 +190,14 @@ class Model:
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm.
 
-        `parents` and `pictures` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
+        `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
         """
         how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
-        return self.forward(params, tokens, positions, segment_ids, **how)[0]
+        return self.forward(params, tokens, positions, segment_ids, **how, experts=experts)[0]
 
     def forward(
         self,
@@ -209,6 +210,7 @@ class Model:
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, and the auxiliary terms of the layers, stacked over those that have them.
 
@@ -219,7 +221,7 @@ class Model:
         if pictures is not None and vision is not None:
             segments = segments._replace(pictures=numbers(pictures, vision), ahead=vision.tokens - 1)
         how = {"dtype": self.dtype, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
-        return decoder(tokens, segments, **how)
+        return decoder(tokens, segments, **how, experts=experts)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""
@@ -242,9 +244,10 @@ class Model:
         entropy: bool = False,
         temperature: float = 1.0,
         noise: Float[Array, "B T D"] | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise)
+        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise, experts=experts)
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(

@@ -73,8 +73,9 @@ class Parts(Generic[Found]):
 
 
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
-    """A prompt and its completion, of which the sampled tokens are trained."""
+    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
     return Sequence(
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
+        experts=completion.experts,
     )

@@ -116,7 +116,8 @@ class Scorer:
 
         def one(rows: Batch) -> jax.Array:
             read = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids, rows.segment_ids > 0))
-            return self.model.logprobs(params, *read, entropy=entropy, temperature=temperature)[int(entropy)]
+            how = {"entropy": entropy, "temperature": temperature, "experts": rows.experts}
+            return self.model.logprobs(params, *read, **how)[int(entropy)]
 
         return each_microbatch(one, microbatches)
 
@@ -125,7 +126,7 @@ class Scorer:
 
         def one(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            hidden = self.model.hidden(params, tokens, positions, segments)
+            hidden = self.model.hidden(params, tokens, positions, segments, experts=rows.experts)
             return self.model.values_of(params, hidden, positions)
 
         return each_microbatch(one, microbatches)

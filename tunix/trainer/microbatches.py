@@ -61,7 +61,9 @@ class Microbatcher:
             pixels, at = (split(np.asarray(x)) for x in (batch.pictures.pixels, batch.pictures.places))
             by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
             pictures = Pictures(placed(pixels, by_row), placed(at, places))
-        return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere), pictures=pictures)
+        experts = None if batch.experts is None else placed(split(np.asarray(batch.experts)), places)
+        own = placed((rows_by_name, values), places)
+        return Microbatches(*own, *placed(whole, everywhere), pictures=pictures, experts=experts)
 
     def number(self, batch: Batch) -> int:
         """M: the most micro-batches that a batch of this size can need, so that there is one shape."""

@@ -28,6 +28,7 @@ from tunix.models.model import Model, Params
 from tunix.models.vision import PREFIX
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
+from tunix.trainer.replay import unreplayed_rows
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
 
@@ -85,6 +86,8 @@ class Microbatches:
     """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
     pictures: Pictures | None = None
     """The batch's pictures, `[M R Pi Px Px Rb]`, and the places of their tokens, `[M R T]`; None without any."""
+    experts: Int[Array, "M R T L k"] | None = None
+    """The batch's experts; None where no router is replayed."""
 
     @property
     def number(self) -> int:
@@ -106,6 +109,7 @@ class Microbatches:
             per_token={name: values[index] for name, values in self.values.items()},
             per_sequence=self.per_sequence,
             pictures=jax.tree.map(lambda x: x[index], self.pictures),
+            experts=None if self.experts is None else self.experts[index],
         )
 
 
@@ -238,8 +242,8 @@ class Compute:
 
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
-    """The model's final hidden states for a batch's rows."""
-    return forward_of(model, params, batch)[0]
+    """The final hidden states for a batch's rows of a model that is not the policy: its routers choose themselves."""
+    return forward_of(model, params, unreplayed_rows(batch))[0]
 
 
 def forward_of(
@@ -251,8 +255,8 @@ def forward_of(
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """The final hidden states for a batch's rows, and the layers' auxiliary terms."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
-    parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": batch.pictures}
+    how = {"parents": batch.parents, "experts": batch.experts, "pictures": batch.pictures}
+    how = jax.tree.map(jnp.asarray, how) | {"noise": noise, "dropout_keys": dropout_keys}
     return model.forward(params, tokens, positions, segments, **how)
 
 
