@@ -82,8 +82,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 LOSS_WEIGHTS = "loss_weights"
-"""Name of the per-token value by which a trained token counts, in the loss and in its denominators, where rows give
-it."""
+"""Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
@@ -107,8 +106,7 @@ class Sequence:
     tokens: np.ndarray
     """`[T]` int32: all token ids, the prompt's and the stop token's included, e.g. `[2, 651, 603, 1]`."""
     loss_mask: np.ndarray
-    """`[T]` bool: True where the token is a target of the loss, e.g. `[False, False, True, True]`. The first token is
-    never one: nothing predicts it."""
+    """`[T]` bool: the targets of the loss, e.g. `[False, False, True, True]`; never the first of all."""
     weight: float = 1.0
     """Multiplies the sequence's share of the loss and of its denominators, e.g. 1.0; 0 leaves the sequence out."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -132,8 +130,7 @@ class Batch:
     positions: Int[Array | np.ndarray, "B T"]
     """Position within the sequence, from 0; e.g. `[0, 1, 2, 0, 1, 2, 0, 0]` for that row."""
     segment_ids: Int[Array | np.ndarray, "B T"]
-    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent where there are
-    parents."""
+    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent if it has one."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
     """True where the token is a target of the loss, e.g. `[False, True, True, False, True, True, False, False]`."""
     sequence_ids: Int[Array | np.ndarray, "B T"]
@@ -185,11 +182,9 @@ class LossInputs:
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the policy's distribution of token t, e.g. 0.8; None where the loss does not read it."""
     values: Float[Array, "B T"] | None = None
-    """The critic's value of the state before token t, in units of the reward, e.g. 0.4; None where the loss does not
-    read it."""
+    """The critic's value of the state before token t, in units of the reward, e.g. 0.4; None where it is not read."""
     reference_logprobs: Float[Array, "B T"] | None = None
-    """`logprobs` in nats under the weights that the run started from, without gradient, e.g. -1.4; None where the loss
-    does not read them."""
+    """`logprobs` in nats of the weights that the run began with, without gradient, e.g. -1.4; None where not read."""
     compared: Compared | None = None
     """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
 
@@ -236,8 +231,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A distance between the teacher's and the student's next-token distributions, computed by
-    `models/divergence.py`."""
+    """A distance between the teacher's and the student's next-token distributions; see `models/divergence.py`."""
 
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """Which one, e.g. `"forward_kl"`: KL(teacher || student). `"reverse_kl"`: KL(student || teacher). `"jsd"`: the

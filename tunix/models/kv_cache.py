@@ -214,7 +214,9 @@ def _layer(
     given: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B C D"], Cache | None, Int[Array, "B C k"] | None]:
-    """A layer's output, its cache, and the experts of each token where it has several. As a program within another, it is traced once for each kind of layer.
+    """A layer's output, its cache, and the experts of each token, where it has several.
+
+    As a program within another, it is traced once for each kind of layer.
 
     Args:
         where: the platform, by which kernels are chosen: what was traced for one serves no other.

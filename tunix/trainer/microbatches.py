@@ -28,7 +28,7 @@ SCORES = 4
 measured on a CPU (docs/log.md, row lengths)."""
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
-"""The `[B T]` arrays that every batch has; `parents` is optional."""
+"""The `[B T]` arrays that every batch has; `parents`, and `experts` `[B T L k]`, are optional."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Microbatcher:
     def place(self, batch: Batch) -> Microbatches:
         """Copies the batch to the devices as micro-batches; returns before the copy is done."""
         rows, split = batch.tokens.shape[0], partial(_split, self.number(batch), self.rows)
-        names = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
+        optional = {"parents": batch.parents, "experts": batch.experts}
+        names = (*PER_TOKEN, *(name for name, x in optional.items() if x is not None))
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
         values = {name: split(np.asarray(x)) for name, x in batch.per_token.items()}
         places = by_rows(self.mesh, batch.tokens.shape[1])
@@ -61,9 +62,7 @@ class Microbatcher:
             pixels, at = (split(np.asarray(x)) for x in (batch.pictures.pixels, batch.pictures.places))
             by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
             pictures = Pictures(placed(pixels, by_row), placed(at, places))
-        experts = None if batch.experts is None else placed(split(np.asarray(batch.experts)), places)
-        own = placed((rows_by_name, values), places)
-        return Microbatches(*own, *placed(whole, everywhere), pictures=pictures, experts=experts)
+        return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere), pictures=pictures)
 
     def number(self, batch: Batch) -> int:
         """M: the most micro-batches that a batch of this size can need, so that there is one shape."""

@@ -10,14 +10,9 @@ Axes: T time.
 from collections.abc import Sequence as List
 from dataclasses import replace
 
-from tunix.types import Batch, Sequence
+from tunix.types import Sequence
 
 
 def unreplayed(sequences: List[Sequence]) -> list[Sequence]:
     """Sequences as models other than the policy read them: without the policy's experts."""
     return [replace(one, experts=None) if one.experts is not None else one for one in sequences]
-
-
-def unreplayed_rows(batch: Batch) -> Batch:
-    """The same of packed rows."""
-    return replace(batch, experts=None)

@@ -28,7 +28,6 @@ from tunix.models.model import Model, Params
 from tunix.models.vision import PREFIX
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
-from tunix.trainer.replay import unreplayed_rows
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
 
@@ -74,8 +73,8 @@ class TrainState:
 class Microbatches:
     """A batch split into micro-batches of equal shape."""
 
-    rows: Mapping[str, Num[Array, "M R T"] | Bool[Array, "M R T"]]
-    """The batch's per-token fields by name, e.g. `tokens`; without `parents` where the batch has none."""
+    rows: Mapping[str, Num[Array, "M R T *routed"] | Bool[Array, "M R T"]]
+    """The batch's per-token fields by name, e.g. `tokens`; without `parents` or `experts` where it has none."""
     values: Mapping[str, Num[Array, "M R T"]]
     """The batch's `per_token` values by name."""
     weights: Float[Array, "S"]
@@ -86,8 +85,6 @@ class Microbatches:
     """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
     pictures: Pictures | None = None
     """The batch's pictures, `[M R Pi Px Px Rb]`, and the places of their tokens, `[M R T]`; None without any."""
-    experts: Int[Array, "M R T L k"] | None = None
-    """The batch's experts; None where no router is replayed."""
 
     @property
     def number(self) -> int:
@@ -109,7 +106,6 @@ class Microbatches:
             per_token={name: values[index] for name, values in self.values.items()},
             per_sequence=self.per_sequence,
             pictures=jax.tree.map(lambda x: x[index], self.pictures),
-            experts=None if self.experts is None else self.experts[index],
         )
 
 
@@ -243,7 +239,7 @@ class Compute:
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
     """The final hidden states for a batch's rows of a model that is not the policy: its routers choose themselves."""
-    return forward_of(model, params, unreplayed_rows(batch))[0]
+    return forward_of(model, params, replace(batch, experts=None))[0]
 
 
 def forward_of(

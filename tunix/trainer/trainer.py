@@ -19,7 +19,7 @@ from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
 from tunix.trainer.learner import Learner, required
-from tunix.trainer.replay import unreplayed, unreplayed_rows
+from tunix.trainer.replay import unreplayed
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (
@@ -83,7 +83,7 @@ class Trainer:
         if of == "critic":
             if self.critic is None:
                 raise ValueError("there is no separate critic: build the client with critic='own'")
-            return self.critic.step(unreplayed_rows(batch), loss)
+            return self.critic.step(replace(batch, experts=None), loss)
         self._changed()
         return self.learner.step(batch, loss)
 

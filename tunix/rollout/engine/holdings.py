@@ -193,9 +193,7 @@ class Holdings:
             of_kind[slot] = {}
         self._note(slot)
 
-    def keep(
-        self, key: tuple, slot: int, tokens: int, logprobs: np.ndarray | None, experts: Sequence[Known] = ()
-    ) -> None:
+    def keep(self, key: tuple, slot: int, tokens: int, logprobs: np.ndarray | None, experts: Sequence[Known]) -> None:
         """Keeps the pages of a slot's first tokens, in place of others under this key; until `forget`, or until they
         are needed."""
         last = (tokens - 1) // self.sizes.page
