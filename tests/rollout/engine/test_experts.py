@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.rollout.engine.test_engine_parity import prompts, small_engine
-from tests.tiny_models import CASES, load, reference_folder
+from tests.tiny_models import CASES, Case, load, reference_folder
 from tests.trainers import PLAIN
 from tunix.models.model import Model
 from tunix.rollout.encoded import decoded, encoded
@@ -17,7 +17,10 @@ from tunix.rollout.engine.experts import Known, Recorded, of_sequence
 from tunix.types import Begun, Completion, Sampling
 
 SAMPLING = Sampling(max_tokens=12)
-QWEN = "qwen3_moe-seven-of-three"
+QWEN = Case(
+    "qwen3_moe",
+    {"num_hidden_layers": 2, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "hidden_size": 16},
+)
 
 
 def chosen_by(reference, prompt: np.ndarray, completion: Completion) -> np.ndarray:
@@ -39,13 +42,13 @@ def assert_those_of(reference, asked, completions) -> None:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory) -> tuple:
     folder = tmp_path_factory.mktemp("qwen")
-    reference = reference_folder(CASES[QWEN], folder)
+    reference = reference_folder(QWEN, folder)
     return reference, *load(folder)
 
 
 @pytest.fixture(scope="module")
 def engine(qwen) -> Engine:
-    return small_engine(*qwen[1:])
+    return small_engine(*qwen[1:], page=32)
 
 
 def test_prompts_in_pieces_shared_prompts_and_sampled_tokens(qwen, engine):
@@ -80,9 +83,10 @@ def test_a_paused_request_keeps_what_was_recorded(qwen, engine):
 
 @pytest.mark.slow
 def test_layers_with_states_and_guesses(tmp_path):
-    for name, options in (("qwen3_5_moe-five-of-two", {}), (QWEN, {"guesses": 2})):
-        reference = reference_folder(CASES[name], tmp_path / name)
-        small = small_engine(*load(tmp_path / name), **options)
+    for number, (case, options) in enumerate(((CASES["qwen3_5_moe-five-of-two"], {}), (QWEN, {"guesses": 2}))):
+        folder = tmp_path / str(number)
+        reference = reference_folder(case, folder)
+        small = small_engine(*load(folder), **options)
         asked = [*prompts(97), np.array([5, 6] * 8, np.int32)]
         found = small.sample(asked, 2, replace(SAMPLING, temperature=0.0), seed=5)
         assert_those_of(reference, [p for p in asked for _ in range(2)], [x for group in found for x in group])
