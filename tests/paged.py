@@ -33,7 +33,7 @@ def next_token(
         SlotsView(Writes(rows[:, None], positions), positions, table, own, kind.window)
         for kind in model.config.paged_kinds
     ]
-    return extend(model, weights, caches, tokens[:, None], positions, views, StepView(rows >= 0))
+    return extend(model, weights, caches, tokens[:, None], positions, views, StepView(rows >= 0))[:2]
 
 
 def slots_of_row(k: jax.Array, v: jax.Array) -> tuple[Pages, SlotsView]:

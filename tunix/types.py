@@ -82,8 +82,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 LOSS_WEIGHTS = "loss_weights"
-"""Name of the per-token value by which a trained token counts, in the loss and in its denominators, where rows give
-it."""
+"""Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
@@ -107,8 +106,7 @@ class Sequence:
     tokens: np.ndarray
     """`[T]` int32: all token ids, the prompt's and the stop token's included, e.g. `[2, 651, 603, 1]`."""
     loss_mask: np.ndarray
-    """`[T]` bool: True where the token is a target of the loss, e.g. `[False, False, True, True]`. The first token is
-    never one: nothing predicts it."""
+    """`[T]` bool: the targets of the loss, e.g. `[False, False, True, True]`; never the first of all."""
     weight: float = 1.0
     """Multiplies the sequence's share of the loss and of its denominators, e.g. 1.0; 0 leaves the sequence out."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -118,6 +116,8 @@ class Sequence:
     """Named numbers, e.g. `{"advantage": 0.5}`."""
     pictures: Pictures | None = None
     """Its pictures, e.g. one of 256 soft tokens; None without any."""
+    experts: np.ndarray | None = None
+    """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
 
 
 @jax.tree_util.register_dataclass
@@ -130,8 +130,7 @@ class Batch:
     positions: Int[Array | np.ndarray, "B T"]
     """Position within the sequence, from 0; e.g. `[0, 1, 2, 0, 1, 2, 0, 0]` for that row."""
     segment_ids: Int[Array | np.ndarray, "B T"]
-    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent where there are
-    parents."""
+    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent if it has one."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
     """True where the token is a target of the loss, e.g. `[False, True, True, False, True, True, False, False]`."""
     sequence_ids: Int[Array | np.ndarray, "B T"]
@@ -154,6 +153,8 @@ class Batch:
     shares anything."""
     pictures: Pictures | None = None
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
+    experts: Int[Array | np.ndarray, "B T L k"] | None = None
+    """The experts that the policy uses for each token, -1 where its router chooses; None where it always does."""
 
 
 @jax.tree_util.register_dataclass
@@ -181,11 +182,9 @@ class LossInputs:
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the policy's distribution of token t, e.g. 0.8; None where the loss does not read it."""
     values: Float[Array, "B T"] | None = None
-    """The critic's value of the state before token t, in units of the reward, e.g. 0.4; None where the loss does not
-    read it."""
+    """The critic's value of the state before token t, in units of the reward, e.g. 0.4; None where it is not read."""
     reference_logprobs: Float[Array, "B T"] | None = None
-    """`logprobs` in nats under the weights that the run started from, without gradient, e.g. -1.4; None where the loss
-    does not read them."""
+    """`logprobs` in nats of the weights that the run began with, without gradient, e.g. -1.4; None where not read."""
     compared: Compared | None = None
     """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
 
@@ -232,8 +231,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A distance between the teacher's and the student's next-token distributions, computed by
-    `models/divergence.py`."""
+    """A distance between the teacher's and the student's next-token distributions; see `models/divergence.py`."""
 
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """Which one, e.g. `"forward_kl"`: KL(teacher || student). `"reverse_kl"`: KL(student || teacher). `"jsd"`: the
@@ -324,6 +322,10 @@ class Completion:
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
     prompt_logprobs: np.ndarray | None = None
     """`[T]` float32: the same of the prompt's tokens, e.g. `[0.0, -2.1]`; None unless `Sampling` asks for them."""
+    """`[T]` float32: log-probs in nats of the prompt's own tokens under the same transform, 0 for the first, e.g.
+    `[0.0, -2.1]`; None unless `Sampling.prompt_logprobs` asks for them."""
+    experts: np.ndarray | None = None
+    """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
 
     @property
     def drawn(self) -> np.ndarray:
@@ -335,11 +337,9 @@ class Completion:
 
 
 Reply = Callable[[int, Completion], np.ndarray | None]
-"""An environment as the sampler sees it: (request, its whole completion so far) -> `[T]` tokens of the observation with
-which the same request continues, or None at the end of the episode."""
+"""An environment: (request, its completion so far) -> `[T]` tokens of an observation, or None when the episode ends."""
 OnDone = Callable[[int, Completion], bool]
-"""Callback that receives (request, its completion) as soon as it has ended, while others still sample; returns whether
-that is enough: the call then ends, and whatever has not ended is paused."""
+"""Called with (request, its completion) once it has ended; returns whether that is enough: others are paused then."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Begun:
     so_far: Completion | None = None
     """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
     pictures: Pictures | None = None
-    """Those of its prompt, the same object for all requests of one prompt; None without any."""
+    """Those of its prompt, one object for all of its requests; None without any."""
 
 
 def requests_of(

@@ -108,7 +108,20 @@ def pack(
         },
         parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
         pictures=_in_rows(found, tokens, row_of, (rows, pictures)) if pictures else None,
+        experts=_experts(sequences, tokens),
     )
+
+
+def _experts(sequences: List[Sequence], tokens: "_Tokens") -> np.ndarray | None:
+    """The experts of all tokens in rows, -1 where a sequence tells none; None where no sequence does."""
+    known = next((sequence.experts for sequence in sequences if sequence.experts is not None), None)
+    if known is None:
+        return None
+    width, kind = known.shape[1:], np.int16
+    given = [np.full((len(x.tokens), *width), -1, kind) if x.experts is None else x.experts for x in sequences]
+    rows = np.full((*tokens.shape, *width), -1, kind)
+    rows.reshape(-1, *width)[tokens.target] = tokens.joined(given)
+    return rows
 
 
 def _in_rows(pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int]) -> Pictures:

@@ -100,7 +100,7 @@ class Programs:
         chunks = np.full((s.batch, s.prompt // PIECE_CHUNK), -2, np.int32)  # each continues the one before
         chunks[:, 0] = -1  # or is its sequence's first
         states = PieceStates(ids, jnp.asarray(chunks.reshape(1, -1)), last)
-        hidden, caches = extend(self.model, own, self._empty(), tokens.reshape(1, -1), positions, views, states)
+        hidden, caches, _ = extend(self.model, own, self._empty(), tokens.reshape(1, -1), positions, views, states)
         logits = self.model.logits(own.top, hidden[0, last][:, None])[:, 0]
         return logits, jax.tree.leaves(caches)
 
@@ -127,7 +127,7 @@ class Programs:
         views = [SlotsView(writes, at, table, gathered, kind.window) for kind in paged]
         caches = jax.tree.unflatten(self._tree, cache)
         live = StepView(jnp.ones(s.batch, bool))
-        hidden, caches = extend(self.model, own, caches, tokens[:, None], at, views, live)
+        hidden, caches, _ = extend(self.model, own, caches, tokens[:, None], at, views, live)
         return self.model.logits(own.top, hidden)[:, 0], jax.tree.leaves(caches)
 
     def _empty(self) -> Any:

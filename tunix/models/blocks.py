@@ -4,7 +4,8 @@ The config names which mixer and which ffn (`MIXERS` and `FEED_FORWARDS` at the 
 same call, and one line there. Training, prefill and decoding share this code: with a cache the mixer
 first writes its new tokens there, then attends to what the cache holds.
 
-Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim, Dp width of inputs of layers.
+Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim, Dp width of inputs of layers,
+k chosen experts of a token.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
@@ -35,7 +36,7 @@ View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
 Cache = Pages | SlotStates | Kept
 """What a layer keeps of earlier tokens: keys and values, or states; `Kept` where layers read those of others."""
-Auxiliary = dict[str, Float[Array, "..."]]
+Auxiliary = dict[str, Num[Array, "..."]]
 """What a layer returns with its output, such as the load-balance loss of a router; stacked over layers."""
 
 
@@ -65,11 +66,13 @@ class FeedForward(Protocol):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
+        given: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """The output for normed inputs, and the auxiliary terms.
 
         Args:
             real: which tokens are not padding, of which the output does not matter; None where all may be real.
+            given: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
         ...
 
@@ -113,6 +116,7 @@ class Block(nnx.Module):
         cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
         given: Float[Array, "B T Dp"] | None = None,
+        experts: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
 
@@ -123,11 +127,12 @@ class Block(nnx.Module):
             cache: the mixer's pages of earlier tokens, only with a `CachedView`.
             dropout_keys: a key for each token, by which adapters drop inputs.
             given: the layer's own inputs, where layers have some.
+            experts: those that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
-        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys, _real(view, x.shape[:2]))
+        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys, _real(view, x.shape[:2]), experts)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         if self.own_input is not None and self.post_input_norm is not None:
             assert given is not None, "layers with inputs of their own are given them"

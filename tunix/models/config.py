@@ -273,6 +273,11 @@ class DecoderConfig:
         return ("self_attn", *linear, *(("mlp",) if self.experts is None else shared), *inputs)
 
     @property
+    def routed(self) -> tuple[int, int] | None:
+        """Layers with several experts and how many of these a token uses, `(L, k)`; None where no layer has several."""
+        return None if self.experts is None else (self.num_layers, self.experts.active)
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return _kinds(self)

@@ -5,7 +5,7 @@ these into log-probs without ever holding all logits. Inputs are packed rows: in
 attention stays within it.
 
 Axes: B rows, T time, V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers,
-Dp width of inputs of layers.
+Dp width of inputs of layers, k chosen experts of a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +24,7 @@ from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.blocks import Auxiliary, Block
 from tunix.models.config import SHARED, DecoderConfig, Stage
 from tunix.models.layers import MATRICES, Norm, RopeTables, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
+from tunix.models.moe import CHOSEN
 from tunix.models.per_layer import LayerInputs, layer_inputs
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
@@ -150,6 +151,7 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, stacked.
 
@@ -158,6 +160,7 @@ class Decoder(nnx.Module):
             noise: added to the embeddings (NEFTune).
             dropout_keys: a key for each token, by which adapters drop inputs; None drops nothing.
             pictures: of the rows, for a model that sees them.
+            experts: those that each layer uses for each token, -1 where its router chooses; None where all do.
         """
         c = self.config
         x = embedded(c, self.embed.w[...], tokens, dtype)
@@ -181,7 +184,8 @@ class Decoder(nnx.Module):
 
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
-        plain, given = (kinds, numbers), self._layer_inputs(tokens, x)
+        by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
+        plain, given = (kinds, numbers, by_layer), self._layer_inputs(tokens, x)
         found: dict[str, list[jax.Array]] = {}
         shared: dict[str, PyTree] = {}
         for stage in c.stages:
@@ -218,15 +222,17 @@ class Decoder(nnx.Module):
             dropout_keys: a key for each token.
             place: the layer's in its period.
             weights: those that it has.
-            others: its kind and number, its own inputs, and keys and values by the mixer of the layers that made them.
+            others: its kind and number, the experts of its tokens, its own inputs, and keys and values by the mixer of
+                the layers that made them.
         """
         c, at = self.config, stage.start + place
-        (index, number), kind = others.plain, c.kinds[at]
+        (index, number, experts), kind = others.plain, c.kinds[at]
         layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
         rope, view = of_kind[kind.mixer](index)
         read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
         block = self.structures[kind.mixer].block(weights)
-        x, kept, auxiliary = block(x, rope, view, read, dropout_keys=layer_keys, given=others.given)
+        x, kept, auxiliary = block(x, rope, view, read, layer_keys, others.given, experts)
+        auxiliary.pop(CHOSEN, None)  # nobody reads it here, and a scan would stack it over the layers
         if at in c.sources and stage.stop - stage.start == stage.period:
             assert isinstance(kept, Kept), "a layer hands on what others read"
             return x, {**auxiliary, READ_LATER + kind.mixer: (kept.keys, kept.values)}

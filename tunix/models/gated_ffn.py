@@ -7,7 +7,7 @@ Axes: B rows, T time, D model width, F ffn width.
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Projection, TokenKeys
@@ -25,6 +25,7 @@ class GatedFFN(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
+        given: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         return gated((self.gate, self.up, self.down), self.activation, x, dropout_keys), {}
 
@@ -41,6 +42,7 @@ class WideFFN(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
+        given: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         return gated((self.wide_gate, self.wide_up, self.wide_down), self.activation, x, dropout_keys), {}
 

@@ -5,7 +5,7 @@ layer has pages (`attention/pages.py`); layers of one kind use the same numbers 
 has a state for each slot instead (`deltanet.py`).
 
 Axes: B rows, C tokens at a time, D model width, K kv heads, H head dim, Pg pages, Pt tokens of a page, L layers,
-Dp width of inputs of layers.
+Dp width of inputs of layers, k chosen experts of a token.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ from tunix.models.decoder import embedded
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
+from tunix.models.moe import CHOSEN
 from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
 from tunix.models.self_attention import Kept
@@ -174,8 +175,10 @@ def extend(
     states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
     pictures: Pictures | None = None,
-) -> tuple[Float[Array, "B C D"], tuple[Cache | None, ...]]:
-    """Hidden states of new tokens after the final norm, and the caches with them.
+) -> tuple[Float[Array, "B C D"], tuple[Cache | None, ...], Int[Array, "B C L k"] | None]:
+    """Hidden states of new tokens after the final norm, the caches with them, and the experts that each token used.
+
+    Those are int16, of the layers with several; None where no layer has.
 
     Args:
         tokens: one new token of each slot, or packed pieces of prompts.
@@ -195,17 +198,19 @@ def extend(
     if c.layer_inputs:
         table, context, norm = (weights.top[name] for name in NAMES)
         given = layer_inputs(c, table, context, norm, tokens, x)
-    new, kept = [], {}
+    new, kept, chosen = [], {}, []
     for kind, own, cache, mine in zip(c.kinds, weights.layers, caches, given, strict=True):
         view = views[c.paged_kinds.index(kind.source)] if kind.source.paged else states
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
         read = kept[kind.source] if kind.mixer in SHARED else cache
-        x, cache = _layer(model, platform(), kind.mixer, own, x, rope, view, read, mine, adapters)
+        x, cache, experts = _layer(model, platform(), kind.mixer, own, x, rope, view, read, mine, adapters)
         if isinstance(cache, Kept):
             kept[kind], cache = cache, cache.pages
         new.append(cache)
-    return rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset), tuple(new)
+        chosen += [] if experts is None else [experts.astype(jnp.int16)]
+    hidden = rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset)
+    return hidden, tuple(new), constrain(jnp.stack(chosen, axis=2), "rows", None, None, None) if chosen else None
 
 
 @partial(once, static=("model", "where", "mixer"))
@@ -220,16 +225,18 @@ def _layer(
     cache: Cache | None,
     given: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
-) -> tuple[Float[Array, "B C D"], Cache | None]:
-    """A layer's output and its cache. As a program within another, it is traced once for each kind of layer.
+) -> tuple[Float[Array, "B C D"], Cache | None, Int[Array, "B C k"] | None]:
+    """A layer's output, its cache, and the experts of each token, where it has several.
+
+    As a program within another, it is traced once for each kind of layer.
 
     Args:
         where: the platform, by which kernels are chosen: what was traced for one serves no other.
         mixer: the layer's.
     """
     del where
-    x, new, _ = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
-    return x, new
+    x, new, auxiliary = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
+    return x, new, auxiliary.get(CHOSEN)
 
 
 def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:

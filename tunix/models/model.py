@@ -191,13 +191,14 @@ class Model:
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm.
 
-        `parents` and `pictures` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
+        `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
         """
         how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
-        return self.forward(params, tokens, positions, segment_ids, **how)[0]
+        return self.forward(params, tokens, positions, segment_ids, **how, experts=experts)[0]
 
     def forward(
         self,
@@ -210,17 +211,15 @@ class Model:
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, and the auxiliary terms of the layers, stacked over those that have them.
-
-        Dense models have none (`blocks.FeedForward`).
-        """
+        """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them: no dense one."""
         decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
         segments, vision = Segments(segment_ids, positions, parents), self.config.vision
         if pictures is not None and vision is not None:
             segments = segments._replace(pictures=numbers(pictures, vision), ahead=vision.tokens - 1)
-        how = {"dtype": self.dtype, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
-        return decoder(tokens, segments, **how)
+        how = {"noise": noise, "dropout_keys": dropout_keys, "pictures": pictures, "experts": experts}
+        return decoder(tokens, segments, dtype=self.dtype, **how)
 
     def soft_tokens(
         self, params: Params, pixels: UInt8[Array | np.ndarray, "B Pi Px Px Rb"]
@@ -251,9 +250,11 @@ class Model:
         temperature: float = 1.0,
         noise: Float[Array, "B T D"] | None = None,
         pictures: Pictures | None = None,
+        experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise, pictures=pictures)
+        how = {"noise": noise, "pictures": pictures, "experts": experts}
+        hidden = self.hidden(params, tokens, positions, segment_ids, **how)
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(

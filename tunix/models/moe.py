@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
 from tunix.models.config import DecoderConfig, Experts
@@ -30,7 +30,7 @@ from tunix.models.expert_products import from_experts, in_rows, routes, to_exper
 from tunix.models.gated_ffn import activated, gated, projections
 from tunix.models.layers import TokenKeys, weight
 
-BALANCE, ROWS = "load_balance", "rows"
+BALANCE, ROWS, CHOSEN = "load_balance", "rows", "chosen"
 """The auxiliary terms of a layer."""
 SPLIT = ("expert", "tensor")
 """Mesh axes over which the experts' results are summed."""
@@ -96,28 +96,38 @@ class MixtureOfExperts(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "..."]]]:
+        given: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
 
         The auxiliary term `rows` counts the tokens that chose each expert. `load_balance` is E times the sum over
         experts of the share of choices and the mean probability: 1 where all are used alike, E where one is used alone
-        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4).
+        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4). `chosen` are the experts of each token.
 
         Args:
             real: which tokens are not padding; None where all are.
+            given: experts to use instead of the router's choice; see `chosen`.
         """
         real = jnp.ones(x.shape[:2], bool) if real is None else real
         scores = self.router(x)
-        choice = self.chosen(scores)
+        choice = self.chosen(scores, given)
         y = self._spread(x, choice, real)
         if self.experts.shared:
             shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
             y = y + self.shared_gate(x) * shared
-        return y, _usage(scores, choice, real, self.experts.number)
+        return y, {**_usage(scores, choice, real, self.experts.number), CHOSEN: choice.experts}
 
-    def chosen(self, scores: Float[Array, "B T E"]) -> Choice:
-        """The experts with the largest scores. The choice has no gradient; the weights have that of their scores."""
+    def chosen(self, scores: Float[Array, "B T E"], given: Int[Array, "B T k"] | None = None) -> Choice:
+        """The experts with the largest scores. The choice has no gradient; the weights have that of their scores.
+
+        Args:
+            scores: of all experts.
+            given: the experts of tokens whose choice is replayed (Ma et al. 2025, https://arxiv.org/abs/2510.11370);
+                -1 where the router chooses. Their weights are those of these scores, through which the router learns.
+        """
         _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), self.experts.active)
+        if given is not None:
+            experts = jnp.where(given >= 0, given, experts)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.experts.renormalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

@@ -73,7 +73,7 @@ class Parts(Generic[Found]):
 
 
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
-    """A prompt and its completion, of which the sampled tokens are trained."""
+    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
     pictures = prompt.pictures
     if pictures is not None:  # what the policy samples is text, whatever its ids are
         pictures = Pictures(pictures.pixels, np.pad(np.asarray(pictures.places), (0, len(completion.tokens))))
@@ -81,4 +81,5 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
         pictures=pictures,
+        experts=completion.experts,
     )

@@ -12,6 +12,7 @@ import numpy as np
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.replay import unreplayed
 from tunix.types import Sequence
 
 
@@ -31,7 +32,7 @@ class FrozenModel:
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self._scorer.logprobs(self.params, sequences, size, temperature)
+        return self._scorer.logprobs(self.params, unreplayed(sequences), size, temperature)
 
     @cached_property
     def _scorer(self) -> Scorer:

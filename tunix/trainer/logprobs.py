@@ -117,8 +117,8 @@ class Scorer:
 
         def one(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            read, how = (params, tokens, positions, segments), {"entropy": entropy, "temperature": temperature}
-            return self.model.logprobs(*read, segments > 0, pictures=rows.pictures, **how)[int(entropy)]
+            how = {"entropy": entropy, "temperature": temperature, "pictures": rows.pictures, "experts": rows.experts}
+            return self.model.logprobs(params, tokens, positions, segments, segments > 0, **how)[int(entropy)]
 
         return each_microbatch(one, microbatches)
 
@@ -127,7 +127,8 @@ class Scorer:
 
         def one(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            hidden = self.model.hidden(params, tokens, positions, segments, pictures=rows.pictures)
+            how = {"pictures": rows.pictures, "experts": rows.experts}
+            hidden = self.model.hidden(params, tokens, positions, segments, **how)
             return self.model.values_of(params, hidden, positions)
 
         return each_microbatch(one, microbatches)

@@ -28,7 +28,7 @@ SCORES = 4
 measured on a CPU (docs/log.md, row lengths)."""
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
-"""The `[B T]` arrays that every batch has; `parents` is optional."""
+"""The `[B T]` arrays that every batch has; `parents`, and `experts` `[B T L k]`, are optional."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Microbatcher:
     def place(self, batch: Batch) -> Microbatches:
         """Copies the batch to the devices as micro-batches; returns before the copy is done."""
         rows, split = batch.tokens.shape[0], partial(_split, self.number(batch), self.rows)
-        names = PER_TOKEN if batch.parents is None else (*PER_TOKEN, "parents")
+        optional = {"parents": batch.parents, "experts": batch.experts}
+        names = (*PER_TOKEN, *(name for name, x in optional.items() if x is not None))
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
         values = {name: split(np.asarray(x)) for name, x in batch.per_token.items()}
         places = by_rows(self.mesh, batch.tokens.shape[1])

@@ -73,8 +73,8 @@ class TrainState:
 class Microbatches:
     """A batch split into micro-batches of equal shape."""
 
-    rows: Mapping[str, Num[Array, "M R T"] | Bool[Array, "M R T"]]
-    """The batch's per-token fields by name, e.g. `tokens`; without `parents` where the batch has none."""
+    rows: Mapping[str, Num[Array, "M R T *routed"] | Bool[Array, "M R T"]]
+    """The batch's per-token fields by name, e.g. `tokens`; without `parents` or `experts` where it has none."""
     values: Mapping[str, Num[Array, "M R T"]]
     """The batch's `per_token` values by name."""
     weights: Float[Array, "S"]
@@ -238,8 +238,8 @@ class Compute:
 
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
-    """The model's final hidden states for a batch's rows."""
-    return forward_of(model, params, batch)[0]
+    """The final hidden states for a batch's rows of a model that is not the policy: its routers choose themselves."""
+    return forward_of(model, params, replace(batch, experts=None))[0]
 
 
 def forward_of(
@@ -251,8 +251,8 @@ def forward_of(
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """The final hidden states for a batch's rows, and the layers' auxiliary terms."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
-    parents = None if batch.parents is None else jnp.asarray(batch.parents)
-    how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": batch.pictures}
+    how = {"parents": batch.parents, "experts": batch.experts, "pictures": batch.pictures}
+    how = jax.tree.map(jnp.asarray, how) | {"noise": noise, "dropout_keys": dropout_keys}
     return model.forward(params, tokens, positions, segments, **how)
 
 

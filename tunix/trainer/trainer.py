@@ -19,6 +19,7 @@ from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
 from tunix.trainer.learner import Learner, required
+from tunix.trainer.replay import unreplayed
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (
@@ -82,7 +83,7 @@ class Trainer:
         if of == "critic":
             if self.critic is None:
                 raise ValueError("there is no separate critic: build the client with critic='own'")
-            return self.critic.step(batch, loss)
+            return self.critic.step(replace(batch, experts=None), loss)
         self._changed()
         return self.learner.step(batch, loss)
 
@@ -133,7 +134,9 @@ class Trainer:
         Raises:
             ValueError: there is no critic and no value head.
         """
-        return (self.critic or self.learner).values(sequences, size)
+        if self.critic is not None:
+            return self.critic.values(unreplayed(sequences), size)
+        return self.learner.values(sequences, size)
 
     def sample(
         self,

@@ -165,7 +165,11 @@ class PPO(PolicyGradient):
 def longer(sequence: Sequence) -> Sequence:
     """The sequence with one token more: the value at t is of the state before token t, and any token can follow the
     last."""
-    return Sequence(np.append(sequence.tokens, np.int32(0)), np.append(sequence.loss_mask, True))
+    experts = sequence.experts
+    if experts is not None:  # the router chooses those of the token that is no token
+        experts = np.concatenate([experts, np.full_like(experts[:1], -1)])
+    tokens, mask = np.append(sequence.tokens, np.int32(0)), np.append(sequence.loss_mask, True)
+    return Sequence(tokens, mask, experts=experts)
 
 
 def values_of(episodes: list[Scored]) -> tuple[list[np.ndarray], list[float]]:

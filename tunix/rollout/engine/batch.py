@@ -23,6 +23,7 @@ import numpy as np
 
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
+from tunix.rollout.engine.experts import Recorded
 from tunix.rollout.engine.holdings import Copy, Holdings
 from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
@@ -65,6 +66,8 @@ class Flight(NamedTuple):
     most: int
     """Tokens that it samples in a slot at most."""
     sampled: Steps
+    recorded: tuple[Recorded, ...]
+    """The experts of pieces that were sent before it."""
 
 
 class Batch:
@@ -109,10 +112,12 @@ class Batch:
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
-        self.slots = Slots(self.sizes.slots, self.sizes.length, self.sizes.guesses)
+        self.slots = Slots(self.sizes.slots, self.sizes.length, self.sizes.guesses, self.model.config.routed)
         self.holdings = Holdings(self.sizes)
         self.state: State = blank(self.model, self.sizes)
         self.flights: deque[Flight] = deque()
+        self.recorded: list[Recorded] = []
+        """Experts of pieces that were sent after the last dispatch."""
         self.done: list[Completion | None] = [None] * len(episodes)
         self.enough = False
         """Whether nobody waits for the requests that are left."""
@@ -202,6 +207,7 @@ class Batch:
         prefix, episode = self.holdings.prefixes[key], self.slots.episodes[job.slot]
         assert episode is not None
         episode.prompt_logprobs = prefix.logprobs
+        episode.experts += prefix.experts
         copies = self.holdings.adopt(job.slot, prefix.held, len(job.tokens))
         reads = self.holdings.share(prefix.shard, prefix.held)
         if not self.expected[key]:
@@ -219,8 +225,9 @@ class Batch:
             for job in piece.done:
                 piece.finish(job, self._follow(job))
             piece.leave()
-            self.state, hidden = prefill(self.model, self.weights, self.state, piece.inputs)
-            self._score(piece, hidden)
+            self.state, found = prefill(self.model, self.weights, self.state, piece.inputs)
+            self._score(piece, found.hidden)
+            self.recorded += piece.record(found.experts)
             for job in piece.done:
                 self._start(job)
             computed += piece.length
@@ -239,7 +246,7 @@ class Batch:
             return
         targets, settings = piece.targets()
         found = np.asarray(score(self.model, self.weights.top, hidden, targets, settings))
-        for job, row, begin, tokens in piece.parts:
+        for job, row, begin, tokens, _ in piece.parts:
             if job.scored is not None:
                 job.logprobs.append(found[row, begin : begin + len(tokens)])
 
@@ -250,6 +257,7 @@ class Batch:
             self.slots.start(slot)
             episode = self.slots.episodes[slot]
             assert episode is not None
+            episode.experts += job.experts
             if logprobs is not None:
                 episode.prompt_logprobs = logprobs[: len(episode.request.prompt)]
         if job.reads is not None:
@@ -257,7 +265,7 @@ class Batch:
         for key in [key for key, leader in self.leaders.items() if leader is job]:
             del self.leaders[key]
             if self.expected[key] and self.sizes.chunk is None:  # states of a prompt's end would have to be kept too
-                self.holdings.keep(key, job.slot, job.start, logprobs)
+                self.holdings.keep(key, job.slot, job.start, logprobs, job.experts)
 
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
@@ -268,19 +276,22 @@ class Batch:
         running = self.slots.running
         if not np.any(self.slots.left[running] > ahead):
             return False
-        slots = self._selected(running)
+        slots = self.sizes.dispatched(running)
         flow, reads, turns = self.slots.flow(slots), self.holdings.reads(slots), self.slots.turns[slots]
         counts = np.int32(most), np.int32(self._enough(len(running)))
         self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
-        self.flights.append(Flight(slots, turns, most, sampled))
+        self.flights.append(Flight(slots, turns, most, sampled, tuple(self.recorded)))
+        self.recorded.clear()
         self._sent += 1
         return True
 
     def _land(self, flight: Flight) -> None:
         """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
-        draws, counts = jax.device_get(flight.sampled)
+        draws, counts, experts = jax.device_get(flight.sampled)
+        for piece in flight.recorded:  # which the devices have computed before, and need not keep any longer
+            piece.read()
         self.meter.add(self.slots.held[flight.slots], counts)
-        ended = self.slots.take(flight.slots, flight.turns, draws, counts)
+        ended = self.slots.take(flight.slots, flight.turns, draws, counts, experts)
         self._show(flight.slots)
         for slot in ended:
             episode = self.slots.episodes[slot]
@@ -334,18 +345,6 @@ class Batch:
                     self.leaders = {key: one for key, one in self.leaders.items() if one is not job}
                     if job.reads is not None:
                         self.holdings.drop(self.holdings.shard(slot), job.reads)
-
-    def _selected(self, running: np.ndarray) -> np.ndarray:
-        """The slots of the next dispatch, in the order of their shards: those at work, and idle ones to fill up."""
-        shards = running // self.sizes.slots_of_shard
-        of_shard = [np.sort(running[shards == shard]) for shard in range(self.sizes.shards)]
-        width = self.sizes.width(max(map(len, of_shard))) // self.sizes.shards
-
-        def filled(shard: int, mine: np.ndarray) -> np.ndarray:
-            every = np.arange(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
-            return np.sort(np.append(mine, np.setdiff1d(every, mine)[: width - len(mine)]))
-
-        return np.concatenate([filled(shard, mine) for shard, mine in enumerate(of_shard)]).astype(np.int32)
 
     def _show(self, slots: np.ndarray) -> None:
         """Hands the new tokens to whoever reads along."""

@@ -7,10 +7,12 @@ Programs run in the order in which they are sent, so a page that is let go may b
 Axes: Sl slots, Co columns of a page table, Vi visits, s shards of the rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from tunix.rollout.engine.experts import Known
 from tunix.rollout.engine.shapes import Sizes
 
 FAR = 1 << 30
@@ -62,6 +64,8 @@ class Prefix(NamedTuple):
     """Its pages, for each kind of layer."""
     logprobs: np.ndarray | None
     """`[T]` log-probs of its tokens; None where nobody wants them."""
+    experts: tuple[Known, ...] = ()
+    """What is known of the experts of its tokens."""
 
 
 class Pool:
@@ -189,7 +193,7 @@ class Holdings:
             of_kind[slot] = {}
         self._note(slot)
 
-    def keep(self, key: tuple, slot: int, tokens: int, logprobs: np.ndarray | None) -> None:
+    def keep(self, key: tuple, slot: int, tokens: int, logprobs: np.ndarray | None, experts: Sequence[Known]) -> None:
         """Keeps the pages of a slot's first tokens, in place of others under this key; until `forget`, or until they
         are needed."""
         last = (tokens - 1) // self.sizes.page
@@ -201,7 +205,7 @@ class Holdings:
 
         self.forget(key)
         held = self.share(self.shard(slot), tuple(map(of, range(len(self._held)))))
-        self.prefixes[key] = Prefix(self.shard(slot), held, logprobs)
+        self.prefixes[key] = Prefix(self.shard(slot), held, logprobs, tuple(experts))
 
     def forget(self, key: tuple) -> None:
         """Lets the pages under this key go, if any are kept."""

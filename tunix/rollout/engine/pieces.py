@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from tunix.models.attention.pages import Copies, Touches, Visits, block_of
 from tunix.models.vision import COLOURS
+from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
 from tunix.rollout.engine.shapes import Sizes
@@ -40,6 +42,8 @@ class Job:
     """Settings under which log-probs of the tokens are wanted; None where they are not."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """Log-probs of the tokens computed so far, but for the first."""
+    experts: list[Known] = field(default_factory=list)
+    """What the pieces that computed the tokens tell about their experts."""
     followers: list[int] = field(default_factory=list)
     """Slots whose sequence begins with this one, and which start when it is computed."""
     copies: list[Copy] = field(default_factory=list)
@@ -111,6 +115,8 @@ class Part(NamedTuple):
     begin: int
     """Column of its first token."""
     tokens: np.ndarray
+    position: int
+    """Of its first token in the sequence."""
 
 
 class Piece:
@@ -181,12 +187,21 @@ class Piece:
         for job in [part.job for part in self.parts]:
             self.holdings.leave(job.slot, job.start - 1)
 
+    def record(self, experts: jax.Array | None) -> list[Recorded]:
+        """Notes for each job where the experts `[s C L k]` of its tokens are; returns what is still to be read."""
+        if experts is None:
+            return []
+        recorded = Recorded(experts)
+        for part in self.parts:
+            part.job.experts.append(Known(recorded, part.row, part.begin, len(part.tokens), part.position))
+        return [recorded]
+
     def targets(self) -> tuple[np.ndarray, Transform]:
         """`[s C]` the token after each one that is scored, and the settings of each."""
         found = np.zeros_like(self.inputs.tokens)
         plain = Sampling()
         settings = [[plain] * self.length for _ in range(self.sizes.shards)]
-        for job, row, begin, tokens in self.parts:
+        for job, row, begin, tokens, _ in self.parts:
             if job.scored is not None:
                 after = np.append(tokens[1:], job.tokens[:1])
                 found[row, begin : begin + len(after)] = after
@@ -209,7 +224,7 @@ class Piece:
             inputs.states.sources[row, begin // self.sizes.chunk] = own if job.start else FIRST
             inputs.states.ends[job.slot] = begin + number - 1
         self._see(row, begin, number, job)
-        self.parts.append(Part(job, row, begin, job.tokens[:number]))
+        self.parts.append(Part(job, row, begin, job.tokens[:number], job.start))
         job.tokens, job.start = job.tokens[number:], end
         chunk = self.sizes.chunk or 1
         self._filled[row] = -(-(begin + number) // chunk) * chunk

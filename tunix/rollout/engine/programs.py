@@ -6,7 +6,8 @@ tokens in some slots until they have ended.
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
 that prompts, observations and sampled tokens all leave a slot in the same condition.
 
-Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows.
+Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows, L layers with
+experts, k chosen experts of a token.
 """
 
 from collections.abc import Callable
@@ -126,6 +127,17 @@ class Steps(NamedTuple):
     draws: Draw
     """Arrays `[St Sl ...]`."""
     counts: Int[Array, "Sl"]
+    experts: Int[Array, "St Sl L k"] | None
+    """int16: those that each token used; None for a model without."""
+
+
+class Computed(NamedTuple):
+    """What is read of a piece."""
+
+    hidden: Float[Array, "s C D"]
+    """The hidden states of all tokens."""
+    experts: Int[Array, "s C L k"] | None
+    """int16: those that each token used; None for a model without."""
 
 
 @partial(jit, static_argnames=("model", "sizes"))
@@ -142,8 +154,8 @@ def blank(model: Model, sizes: Sizes) -> State:
 
 
 @compiled(static_argnames="model", donate_argnames="state")
-def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Float[Array, "s C D"]]:
-    """Computes a piece: its tokens are in pages then, and slots have their last states. Also all hidden states."""
+def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Computed]:
+    """Computes a piece: its tokens are in pages then, and slots have their last states."""
     new: Any = jax.tree.map(jnp.asarray, piece)
     where = zip(new.visits, new.touches, new.copies, strict=True)
     seen, vision, pictures = {}, model.config.vision, None if new.seen is None else Pictures(*new.seen)
@@ -154,12 +166,12 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
         for own, kind in zip(where, model.config.paged_kinds, strict=True)
     ]
     states = None if new.states is None else PieceStates(new.ids, *new.states)
-    more = states, new.adapters, pictures
-    hidden, caches = extend(model, weights, state.caches, new.tokens, new.positions, views, *more)
+    own = new.tokens, new.positions, views, states, new.adapters, pictures
+    hidden, caches, experts = extend(model, weights, state.caches, *own)
     last = _by_shard(new.last, len(new.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     states = jnp.where(new.last[:, None] >= 0, found, state.hidden)
-    return state._replace(caches=caches, hidden=constrain(states, "rows", None)), hidden
+    return state._replace(caches=caches, hidden=constrain(states, "rows", None)), Computed(hidden, experts)
 
 
 @partial(jit, static_argnames="model")
@@ -219,12 +231,14 @@ def decode(
     size = next(cache.size for cache in state.caches if isinstance(cache, Pages))
     hidden, recent = state.hidden[flow.slots], _last_tokens(state.recent, flow)
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow.transform, keys, drawn, left > 0))
-    draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), blank_draw)
+    routed = model.config.routed
+    of_token = None if routed is None else jax.ShapeDtypeStruct((len(hidden), *routed), jnp.int16)
+    notes = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), (blank_draw, of_token))
     paged = model.config.paged_kinds
     layers = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
     of_layer = [None if kind is None else reads[kind] for kind in layers]
     taken = tuple(taken_out(cache, own, flow.slots) for cache, own in zip(state.caches, of_layer, strict=True))
-    start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), recent, draws)
+    start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), recent, notes)
     ahead = 0 if flow.books is None else flow.books.entries.shape[-1]
 
     def running(carry: tuple) -> jax.Array:
@@ -232,7 +246,7 @@ def decode(
         return (step + ahead < most) & (jnp.sum(live) > enough)
 
     def one(carry: tuple) -> tuple:
-        step, caches, hidden, live, count, recent, draws = carry
+        step, caches, hidden, live, count, recent, notes = carry
         new = _draw(model, weights, hidden, flow.transform, keys, drawn + count, live)
         tokens = new.tokens[:, None]
         if flow.books is not None:
@@ -240,22 +254,25 @@ def decode(
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
         views = [view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
         tokens_in, step_view = jnp.maximum(tokens, 0), StepView(live)
-        states, caches = extend(model, weights, caches, tokens_in, positions, views, step_view, adapters)
+        inputs = tokens_in, positions, views, step_view, adapters
+        states, caches, experts = extend(model, weights, caches, *inputs)
         if flow.books is None:
             number, last, hidden = live.astype(count.dtype), tokens, states[:, 0]
-            draws = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), draws, new)
+            every = new, None if experts is None else experts[:, 0]
+            notes = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), notes, every)
         else:
             own = _draws_after(model, weights, states[:, :-1], flow, keys, drawn + count + 1, live)
             number = _standing(tokens, own.tokens, flow, live, left - count)
-            draws = _noted(draws, new, own, count, number)
+            every = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), new, own)
+            notes = _noted(notes, (every, experts), count, number)
             at = jnp.maximum(number - 1, 0)[:, None]
             last, hidden = _at(tokens, at), _at(states, at[..., None])[:, 0]
             recent = _at(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT)
         count += number
         live &= (count < left) & ~_stops(flow, last)[:, 0]
-        return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, draws
+        return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, notes
 
-    _, taken, hidden, live, count, recent, draws = jax.lax.while_loop(running, one, start)
+    _, taken, hidden, live, count, recent, (draws, experts) = jax.lax.while_loop(running, one, start)
     # A turn that ended with a stop id has nothing left, whatever the host knows yet.
     after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
     places = [written_to(own, held, steps, size) for own in reads]
@@ -263,7 +280,7 @@ def decode(
         put_back(cache, mine, flow.slots, None if kind is None else (reads[kind], places[kind]))
         for cache, mine, kind in zip(state.caches, taken, layers, strict=True)
     )
-    return _with_slots(state._replace(caches=caches), flow, hidden, after, recent), Steps(draws, count)
+    return _with_slots(state._replace(caches=caches), flow, hidden, after, recent), Steps(draws, count, experts)
 
 
 def _with_slots(state: State, flow: Any, hidden: jax.Array, progress: Progress, recent: jax.Array) -> State:
@@ -304,13 +321,12 @@ def _standing(
     return live * (1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32))
 
 
-def _noted(draws: Draw, new: Draw, own: Draw, count: Int[Array, "Sl"], number: Int[Array, "Sl"]) -> Draw:
-    """The draws `[St Sl ...]` of a dispatch with the first `number` of a step, each slot's after its own."""
-    every = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), new, own)
-    index = jnp.arange(every.tokens.shape[1])
-    places = jnp.where(index < number[:, None], count[:, None] + index, len(draws.tokens))
+def _noted(notes: Any, every: Any, count: Int[Array, "Sl"], number: Int[Array, "Sl"]) -> Any:
+    """What is noted `[St Sl ...]` in a dispatch, with the first `number` of a step's `[Sl C ...]` after each slot's."""
+    index = jnp.arange(every[0].tokens.shape[1])
+    places = jnp.where(index < number[:, None], count[:, None] + index, len(notes[0].tokens))
     slots = jnp.arange(len(count))[:, None]
-    return jax.tree.map(lambda all, x: all.at[places, slots].set(x, mode="drop"), draws, every)
+    return jax.tree.map(lambda all, x: all.at[places, slots].set(x, mode="drop"), notes, every)
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from tunix.errors import UserError
 from tunix.models.config import VisionConfig
 from tunix.models.vision import COLOURS
+from tunix.rollout.engine.experts import Known, Recorded, of_sequence
 from tunix.types import Completion, Pictures, Sampling
 
 Decode = Callable[[Sequence[int]], str]
@@ -154,6 +155,8 @@ class Parked(NamedTuple):
     """How many of them were sampled."""
     left: int
     """Tokens that may still be sampled."""
+    experts: np.ndarray | None = None
+    """`[T L k]` that each of them used; None where nothing is known."""
 
     @classmethod
     def start(cls, request: Request, length: int) -> "Parked":
@@ -166,7 +169,8 @@ class Parked(NamedTuple):
         """A request that another call has paused."""
         drawn = int(so_far.drawn.sum())
         left = min(request.sampling.max_tokens - drawn, length - len(request.prompt) - len(so_far.tokens))
-        return cls(so_far.tokens, so_far.logprobs, drawn, left)
+        experts = None if so_far.experts is None else so_far.experts[len(request.prompt) :]
+        return cls(so_far.tokens, so_far.logprobs, drawn, left, experts)
 
 
 @dataclass
@@ -192,6 +196,8 @@ class Episode:
     """Why the current turn has ended; None while it goes on."""
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """`[T]` the versions of the tokens that another call has sampled."""
+    experts: list[Known] = field(default_factory=list)
+    """What pieces tell about the experts of the prompt and of observations."""
 
     @classmethod
     def of(cls, request: Request, number: int, stop_text: StopText | None, adapter: int, length: int) -> "Episode":
@@ -202,6 +208,9 @@ class Episode:
             episode.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
             episode.prompt_logprobs = before.prompt_logprobs
             episode.top = [] if before.top is None else [before.top]
+            if before.experts is not None:
+                before_it = Recorded(before.experts[None, : len(request.prompt)])
+                episode.experts = [Known(before_it, 0, 0, len(request.prompt), 0)]
         return episode
 
     def keep_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
@@ -224,17 +233,24 @@ class Episode:
 
     def paused(self, version: int) -> Completion:
         """The completion so far of an episode that is in no slot, to be continued by another call."""
-        tokens, logprobs = self.parked[:2] if self.parked else (np.zeros(0, np.int32), np.zeros(0, np.float32))
-        self.turns[-1] = (self.turns[-1][0], len(tokens))
-        return self._completion(tokens, logprobs, version, "paused")
+        parked = self.parked or Parked.start(self.request, len(self.request.prompt))
+        self.turns[-1] = (self.turns[-1][0], len(parked.tokens))
+        return self._completion(parked.tokens, parked.logprobs, version, "paused", parked.experts)
 
-    def completion(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> Completion:
+    def completion(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None = None
+    ) -> Completion:
         """The completion so far, whose current turn has ended."""
         assert self.ended is not None
-        return self._completion(tokens, logprobs, version, self.ended)
+        return self._completion(tokens, logprobs, version, self.ended, experts)
 
     def _completion(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, finish: Literal["stop", "length", "paused"]
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+        finish: Literal["stop", "length", "paused"],
+        experts: np.ndarray | None,
     ) -> Completion:
         top = None
         if n := self.request.sampling.top_logprobs:
@@ -250,4 +266,5 @@ class Episode:
             turns=tuple(self.turns),
             top=top,
             prompt_logprobs=self.prompt_logprobs,
+            experts=of_sequence(len(self.request.prompt), experts, self.experts),
         )

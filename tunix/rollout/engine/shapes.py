@@ -11,6 +11,8 @@ Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode step
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tunix.config import CacheType
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.pages import block_of
@@ -136,6 +138,18 @@ class Sizes:
     def width(self, most: int) -> int:
         """The number of slots to decode where no shard has more than `most` at work."""
         return next(width for width in reversed(self.widths) if width >= most * self.shards)
+
+    def dispatched(self, running: np.ndarray) -> np.ndarray:
+        """The slots of the next dispatch, in the order of their shards: those at work, and idle ones to fill up."""
+        shards = running // self.slots_of_shard
+        of_shard = [np.sort(running[shards == shard]) for shard in range(self.shards)]
+        width = self.width(max(map(len, of_shard))) // self.shards
+
+        def filled(shard: int, mine: np.ndarray) -> np.ndarray:
+            every = np.arange(shard * self.slots_of_shard, (shard + 1) * self.slots_of_shard)
+            return np.sort(np.append(mine, np.setdiff1d(every, mine)[: width - len(mine)]))
+
+        return np.concatenate([filled(shard, mine) for shard, mine in enumerate(of_shard)]).astype(np.int32)
 
     def gathered(self, width: int) -> list[tuple[int, ...]]:
         """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.

@@ -3,12 +3,13 @@
 A slot holds an episode's tokens after its prompt, sampled and observed, until the episode ends. What a dispatch has to
 know of the slots is a `Flow`, which is kept up to date here.
 
-Axes: Sl slots, St decode steps, T time.
+Axes: Sl slots, St decode steps, T time, L layers with experts, k chosen experts of a token.
 """
 
 import jax
 import numpy as np
 
+from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.engine.lookup import Library
 from tunix.rollout.engine.programs import Flow, Progress
 from tunix.rollout.engine.request import Episode, Parked
@@ -19,13 +20,14 @@ from tunix.types import Completion, Sampling
 class Slots:
     """Slots, each of which is idle or has an episode."""
 
-    def __init__(self, number: int, length: int, guesses: int = 0):
+    def __init__(self, number: int, length: int, guesses: int = 0, routed: tuple[int, int] | None = None):
         """Idle slots.
 
         Args:
             number: of slots.
             length: tokens of prompt and completion at most.
             guesses: next tokens that are guessed at each step (`lookup.py`); 0 for none.
+            routed: layers with experts and experts of a token (L, k); None where no layer has several.
         """
         self._library = Library(number, length, guesses) if guesses else None
         self.episodes: list[Episode | None] = [None] * number
@@ -38,6 +40,7 @@ class Slots:
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, length), np.int32)
         self._logprobs = np.empty((number, length), np.float32)
+        self._experts = None if routed is None else np.empty((number, length, *routed), np.int16)
         self._written, self._before = np.zeros((2, number), np.int32)
         self._looked_at, self._waits, self._taken, self._beyond = np.zeros((4, number), bool)
         self._order, self._turns = np.zeros((2, number), np.int64)
@@ -100,6 +103,8 @@ class Slots:
         self.episodes[slot], episode.parked = episode, None
         self._written[slot] = self._before[slot] = number
         self._tokens[slot, :number], self._logprobs[slot, :number] = parked.tokens, parked.logprobs
+        if self._experts is not None:
+            self._experts[slot, :number] = UNKNOWN if parked.experts is None else parked.experts
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
         self._beyond[slot] = False
         progress.held[slot], progress.drawn[slot] = len(prompt) + number, parked.drawn
@@ -131,6 +136,7 @@ class Slots:
             self._logprobs[slot, :number].copy(),
             int(progress.drawn[slot]),
             int(progress.left[slot]),
+            self._experts_of(slot),
         )
         self.release(slot)
         return episode
@@ -144,7 +150,9 @@ class Slots:
         if self._library is not None:
             self._library.close(slot)
 
-    def take(self, slots: np.ndarray, turns: np.ndarray, draws: Draw, counts: np.ndarray) -> list[int]:
+    def take(
+        self, slots: np.ndarray, turns: np.ndarray, draws: Draw, counts: np.ndarray, experts: np.ndarray | None = None
+    ) -> list[int]:
         """Writes down what a dispatch sampled; returns the slots whose turn has ended, and which wait now.
 
         Args:
@@ -152,12 +160,15 @@ class Slots:
             turns: `[Sl]` their turns when it was sent; what it sampled for a turn that has ended since is dropped.
             draws: `[St Sl ...]`, on the host.
             counts: `[Sl]`: in slot s the first `counts[s]` were sampled.
+            experts: `[St Sl L k]` that these tokens used; None for a model without.
         """
         counts = np.where(turns == self._turns[slots], counts, 0)
         step, row = np.nonzero(np.arange(len(draws.tokens))[:, None] < counts)
         slot = slots[row]
         at = self._written[slot] + step
         self._tokens[slot, at], self._logprobs[slot, at] = draws.tokens[step, row], draws.logprobs[step, row]
+        if self._experts is not None and experts is not None:
+            self._experts[slot, at] = experts[step, row]
         self._before = self._written.copy()
         self._count(slots, counts)
         if self._library is not None:
@@ -195,6 +206,8 @@ class Slots:
             return None
         end = start + len(observation)
         self._tokens[slot, start:end], self._logprobs[slot, start:end] = observation, 0.0
+        if self._experts is not None:
+            self._experts[slot, start:end] = UNKNOWN
         self._written[slot], progress.left[slot] = end, min(more, room)
         progress.held[slot] += len(observation)
         episode.open_turn(start, end)
@@ -210,7 +223,12 @@ class Slots:
         """The completion so far, whose current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
         assert episode is not None
-        return episode.completion(self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy(), version)
+        sampled = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
+        return episode.completion(*sampled, version, self._experts_of(slot))
+
+    def _experts_of(self, slot: int) -> np.ndarray | None:
+        """`[T L k]` the experts of a slot's tokens after the prompt; None for a model without."""
+        return None if self._experts is None else self._experts[slot, : self._written[slot]].copy()
 
     def _look(self, slot: int, row: int, draws: Draw) -> bool:
         """Drops what was sampled behind a stop string, and keeps alternatives; whether there was a stop string.

@@ -1,0 +1,56 @@
+"""Runs on rewards of a mixture in bfloat16: the trainer replays the experts of the sampler, and a run continues."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.tiny_rl import write_policy
+from tests.tiny_runs import RECIPE, metrics, train
+from tunix.rollout.engine import request
+
+SIZES = {**RECIPE["model"]["sizes"], "head_dim": 16, "ffn": 16}
+MIXTURE: dict[str, Any] = {
+    "model": {"init": "random", "family": "qwen3_moe", "sizes": SIZES, "tokenizer": "bytes", "dtype": "bfloat16"},
+}
+pytestmark = pytest.mark.slow
+
+
+def mean_mismatch(run: str) -> float:
+    return sum(row["mismatch/mean"] for row in metrics(run) if "train/loss" in row)
+
+
+def test_replay_brings_trainer_and_sampler_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    train(str(write_policy(tmp_path, "with.yaml", **MIXTURE, output="with")))
+    assert all(row["train/grad_norm"] > 0 for row in metrics("with") if "train/loss" in row)
+    monkeypatch.setattr(request, "of_sequence", lambda *_: None)
+    train(str(write_policy(tmp_path, "without.yaml", **MIXTURE, output="without")))
+    assert mean_mismatch("with") < 0.7 * mean_mismatch("without")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_killed_it_ends_like_the_uninterrupted_run(staleness: int, tmp_path: Path):
+    late = {"rollout__max_staleness": 1} if staleness else {}
+    with no_process_left() as runs:
+        for name in ("whole", "killed"):
+            (tmp_path / name).mkdir()
+            write_policy(tmp_path / name, **MIXTURE, **late, steps=24, checkpoint__every=4)
+            runs.append(Run(tmp_path / name))
+            if name == "whole":
+                assert runs[0].wait() == 0, runs[0].log
+        whole, killed = runs
+        killed.until(lambda: killed.steps >= 6)
+        killed.process.send_signal(signal.SIGKILL)
+        killed.wait()
+        runs.append(Run(tmp_path / "killed"))
+        assert runs[-1].wait() == 0, runs[-1].log
+        assert_same_end(killed.run, whole.run)
+
+
+def test_eight_devices_with_an_axis_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    train(str(write_policy(tmp_path, **MIXTURE, mesh={"fsdp": 4, "expert": 2})))
+    assert all(row["train/grad_norm"] > 0 for row in metrics("run") if "train/loss" in row)
