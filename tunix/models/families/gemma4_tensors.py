@@ -1,10 +1,11 @@
 """The tensors of Gemma 4's folders, and our names for them.
 
 Global layers have tensors of the names that local layers use, in other shapes: for them, our names begin with
-`global_`. So do those of an ffn twice as wide, with `wide_`.
+`global_`. So do those of an ffn twice as wide, with `wide_`. Where layers have experts, `gate`, `up` and `down` are
+those of the dense ffn beside them.
 
 Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
-Dp width of inputs of layers, Fw wider ffn width.
+Dp width of inputs of layers, F ffn width, Fw wider ffn width, E experts, Fe ffn width of an expert.
 """
 
 import re
@@ -15,6 +16,7 @@ from tunix.models.config import GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.families.base import SHARED as SHARED_TENSORS
 from tunix.models.families.base import Tensor, axis_sizes, in_layers
 from tunix.models.families.gemma import FOUR_NORMS
+from tunix.models.families.gemma4_experts import EXPERT_TENSORS
 
 
 def axes(config: DecoderConfig) -> dict[str, int]:
@@ -28,6 +30,8 @@ def axes(config: DecoderConfig) -> dict[str, int]:
         "Dp": config.layer_inputs,
         "L": config.num_layers,
         "Fw": 2 * config.ffn,
+        "Fe": config.ffn,
+        **({} if config.experts is None else {"F": config.experts.shared}),
     }
 
 
@@ -92,6 +96,7 @@ TENSORS: Mapping[str, Tensor] = {
     **_WIDE,
     **FOUR_NORMS,
     **_INPUTS,
+    **EXPERT_TENSORS,
     "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
 }
 """Our parameter name -> the tensor."""
