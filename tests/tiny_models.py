@@ -271,7 +271,8 @@ CASES |= {
         "gemma4_text",
         {
             **GEMMA4,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "rope_parameters": GEMMA4_ROPE,
@@ -280,22 +281,6 @@ CASES |= {
             "num_experts": 5,
             "top_k_experts": 3,
             "moe_intermediate_size": 20,
-        },
-    ),
-    "gemma4_moe-one-of-four-with-inputs-untied": Case(
-        "gemma4_text",
-        {
-            **GEMMA4,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 12,
-            "vocab_size_per_layer_input": 97,
-            "num_kv_shared_layers": 2,
-            "tie_word_embeddings": False,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 1,
-            "moe_intermediate_size": 24,
         },
     ),
     "gemma4-last-layer-global-untied": Case(

@@ -12,7 +12,7 @@ import numpy as np
 from tunix.hf.safetensors_io import Entry, Sent, Stored
 
 Ends = Mapping[str, tuple[str, ...]]
-"""`FamilyText.stacked`: the end of such a tensor's name -> those of each expert's matrices, in the order of its rows."""
+"""As `FamilyText.stacked`: ends of the names of such tensors -> those of each expert's matrices, in the order of rows."""
 
 
 def apart(name: str, tensor: Stored, stacked: Ends) -> list[tuple[str, Stored]]:
@@ -60,5 +60,7 @@ def _sent(entries: list[Entry], shape: tuple[int, ...]) -> Sent:
 
 def hint(stacked: Ends) -> str:
     """What an error about tensors of each expert adds where a folder may have one of all experts."""
-    named = (f"one that ends in {end} [experts, rows, columns] holds {' and '.join(own)}" for end, own in stacked.items())
+    named = (
+        f"one that ends in {end} [experts, rows, columns] holds {' and '.join(own)}" for end, own in stacked.items()
+    )
     return f"Of all experts of a layer {', '.join(named)}." if stacked else ""

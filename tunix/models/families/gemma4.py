@@ -4,8 +4,9 @@ one global.
 Global layers have wider heads than local ones, fewer kv heads, and rotate a quarter of each head; in the large models
 their values are made of their keys. Queries and keys are normed, and values without a weight, so that attention has no
 scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
-earlier ones; in 26B-A4B each has experts beside its ffn (`gemma4_experts.py`). Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those
-of https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
+earlier ones; in 26B-A4B each has experts beside its ffn (`gemma4_experts.py`). Of a multimodal folder the text part is
+read; an export is always a `gemma4_text` folder. Sizes are those of
+https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
 """
 
 from dataclasses import replace
@@ -221,7 +222,8 @@ GEMMA4 = FamilyText(
         "gemma4-12b": _gemma4(3840, 15_360, 48, 16, 8, GlobalHeads(1, 512, keys_are_values=True)),
         "gemma4-26b-a4b": _gemma4(
             *(2816, 704, 30, 16, 8, GlobalHeads(2, 512, keys_are_values=True)),
-            **{"experts": Experts(128, 8, shared=2112), "feed_forward": DENSE_AND_EXPERTS},
+            experts=Experts(128, 8, shared=2112),
+            feed_forward=DENSE_AND_EXPERTS,
         ),
         "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, GlobalHeads(4, 512, keys_are_values=True)),
     },

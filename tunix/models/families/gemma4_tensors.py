@@ -21,7 +21,7 @@ from tunix.models.families.gemma4_experts import EXPERT_TENSORS
 
 def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
-    own = config.global_heads
+    own, experts = config.global_heads, config.experts
     assert own is not None, "the family has them"
     return {
         **axis_sizes(config),
@@ -31,7 +31,8 @@ def axes(config: DecoderConfig) -> dict[str, int]:
         "L": config.num_layers,
         "Fw": 2 * config.ffn,
         "Fe": config.ffn,
-        **({} if config.experts is None else {"F": config.experts.shared}),
+        "F": config.ffn if experts is None else experts.shared,
+        "E": 0 if experts is None else experts.number,
     }
 
 
