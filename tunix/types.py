@@ -19,6 +19,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     E   experts
     En  entries of a book
     F   ffn width
+    Fe  ffn width of an expert: where the layer has a dense ffn too
     Fs  ffn width of a shared expert
     Ft  ffn width of a tower
     Fw  wider ffn width: where some layers have a wider one
@@ -130,8 +131,7 @@ class Batch:
     positions: Int[Array | np.ndarray, "B T"]
     """Position within the sequence, from 0; e.g. `[0, 1, 2, 0, 1, 2, 0, 0]` for that row."""
     segment_ids: Int[Array | np.ndarray, "B T"]
-    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent where there are
-    parents."""
+    """1, 2, ... along a row, e.g. `[1, 1, 1, 2, 2, 2, 0, 0]`; a segment sees itself, and its parent if it has one."""
     loss_mask: Bool[Array | np.ndarray, "B T"]
     """True where the token is a target of the loss, e.g. `[False, True, True, False, True, True, False, False]`."""
     sequence_ids: Int[Array | np.ndarray, "B T"]

@@ -12,7 +12,7 @@ import numpy as np
 from tunix.hf.safetensors_io import Entry, Sent, Stored
 
 Ends = Mapping[str, tuple[str, ...]]
-"""As `FamilyText.stacked`: ends of the names of such tensors -> those of each expert's matrices, in the order of rows."""
+"""As `FamilyText.stacked`: how names of such tensors end -> names of each expert's matrices, in the order of rows."""
 
 
 def apart(name: str, tensor: Stored, stacked: Ends) -> list[tuple[str, Stored]]:
