@@ -267,6 +267,22 @@ CASES |= {
             "vocab_size_per_layer_input": 97,
         },
     ),
+    "gemma4_moe-five-of-three": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "rope_parameters": GEMMA4_ROPE,
+            "final_logit_softcapping": 4.0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+        },
+    ),
     "gemma4-last-layer-global-untied": Case(
         "gemma4_text", {**GEMMA4, "num_key_value_heads": 1, "tie_word_embeddings": False}
     ),
@@ -284,6 +300,7 @@ EACH = (
     "qwen3_5_moe-five-of-two",
     "mixtral-five",
     "gemma4-keys-are-values",
+    "gemma4_moe-five-of-three",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
 
@@ -399,7 +416,7 @@ def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:
 
 
 LLAMAS = ("gate_proj", "up_proj", "down_proj")
-MERGED = {"qwen3_moe": LLAMAS, "qwen3_5_moe_text": LLAMAS, "mixtral": ("w1", "w3", "w2")}
+MERGED = {"qwen3_moe": LLAMAS, "qwen3_5_moe_text": LLAMAS, "mixtral": ("w1", "w3", "w2"), "gemma4_text": LLAMAS}
 """What the matrices of an expert are called in a folder, where transformers has one parameter for all experts."""
 
 

@@ -19,6 +19,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     E   experts
     En  entries of a book
     F   ffn width
+    Fe  ffn width of an expert: where the layer has a dense ffn too
     Fs  ffn width of a shared expert
     Ft  ffn width of a tower
     Fw  wider ffn width: where some layers have a wider one
@@ -138,8 +139,7 @@ class Batch:
     weights: Float[Array | np.ndarray, "S"]
     """Weight of each sequence, e.g. `[1.0, 1.0, 0.5]`; 0 where the last batch of an epoch has fewer than S."""
     lengths: Float[Array | np.ndarray, "S"]
-    """Trained tokens of each sequence, e.g. `[2.0, 17.0, 9.0]`, each counted by its weight where it has one; 1 where
-    there are none, so that it can divide."""
+    """Trained tokens of each sequence, by their weights where they have some, e.g. `[2.0, 17.0]`; 1 where there are none."""
     counts: Mapping[str, Float[Array | np.ndarray, ""]]
     """The denominators of the whole batch, weighted, taken before any split: `tokens`, `sequences`, and `pairs` where
     sequences 2 i and 2 i + 1 are a pair; e.g. `{"tokens": 28.0, "sequences": 3.0}`."""

@@ -94,7 +94,7 @@ def test_heads_of_global_layers_shrink_with_the_others():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block = True is not supported"),
+        ({"enable_moe_block": True}, "use_double_wide_mlp = True is not supported in layers with experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers = 5 leaves no local or no global layer"),
         ({"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input = 50 must be vocab_size = 97"),

@@ -24,6 +24,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
+from tunix.hf.expert_stacks import apart, hint, together
 from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.remote_folder import local_copy
@@ -190,22 +191,6 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     return named
 
 
-def apart(name: str, tensor: Stored, stacked: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Stored]]:
-    """A tensor under its name, or the matrices of all experts that it holds, each at its place in the file.
-
-    Args:
-        stacked: as `FamilyText.stacked`.
-    """
-    end = next((end for end in stacked if name.endswith(end)), None)
-    if end is None or len(tensor.shape) != 3 or tensor.shape[1] % len(stacked[end]):
-        return [(name, tensor)]
-    number, rows, width = tensor.shape
-    shape = (rows // len(stacked[end]), width)
-    keys = [f"{name.removesuffix(end)}.{expert}{own}" for expert in range(number) for own in stacked[end]]
-    size = tensor.size // len(keys)
-    return [(key, replace(tensor, shape=shape, begin=tensor.begin + at * size)) for at, key in enumerate(keys)]
-
-
 def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The tensors that a folder must contain for our parameters -> their shapes in the file."""
     table = tensors_of(config)
@@ -226,7 +211,7 @@ def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType
     unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
     base = {name: shape for name, shape in unscaled.items() if name in asked or not is_own(name)}
     wanted = expected(model.config, base)
-    check_tensors(stored, wanted, folder)
+    check_tensors(stored, wanted, folder, hint(FAMILIES[model.config.family].stacked))
     extra = [name for name in stored if name not in wanted]
     if not model.has_lm_head:  # a language model's head is not needed for scores
         extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
@@ -311,6 +296,8 @@ def save_folder(
                     write_settings(folder.path, config.vision, [one for one in (source, base) if one is not None])
         called = spelling(config, base)
         ours = (replace(entry, key=called(entry.key)) for entry in _entries(config, params, dtype, packing))
+        if FAMILIES[config.family].writes_stacked:
+            ours = together(ours, FAMILIES[config.family].stacked)
         whole = [*ours, *map(as_it_is, along)]
         write_shards(folder, whole, max_shard_bytes)
 

@@ -21,8 +21,9 @@ from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView, SlotsView
-from tunix.models.config import DELTANET, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
+from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
+from tunix.models.dense_and_experts import DenseAndExperts
 from tunix.models.gated_ffn import GatedFFN, WideFFN
 from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
 from tunix.models.moe import MixtureOfExperts
@@ -68,9 +69,10 @@ class FeedForward(Protocol):
         real: Bool[Array, "B T"] | None = None,
         given: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The output for normed inputs, and the auxiliary terms.
+        """The output, and the auxiliary terms.
 
         Args:
+            x: normed inputs; the residual stream where the ffn norms it itself (`NORM_THEMSELVES`).
             real: which tokens are not padding, of which the output does not matter; None where all may be real.
             given: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
@@ -101,7 +103,7 @@ class Block(nnx.Module):
         self.mixer_name, self.mixer = mixer, MIXERS[mixer](config, rngs)
         self.ffn = WideFFN(config, rngs) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
         self.pre_attn_norm = Norm(d, "embed", **norm)
-        self.pre_mlp_norm = Norm(d, "embed", **norm)
+        self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else Norm(d, "embed", **norm)
         self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
         self.post_mlp_norm = Norm(d, "embed", **norm) if config.post_norms else None
         self.own_input = InputGate(config, rngs) if config.layer_inputs else None
@@ -132,7 +134,8 @@ class Block(nnx.Module):
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
-        y, auxiliary = self.ffn(self.pre_mlp_norm(x), dropout_keys, _real(view, x.shape[:2]), experts)
+        normed = x if self.pre_mlp_norm is None else self.pre_mlp_norm(x)
+        y, auxiliary = self.ffn(normed, dropout_keys, _real(view, x.shape[:2]), experts)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         if self.own_input is not None and self.post_input_norm is not None:
             assert given is not None, "layers with inputs of their own are given them"
@@ -166,5 +169,8 @@ MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
 FEED_FORWARDS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], FeedForward]] = {
     "gated": GatedFFN,
     EXPERTS: MixtureOfExperts,
+    DENSE_AND_EXPERTS: DenseAndExperts,
 }
 """`DecoderConfig.feed_forward` -> the class of the ffn."""
+NORM_THEMSELVES = (DENSE_AND_EXPERTS,)
+"""Feed-forward parts that are given the residual stream, and norm it."""

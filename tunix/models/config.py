@@ -9,6 +9,8 @@ DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
 EXPERTS = "experts"
 """The feed-forward part with several experts."""
+DENSE_AND_EXPERTS = "dense_and_experts"
+"""The feed-forward part of a dense ffn and several experts, each with norms of its own."""
 GLOBAL = "global"
 """The mixer of global layers whose heads have other sizes than those of local ones (`DecoderConfig.global_heads`)."""
 SHARED = {"shared": "attention", "shared_wide": "attention", "global_shared": GLOBAL, "global_shared_wide": GLOBAL}
@@ -86,7 +88,8 @@ class Experts:
     renormalise: bool = True
     """Whether the weights of those that a token uses are divided by their sum."""
     shared: int = 0
-    """Width of a further expert that all tokens use, with a gate of its own; 0 for none."""
+    """Width of a further expert that all tokens use, with a gate of its own, or of the dense ffn beside the experts
+    (`DENSE_AND_EXPERTS`); 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -267,10 +270,11 @@ class DecoderConfig:
     def parts(self) -> tuple[str, ...]:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
         empty where a projection is the layer's own."""
+        dense = self.experts is None or self.feed_forward == DENSE_AND_EXPERTS
         shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
         linear = () if self.delta is None else ("linear_attn",)
         inputs = ("",) if self.layer_inputs else ()
-        return ("self_attn", *linear, *(("mlp",) if self.experts is None else shared), *inputs)
+        return ("self_attn", *linear, *(("mlp",) if dense else shared), *inputs)
 
     @property
     def routed(self) -> tuple[int, int] | None:

@@ -213,7 +213,7 @@ class Model:
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them: no dense one."""
+        """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all."""
         decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
         segments, vision = Segments(segment_ids, positions, parents), self.config.vision
         if pictures is not None and vision is not None:

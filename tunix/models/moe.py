@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
-from tunix.models.config import DecoderConfig, Experts
+from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_products import from_experts, in_rows, routes, to_experts
 from tunix.models.gated_ffn import activated, gated, projections
 from tunix.models.layers import TokenKeys, weight
@@ -79,17 +79,20 @@ class Choice(NamedTuple):
 class MixtureOfExperts(nnx.Module):
     """The ffn of several experts; its matrices are stacked over them, and named as the parameters are."""
 
+    router_class: type[Router] = Router
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "their number comes with the ffn"
         self.experts, self.activation = config.experts, config.activation
         e, d, f = config.experts.number, config.d_model, config.ffn
-        self.router = Router(config, config.experts, rngs)
+        self.router = self.router_class(config, config.experts, rngs)
         self.gates = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
         self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
         self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs)
         if config.experts.shared:
             self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
-            self.shared_gate = SharedGate(d, rngs)
+        weighed = config.experts.shared and config.feed_forward == EXPERTS
+        self.shared_gate = SharedGate(d, rngs) if weighed else None
 
     def __call__(
         self,
@@ -98,6 +101,25 @@ class MixtureOfExperts(nnx.Module):
         real: Bool[Array, "B T"] | None = None,
         given: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
+        """The mixed results of each token's experts, and of a shared one.
+
+        Args:
+            real: which tokens are not padding; None where all are.
+            given: experts to use instead of the router's choice; see `chosen`.
+        """
+        y, auxiliary = self.routed(x, x, real, given)
+        if self.shared_gate is not None:
+            shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
+            y = y + self.shared_gate(x) * shared
+        return y, auxiliary
+
+    def routed(
+        self,
+        x: Float[Array, "B T D"],
+        scored: Float[Array, "B T D"],
+        real: Bool[Array, "B T"] | None,
+        given: Int[Array, "B T k"] | None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
 
         The auxiliary term `rows` counts the tokens that chose each expert. `load_balance` is E times the sum over
@@ -105,17 +127,16 @@ class MixtureOfExperts(nnx.Module):
         (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4). `chosen` are the experts of each token.
 
         Args:
+            x: what the experts compute.
+            scored: by what the router chooses.
             real: which tokens are not padding; None where all are.
             given: experts to use instead of the router's choice; see `chosen`.
         """
         real = jnp.ones(x.shape[:2], bool) if real is None else real
-        scores = self.router(x)
+        scores = self.router(scored)
         choice = self.chosen(scores, given)
-        y = self._spread(x, choice, real)
-        if self.experts.shared:
-            shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
-            y = y + self.shared_gate(x) * shared
-        return y, {**_usage(scores, choice, real, self.experts.number), CHOSEN: choice.experts}
+        usage = _usage(scores, choice, real, self.experts.number)
+        return self._spread(x, choice, real), {**usage, CHOSEN: choice.experts}
 
     def chosen(self, scores: Float[Array, "B T E"], given: Int[Array, "B T k"] | None = None) -> Choice:
         """The experts with the largest scores. The choice has no gradient; the weights have that of their scores.

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DELTANET, GLOBAL, WIDE, DecoderConfig
+from tunix.models.config import DELTANET, EXPERTS, GLOBAL, WIDE, DecoderConfig
 from tunix.types import Batch
 
 PEAK_FLOPS: dict[str, float] = {
@@ -102,7 +102,8 @@ def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int
     used, shared = config.experts.active * f, config.experts.shared
     found = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
     if shared:
-        found |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d), "shared_gate": (d, 1)}
+        found |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
+        found |= {"shared_gate": (d, 1)} if config.feed_forward == EXPERTS else {}
     return found
 
 

@@ -215,6 +215,8 @@ class FamilyText:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Ends of the names of tensors that hold all experts, which a folder may have in place of one for each -> the ends
     of each expert's matrices, in the order of its rows: `.gate_up_proj` -> `.gate_proj.weight`, `.up_proj.weight`."""
+    writes_stacked: bool = False
+    """Whether an export has the tensors of all experts, as transformers does in this family."""
     spare: Callable[[DecoderConfig, str], bool] = lambda config, name: False
     """Whether a folder may have a tensor of this name that the model has no use for; an export leaves it out."""
     passengers: tuple[str, ...] = ()

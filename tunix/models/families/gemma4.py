@@ -1,19 +1,21 @@
-"""Gemma 4's dense text models (https://ai.google.dev/gemma/docs/core): five local layers to a global one, and the last
+"""Gemma 4's text models (https://ai.google.dev/gemma/docs/core): five local layers to a global one, and the last
 one global.
 
 Global layers have wider heads than local ones, fewer kv heads, and rotate a quarter of each head; in the large models
 their values are made of their keys. Queries and keys are normed, and values without a weight, so that attention has no
 scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
-earlier ones. Of a multimodal folder the text part is read; an export is always a `gemma4_text` folder. Sizes are those
-of https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
+earlier ones; in 26B-A4B each has experts beside its ffn (`gemma4_experts.py`). Of a multimodal folder the text part is
+read; an export is always a `gemma4_text` folder. Sizes are those of
+https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import DecoderConfig, GlobalHeads, Rope
+from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, Experts, GlobalHeads, Rope
 from tunix.models.families.base import FamilyText, layer_types, sizes, written
 from tunix.models.families.gemma import GELU, every
+from tunix.models.families.gemma4_experts import STACKED, read_experts, write_experts
 from tunix.models.families.gemma4_tensors import TENSORS, axes, spare
 from tunix.models.families.hf_config import Fields, write_rope
 
@@ -21,8 +23,6 @@ _TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
 _OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
 MULTIMODAL = frozenset((*_OTHERS, *(f"{one}_token_id" for one in _TOKENS)))
 """Fields of a multimodal folder that concern pictures and sound."""
-EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
-"""Fields of layers with experts, which mean nothing where no layer has some."""
 ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 """The rope of global layers where a folder does not state any."""
 
@@ -33,10 +33,8 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         return read_multimodal(fields)
     fields.only("hidden_activation", GELU)
     fields.only("attention_bias", False)
-    fields.only("enable_moe_block", False, None)
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
-    fields.read |= set(EXPERTS)
     shape = sizes(fields, **GEMMA4_DEFAULTS)
     local = _local_layers(fields, shape["num_layers"])
     shared, wide = _shared_layers(fields, local), fields.flag("use_double_wide_mlp", False)
@@ -56,7 +54,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         local_layers=local,
         stops=fields.stops(),
         **ALWAYS,
-        **shape,
+        **{**shape, **read_experts(fields, shape["ffn"], wide and shared > 0)},
     )
 
 
@@ -139,7 +137,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "gemma4_text",
         "hidden_activation": GELU,
         "attention_bias": False,
-        "enable_moe_block": False,
+        **write_experts(config),
         "layer_types": layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
@@ -222,6 +220,11 @@ GEMMA4 = FamilyText(
         ),
         "gemma4-e4b": _gemma4(2560, 10_240, 42, 8, 2, GlobalHeads(2, 512), **SMALL, shared_layers=18),
         "gemma4-12b": _gemma4(3840, 15_360, 48, 16, 8, GlobalHeads(1, 512, keys_are_values=True)),
+        "gemma4-26b-a4b": _gemma4(
+            *(2816, 704, 30, 16, 8, GlobalHeads(2, 512, keys_are_values=True)),
+            experts=Experts(128, 8, shared=2112),
+            feed_forward=DENSE_AND_EXPERTS,
+        ),
         "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, GlobalHeads(4, 512, keys_are_values=True)),
     },
     small=_gemma4(
@@ -233,6 +236,8 @@ GEMMA4 = FamilyText(
     ),
     local=five_to_one,
     axes=axes,
+    stacked=STACKED,
+    writes_stacked=True,
     spare=spare,
     prefixes=(
         ("model.language_model.", "model."),

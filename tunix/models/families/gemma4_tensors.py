@@ -1,10 +1,11 @@
 """The tensors of Gemma 4's folders, and our names for them.
 
 Global layers have tensors of the names that local layers use, in other shapes: for them, our names begin with
-`global_`. So do those of an ffn twice as wide, with `wide_`.
+`global_`. So do those of an ffn twice as wide, with `wide_`. Where layers have experts, `gate`, `up` and `down` are
+those of the dense ffn beside them.
 
 Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
-Dp width of inputs of layers, Fw wider ffn width.
+Dp width of inputs of layers, F ffn width, Fw wider ffn width, E experts, Fe ffn width of an expert.
 """
 
 import re
@@ -15,11 +16,12 @@ from tunix.models.config import GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.families.base import SHARED as SHARED_TENSORS
 from tunix.models.families.base import Tensor, axis_sizes, in_layers
 from tunix.models.families.gemma import FOUR_NORMS
+from tunix.models.families.gemma4_experts import EXPERT_TENSORS
 
 
 def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
-    own = config.global_heads
+    own, experts = config.global_heads, config.experts
     assert own is not None, "the family has them"
     return {
         **axis_sizes(config),
@@ -28,6 +30,9 @@ def axes(config: DecoderConfig) -> dict[str, int]:
         "Dp": config.layer_inputs,
         "L": config.num_layers,
         "Fw": 2 * config.ffn,
+        "Fe": config.ffn,
+        "F": config.ffn if experts is None else experts.shared,
+        "E": 0 if experts is None else experts.number,
     }
 
 
@@ -92,6 +97,7 @@ TENSORS: Mapping[str, Tensor] = {
     **_WIDE,
     **FOUR_NORMS,
     **_INPUTS,
+    **EXPERT_TENSORS,
     "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
 }
 """Our parameter name -> the tensor."""
