@@ -267,10 +267,11 @@ class DecoderConfig:
     def parts(self) -> tuple[str, ...]:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
         empty where a projection is the layer's own."""
+        mixture = () if self.experts is None else ("mlp.experts",)
         shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
         linear = () if self.delta is None else ("linear_attn",)
         inputs = ("",) if self.layer_inputs else ()
-        return ("self_attn", *linear, *(("mlp",) if self.experts is None else shared), *inputs)
+        return ("self_attn", *linear, *(("mlp",) if self.experts is None else (*shared, *mixture)), *inputs)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -367,6 +367,8 @@ def _maker(
 
 def _axes(name: str, variable: nnx.Variable) -> Axes:
     axes: Axes = variable.get_metadata("axes")
+    if "rank" in axes:  # an expert's adapter states its own
+        return ("layers", *axes)
     rank = len(variable.shape) - name.startswith("layers/")
     if name.endswith(("_lora_a", "_lora_a0")):
         axes = (*axes[: rank - 1], "rank")
