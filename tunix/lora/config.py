@@ -170,11 +170,6 @@ class AdapterConfig(Config):
                         f"adapter.{key}: {value} is not possible with experts among the targets, neither here nor in "
                         "PEFT: leave it out, or name no experts"
                     )
-        if self.kind == "qlora":
-            raise UserError(
-                f"adapter.kind: qlora would leave the experts (mlp.experts) of {config.family} unrounded, nearly all "
-                "of its weights; use lora"
-            )
 
     def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""

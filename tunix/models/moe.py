@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import Axes, constrain, partition
-from tunix.models.banks import Arrays, Bank, down, gate_and_up, split_of
+from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up
 from tunix.models.config import DecoderConfig, Experts
 from tunix.models.expert_products import in_rows, routes
 from tunix.models.gated_ffn import activated, gated, projections
@@ -125,10 +125,9 @@ class MixtureOfExperts(nnx.Module):
         if mesh.empty or mesh.size == 1:
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
-        banks = [
-            {name: partition(split_of(name, w.ndim, axes), w.shape, mesh) for name, w in bank.items()}
-            for axes, bank in zip(_HERE, matrices, strict=True)
-        ]
+        matrices, banks = zip(
+            *(at_home(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
+        )
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
 
@@ -138,8 +137,8 @@ class MixtureOfExperts(nnx.Module):
             return jax.lax.psum(y, tuple(split)) if split else y
 
         specs = (wide, wide, wide, tokens, *banks)
-        at_home = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
-        y = at_home(x, *choice, real, *matrices)
+        spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
+        y = spread(x, *choice, real, *matrices)
         return constrain(y, "rows", "time", None)
 
 
