@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_a_mesh_computes_the_same(settings, sizes):
     params = spread(model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device()))
     ids = np.random.default_rng(0).integers(0, 96, (4, 16)).astype(np.int32)
     real = np.where(np.arange(16) < np.asarray([[16], [9], [3], [15]]), 1, 0).astype(np.int32)
-    rows = (ids, np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape), real, real > 0)
+    rows = tuple(map(jnp.asarray, (ids, np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape), real, real > 0)))
 
     def loss(mine, base):
         return -model.logprobs({**base, **mine}, *rows)[0].sum()

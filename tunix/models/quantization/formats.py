@@ -96,18 +96,19 @@ def _numbers(values: Shaped[Array, "..."]) -> Float[Array, "..."]:
 def plain(params: Mapping[str, jax.Array], name: str) -> Float[Array, "L ..."]:
     """A stacked weight by name: dequantized if it is stored in few bits, else as it is."""
     scales = params.get(name + SCALE)
-    return params[name] if scales is None else each_matrix(name, dequantize)(params[name], scales)
+    if scales is None:
+        return params[name]
+    return jax.vmap(jax.vmap(dequantize) if _of_experts(name) else dequantize)(params[name], scales)
 
 
-def each_matrix(name: str, function: Callable) -> Callable:
-    """A function of one matrix, for a stacked weight: for each layer, and of experts for each of these."""
-    of_layer = jax.vmap(function) if name.split("/")[1] in BANKS else function
-    return jax.vmap(of_layer)
+def _of_experts(name: str) -> bool:
+    """Whether a stacked weight has a matrix for each expert of a layer."""
+    return name.split("/")[1] in BANKS
 
 
 def over_matrices(name: str, function: Callable, w: Float[Array, "L ..."]) -> Any:
-    """What `each_matrix` returns, for a stacked weight, computed one matrix after the other."""
-    of_layer = partial(jax.lax.map, function) if name.split("/")[1] in BANKS else function
+    """A function of one matrix, of each layer's in a stacked weight, or each expert's, one after the other."""
+    of_layer = partial(jax.lax.map, function) if _of_experts(name) else function
     return jax.lax.map(of_layer, w)
 
 
