@@ -6,7 +6,7 @@ that of a parameter that holds all of them (`target_parameters`): `[(E r) D]` an
 wrapper is within that of down where both are adapted. A reward model's adapter
 includes its scalar head, as PEFT's does for sequence classifiers, and tables that train are saved whole.
 
-Axes: L layers, r rank, D model width, N query heads, H head dim, E experts, F ffn width, 2 gate and up.
+Axes: L layers, r rank, D model width, N query heads, H head dim, E experts, F ffn width; 2 is gate and up.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The matrices of experts in few bits, dequantized one at a time where experts take turns.
 
-Axes: E experts, D inputs, F outputs, S scales of an output.
+Axes: E experts; D inputs and F outputs of a product, t tiles of inputs.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class RoundedBank(NamedTuple):
     """A matrix of each expert, rounded (`quantization/formats.py`)."""
 
     values: Shaped[Array, "E D F"]
-    scales: Float[Array, "E S F"]
+    scales: Float[Array, "E t F"]
     like: Shaped[Array, "0"]
     """Nothing, of the dtype that matrices are dequantized to."""
 
