@@ -107,12 +107,13 @@ def test_gradients_are_those_of_peft(tmp_path):
         assert np.abs(ours - expected).max() < 1e-3 * np.abs(expected).max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [LORA, QLORA], ids=["lora", "qlora"])
 @pytest.mark.parametrize(
     "sizes",
     [
         MeshConfig(data=1, fsdp=1, expert=2, tensor=4),  # downs have two tiles of 8 inputs, and four devices for them
-        pytest.param(MeshConfig(data=1, fsdp=2, expert=4), marks=pytest.mark.slow),
+        MeshConfig(data=1, fsdp=2, expert=4),
     ],
     ids=repr,
 )
@@ -138,7 +139,7 @@ def test_a_mesh_computes_the_same(settings, sizes):
         np.testing.assert_allclose(found[1][name], gradient, atol=1e-4 * float(np.abs(gradient).max()), err_msg=name)
 
 
-@pytest.mark.parametrize("settings", [LORA, QLORA], ids=["lora", "qlora"])
+@pytest.mark.parametrize("settings", [LORA, *slow([QLORA])], ids=["lora", "qlora"])
 def test_adapters_learn_and_the_rest_stays(settings):
     ours = trainer(CONFIG, adapter=settings)
     assert all(map(is_adapter, ours.state.params))
