@@ -139,7 +139,7 @@ class Batch:
     weights: Float[Array | np.ndarray, "S"]
     """Weight of each sequence, e.g. `[1.0, 1.0, 0.5]`; 0 where the last batch of an epoch has fewer than S."""
     lengths: Float[Array | np.ndarray, "S"]
-    """Trained tokens of each sequence, by their weights where they have some, e.g. `[2.0, 17.0]`; 1 where there are none."""
+    """Trained tokens of each sequence, by their weights where they have some, e.g. `[2.0, 17.0]`; 1 where none is."""
     counts: Mapping[str, Float[Array | np.ndarray, ""]]
     """The denominators of the whole batch, weighted, taken before any split: `tokens`, `sequences`, and `pairs` where
     sequences 2 i and 2 i + 1 are a pair; e.g. `{"tokens": 28.0, "sequences": 3.0}`."""

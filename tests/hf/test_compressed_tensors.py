@@ -30,7 +30,7 @@ from tunix.models.quantization.schemes import SECTION, check_section
 
 UP, QUERY = (f"model.layers.1.{name}" for name in ("mlp.up_proj", "self_attn.q_proj"))
 NAMES = list({case.model_type: name for name, case in CASES.items() if "experts" not in str(case)}.values())
-"""A case of every family but those with experts, which are not rounded."""
+"""A case of every family but those with experts, which have a test of their own."""
 WORDS = "o_proj=none,self_attn.*=int8,down_proj=fp8,.*=int4:16"
 DOWN_FP8 = {"module": "down_proj", "weights": "fp8"}
 INT4 = {"module": ".*", "weights": "int4", "tile": 16}
@@ -207,3 +207,30 @@ def test_a_damaged_folder_is_told(damage, told, tmp_path):
     save_file(tensors, "out/model.safetensors")
     with pytest.raises(UserError, match=re.escape(told)):
         load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-one-of-four-tied", *slow(["qwen3_5_moe-five-of-two", "mixtral-five"])])
+def test_experts_are_packed_each_for_itself(name, tmp_path):
+    """What is read is what is rounded: int4 in tiles of 8, of every expert by its own scales."""
+    reference_folder(CASES[name], tmp_path / "base")
+    model, params = load(tmp_path / "base")
+    rules = Rules.model_validate({"rules": [{"module": "experts.*", "weights": "int4", "tile": 8}]})
+    settings = {"source": None, "dtype": "float32", "rules": rules, "packed": True}
+    save_folder(tmp_path / "packed", model.config, params, **settings)
+    expected, moved = rounded(replace(model, simulated=simulated(rules)), params)
+    assert set(moved) == {f"layers/{one}/w" for one in ("gates", "ups", "downs")}
+    _, found = load(tmp_path / "packed")
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, atol=1e-6, err_msg=key)
+    w = np.asarray(params["layers/gates/w"])
+    tiles = w.reshape(*w.shape[:2], -1, 8, w.shape[3])
+    steps = np.abs(tiles).max(axis=3, keepdims=True) / 7.5  # the largest lies half a step beyond 7
+    errors = np.abs(np.asarray(found["layers/gates/w"]).reshape(tiles.shape) - tiles)
+    assert np.all(errors <= 0.5 * steps * (1 + 1e-4))
+    assert errors.max() > 0.25 * steps.min()
+    stated = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    (group,) = stated["config_groups"].values()
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    packed = [key.removesuffix(".weight_packed") for key in stored if key.endswith(".weight_packed")]
+    assert len(packed) == 3 * model.config.experts.number * model.config.num_layers
+    assert all(any(re.fullmatch(one.removeprefix("re:"), key) for one in group["targets"]) for key in packed)

@@ -23,6 +23,7 @@ from tunix.lora.adapt import adapt, merge, started, unmerge
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import read_config
 from tunix.models.model import Model, is_adapter
+from tunix.models.quantization.modules import EXPERTS
 
 ADAPTERS = {
     "llama-multiquery-linear-wide-heads": AdapterConfig(
@@ -38,17 +39,34 @@ ADAPTERS = {
     "qwen3_5-wide-values-tied": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"in_proj_qkv": 3, "in_proj_b": 1}),
     "gemma4-keys-are-values": AdapterConfig(rank=2, alpha=4.0, dora=True, ranks={"q_proj": 3, "v_proj": 1}),
     "gemma4-shared-keys-wide-ffn": AdapterConfig(rank=2, alpha=4.0, ranks={"mlp.*": 3, "per_layer_input_gate": 1}),
+    "qwen3_moe-seven-of-three": AdapterConfig(
+        rank=2, alpha=4.0, ranks={"experts.down_proj": 3}, targets=("q_proj", "experts.*")
+    ),
+    "qwen3_moe-one-of-four-tied": AdapterConfig(rank=2, alpha=4.0, targets=("experts.gate_up_proj",)),
+    "qwen3_5_moe-five-of-two": AdapterConfig(
+        rank=2,
+        alpha=4.0,
+        rslora=True,
+        ranks={"mlp.shared_expert.down_proj": 3, "experts.down_proj": 1},
+        alphas={"experts.gate_up_proj": 6.0},
+        targets=("down_proj", "in_proj_z", "experts.*"),
+    ),
+    "mixtral-five": AdapterConfig(rank=2, alpha=4.0, targets=("v_proj", "experts.down_proj")),
 }
-"""One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train."""
+"""One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train,
+experts: both of their parameters, or one."""
 FOR_ALL = (
     "llama-multiquery-linear-wide-heads",
     "gemma2-windows-caps",
     "qwen2-biases-grouped",
     "qwen3_5-wide-values-tied",
     "gemma4-keys-are-values",
+    "qwen3_moe-seven-of-three",
 )
 parity = pytest.mark.parametrize("name", [*FOR_ALL, *slow(name for name in ADAPTERS if name not in FOR_ALL)])
-"""Patterns, magnitudes, and tables that train."""
+"""Patterns, magnitudes, tables that train, and experts."""
+patterns_of_experts = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+"""PEFT looks for the patterns among the names of modules alone when it warns; it applies them to parameters too."""
 SPREAD = 0.2
 """Of random adapters. At 0.3 both sides round to 1e-4 of what torch computes in float64 (Qwen2: ours 1.0e-4, PEFT's
 0.8e-4; Llama 0.9e-4 and 0.6e-4), so that their difference says nothing; at 0.2 it is below 4e-5 for all of them."""
@@ -81,6 +99,7 @@ def their_logits(model):
 
 
 @parity
+@patterns_of_experts
 def test_our_adapter_loads_in_peft(name, tmp_path):
     base = reference_folder(CASES[name], tmp_path / "base")
     settings = ADAPTERS[name]
@@ -100,6 +119,7 @@ def test_our_adapter_loads_in_peft(name, tmp_path):
 
 
 @parity
+@patterns_of_experts
 def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
     reference_folder(CASES[name], tmp_path / "base")
     settings = ADAPTERS[name]
@@ -114,7 +134,8 @@ def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
             alpha_pattern=settings.alphas,
             use_rslora=settings.rslora,
             use_dora=settings.dora,
-            target_modules=list(settings.targeted_in(config)),
+            target_modules=[name for name in settings.targeted_in(config) if not name.startswith(EXPERTS)],
+            target_parameters=[name for name in settings.targeted_in(config) if name.startswith(EXPERTS)],
             modules_to_save=["embed_tokens", "lm_head"] if settings.also else None,
             ensure_weight_tying=config.tied and bool(settings.also),
             task_type="CAUSAL_LM",

@@ -92,8 +92,7 @@ def test_the_recipe_field_reaches_the_model_and_is_refused_without_experts():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({}, r"all-linear does not adapt the experts \(mlp.experts\).* \[q_proj, k_proj, v_proj, o_proj\]"),
-        ({"targets": ["q_proj"], "kind": "qlora"}, r"adapter.kind: qlora would leave the experts \(mlp.experts\)"),
+        ({}, r"all-linear would leave the experts \(mlp.experts\).* \[q_proj, k_proj, v_proj, o_proj, experts.gate_up"),
         ({"targets": ["gate_proj"]}, r"qwen3_moe has no gate_proj"),
     ],
 )
@@ -102,13 +101,10 @@ def test_experts_are_never_left_out_silently(section, message):
     with pytest.raises(UserError, match=message):
         adapted(CONFIG, config, AdapterConfig(**section))
     assert adapted(CONFIG, config, AdapterConfig(targets=("q_proj",))).adapt is not None
-    with pytest.raises(UserError, match=r"quantization: the 4 experts of each layer"):
-        adapted(
-            CONFIG,
-            config,
-            None,
-            QuantizationConfig.model_validate({"mode": "qat", "rules": [{"module": ".*", "weights": "int8"}]}),
-        )
+    rule = {"module": "experts.*", "weights": "int8", "activations": "int8"}
+    rules = QuantizationConfig.model_validate({"mode": "qat", "rules": [rule]})
+    with pytest.raises(UserError, match=r"quantization.rules: what comes into experts \(gates\) cannot be rounded"):
+        _ = adapted(CONFIG, config, None, rules).shapes
 
 
 def test_a_shared_expert_is_adapted_by_the_names_of_a_dense_one():

@@ -25,7 +25,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import FAMILIES, read_json
 from tunix.models.quantization.formats import Quantization
-from tunix.models.quantization.modules import projections_of
+from tunix.models.quantization.modules import BANKS, projections_of
 
 FILE = "tunix_base.json"
 """File in the adapter's folder, next to adapter_config.json; PEFT ignores it."""
@@ -130,7 +130,8 @@ def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
     """A few numbers of every matrix, from the files; None where a matrix is missing or unusual (loading reports it)."""
     stored, table = named_tensors(folder, config.family), FAMILIES[config.family].tensors
     wanted = [table["embed/w"].name]
-    names = [f"layers/{one}/w" for ours in projections_of(config).values() for one in ours]
+    # Without those of experts, which are most of a mixture's tensors.
+    names = [f"layers/{one}/w" for ours in projections_of(config).values() for one in ours if one not in BANKS]
     matrices = [table[name] for name in names if name in table]
     wanted += [one.key(n) for n in range(config.num_layers) for one in matrices if n in config.layers_with(one.mixer)]
     if not all(key in stored and len(stored[key].shape) == 2 and stored[key].dtype in DTYPES for key in wanted):

@@ -2,23 +2,22 @@
 
 from tunix.config import ModelConfig
 from tunix.errors import UserError
-from tunix.models.config import DecoderConfig
-from tunix.models.quantization.rules import Rules
+from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
 
 
-def check_experts(decoder: DecoderConfig, config: ModelConfig, rules: Rules | None) -> None:
+def check_experts(decoder: DecoderConfig, config: ModelConfig, rounds: str | None) -> None:
     """Refuses what a recipe asks of experts.
 
     Args:
-        rules: how the model is rounded while it trains; None where it is not.
+        rounds: the recipe's section by which the model is rounded; None where it is not.
 
     Raises:
-        UserError: a loss on experts for a model that has none, or experts that would be rounded.
+        UserError: a loss on experts for a model that has none, or experts that would be rounded and cannot be.
     """
     if config.router_aux_loss_coef and decoder.experts is None:
         raise UserError(f"model.router_aux_loss_coef: {decoder.family} has no experts whose use it would even out")
-    if rules is not None:
-        refuse_rounding(decoder, "quantization")
+    if rounds is not None:
+        refuse_rounding(decoder, rounds)
 
 
 def refuse_rounding(decoder: DecoderConfig, what: str) -> None:
@@ -28,10 +27,10 @@ def refuse_rounding(decoder: DecoderConfig, what: str) -> None:
         what: the recipe's section, or the command.
 
     Raises:
-        UserError: the model has experts.
+        UserError: the model has experts beside a dense ffn.
     """
-    if decoder.experts is not None:
+    if decoder.feed_forward == DENSE_AND_EXPERTS and decoder.experts is not None:
         raise UserError(
-            f"{what}: the {decoder.experts.number} experts of each layer of {decoder.family} (mlp.experts), nearly all "
-            "of its weights, cannot be rounded yet; use a model without experts, or leave it unrounded"
+            f"{what}: the {decoder.experts.number} experts of each layer of {decoder.family}, which has them beside a "
+            "dense ffn, cannot be rounded yet; use another model, or leave it unrounded"
         )

@@ -28,14 +28,7 @@ from tunix.hf.expert_stacks import apart, hint, together
 from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.remote_folder import local_copy
-from tunix.hf.safetensors_io import (
-    Entry,
-    Stored,
-    check_tensors,
-    some,
-    tensors_of_folder,
-    write_shards,
-)
+from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_folder, write_shards
 from tunix.hf.sending import sent, sent_scales, sent_values
 from tunix.hf.tensor_loading import Place, Read, load, target_of
 from tunix.hf.tensor_names import rename, spelling
@@ -45,7 +38,7 @@ from tunix.models.families.table import FAMILIES, tensors_of, to_hf
 from tunix.models.model import Model, Params, is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import is_scale, tile_of
-from tunix.models.quantization.modules import modules_of
+from tunix.models.quantization.modules import BANKS, modules_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
@@ -332,8 +325,16 @@ def write_beside(
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), modules_of(config))
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), _modules(config))
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _modules(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """`modules_of`, with each matrix of experts under its name in a folder."""
+    table, names = tensors_of(config), modules_of(config)
+    dense = {name: ours for name, ours in names.items() if not set(ours) & set(BANKS)}
+    banks = {name: table[f"layers/{name}/w"].name.partition("{layer}.")[2] for name in BANKS if config.experts}
+    return dense | {called.removesuffix(f".{VALUES}"): (name,) for name, called in banks.items()}
 
 
 def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
@@ -360,14 +361,12 @@ def _entries(
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-        if name in packed:
-            values, scales = (
-                partial(send, params[name], place, tensor, packed[name]) for send in (sent_values, sent_scales)
-            )
-            yield from entries(tensor.key(layer).removesuffix(VALUES), packed[name], values, scales)
-        else:
-            for number, key in enumerate(tensor.keys(layer, shape)):
-                own = (*place, number) if tensor.by_expert else place
+        for number, key in enumerate(tensor.keys(layer, shape)):
+            own = (*place, number) if tensor.by_expert else place
+            if name in packed:
+                parts = (partial(send, params[name], own, tensor, packed[name]) for send in (sent_values, sent_scales))
+                yield from entries(key.removesuffix(VALUES), packed[name], *parts)
+            else:
                 send = partial(sent, params[name], own, tensor.write, written)
                 yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
 

@@ -1,10 +1,12 @@
 """Adapters in PEFT's format (https://huggingface.co/docs/peft): adapter_config.json and adapter_model.safetensors.
 
 Our A and B keep the axes of the weight that they adapt (`[L D r]` and `[L r N H]` for q); PEFT flattens them
-(`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. A reward model's adapter
+(`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. Of experts, PEFT's pair is
+that of a parameter that holds all of them (`target_parameters`): `[(E r) D]` and `[(2 F) (r E)]` for gate and up, whose
+wrapper is within that of down where both are adapted. A reward model's adapter
 includes its scalar head, as PEFT's does for sequence classifiers, and tables that train are saved whole.
 
-Axes: L layers, r rank, D model width, N query heads, H head dim.
+Axes: L layers, r rank, D model width, N query heads, H head dim, E experts, F ffn width; 2 is gate and up.
 """
 
 import re
@@ -29,10 +31,13 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import AXES, Tensor
 from tunix.models.families.table import FAMILIES
+from tunix.models.quantization.modules import BANKS
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "value/w"
+EXPERTS = "model.layers.{layer}.mlp.experts"
+"""What transformers' models call the module of a layer's experts, whatever its tensors are called in folders."""
 LANGUAGE = "model.language_model."
 """Begins the names of the text part's modules in transformers' multimodal models."""
 
@@ -154,6 +159,8 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     family, found = FAMILIES[config.family], {}
     sizes = family.axes(config)
     for name, low in adapter.modules_of(config).items():
+        if name in BANKS:
+            continue
         base = family.tensors[f"layers/{name}/w"]
         output, inputs = re.findall(AXES, base.theirs)
         stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
@@ -166,6 +173,22 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
         for letter, tensor in tensors.items():
             shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
             found[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
+    return found | _parts_of_experts(adapter, config, sizes)
+
+
+def _parts_of_experts(adapter: AdapterConfig, config: DecoderConfig, sizes: Mapping[str, int]) -> dict[str, Place]:
+    """The tensors of A and B of experts. PEFT wraps the parameters of a module one after the other, down last."""
+    lows, found = adapter.modules_of(config), {}
+    inner = "base_layer." if "gates" in lows and "downs" in lows else ""
+    layouts = {
+        "gates": (inner, {"A": ("(E r) D", "E D r"), "B": ("(2 F) (r E)", "E r 2 F")}),
+        "downs": ("", {"A": ("(E r) F", "E F r"), "B": ("D (r E)", "E r D")}),
+    }
+    for name, (wrapper, layout) in layouts.items():
+        for letter, (theirs, ours) in layout.items() if name in lows else ():
+            tensor = Tensor(f"{EXPERTS}.{wrapper}lora_{letter}.weight", theirs, ours)
+            shape = tuple({**sizes, "r": lows[name].rank, "2": 2}[axis] for axis in ours.split())
+            found[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
     return found
 
 

@@ -5,6 +5,7 @@ Every field that would change what the adapter computes is either understood or 
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from tunix.lora.config import AdapterConfig, Table
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import read_json
-from tunix.models.quantization.modules import MODULES, PROJECTIONS, matched
+from tunix.models.quantization.modules import EXPERTS, MODULES, PROJECTIONS, matched, modules_of, short
 
 CONFIG = "adapter_config.json"
 TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
@@ -52,6 +53,7 @@ READ = frozenset(
         "use_rslora",
         "use_dora",
         "target_modules",
+        "target_parameters",
         "modules_to_save",
     )
 )
@@ -84,8 +86,11 @@ def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig)
     tied, targeted = config.tied, adapter.targeted_in(config)
     wider = 2 if adapter.start == "pissa" else 1
     louder = math.sqrt(wider) if adapter.rslora else wider
-    ranks = {name: adapter.modules[PROJECTIONS[name][0]].rank for name in targeted}
-    alphas = {name: adapter.alpha_of(name) for name in targeted}
+    # PEFT's pattern `down_proj` would match the experts' too.
+    called = {short(name): name if config.experts else short(name) for name in modules_of(config)}
+    ranks = {called[name]: adapter.modules[PROJECTIONS[name][0]].rank for name in targeted}
+    alphas = {called[name]: adapter.alpha_of(name) for name in targeted}
+    modules = [name for name in targeted if not name.startswith(EXPERTS)]
     whole = (["embed_tokens"] if tied and adapter.also else list(adapter.also)) + ([HEADS[0]] if scores else [])
     fields = {
         "peft_type": "LORA",
@@ -100,7 +105,8 @@ def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig)
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
         # A tower has modules of the same names.
-        "target_modules": list(targeted) if config.vision is None else OF_LANGUAGE % "|".join(targeted),
+        "target_modules": modules if config.vision is None else OF_LANGUAGE % "|".join(modules),
+        "target_parameters": [called[name] for name in targeted if name.startswith(EXPERTS)] or None,
         "lora_dropout": adapter.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -139,7 +145,9 @@ def described(file: Path, tied: bool) -> Described:
     for name, kinds in (("r", int), ("lora_alpha", int | float)):
         if not _positive(raw.get(name), kinds):
             raise refuse(name, "must be a positive number.")
-    targets = _targets(raw.get("target_modules"), refuse)
+    parameters = _parameters(raw.get("target_parameters"), refuse)
+    modules = _targets(raw.get("target_modules"), refuse) if raw.get("target_modules") or not parameters else ()
+    targets = modules + parameters
     scores = raw.get("task_type") == TASKS[True]
     adapter = AdapterConfig(
         rank=raw["r"],
@@ -170,6 +178,10 @@ def _pattern(given: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse
             raise refuse(name, f"is not supported: {error}.") from None
         if set(means) & set(targets):
             found[pattern] = value
+        # A pattern of ours does not take `down_proj` for that of experts.
+        for expert in (one for one in targets if one.startswith(EXPERTS) and one not in means):
+            if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
+                found.setdefault(expert, value)
     return found
 
 
@@ -186,7 +198,19 @@ def _targets(modules: Any, refuse: Refuse) -> tuple[str, ...]:
         found = {name for pattern in named for name in matched(pattern)}
     except ValueError as error:
         raise refuse("target_modules", f"is not supported: {error}.") from None
-    return tuple(name for name in PROJECTIONS if name in found)
+    # Parameters of experts are no modules.
+    return tuple(name for name in PROJECTIONS if name in found and not name.startswith(EXPERTS))
+
+
+def _parameters(given: Any, refuse: Refuse) -> tuple[str, ...]:
+    """The adapted matrices of experts, which PEFT finds by the ends of their names, in our order."""
+    named, ours = given or [], {name: f"model.layers.0.mlp.{name}" for name in PROJECTIONS if name.startswith(EXPERTS)}
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise refuse("target_parameters", "must be a list of names of parameters.")
+    foreign = sorted(one for one in named if not any(name.endswith(f".{one}") for name in ours.values()))
+    if foreign:
+        raise refuse("target_parameters", f"has {some(foreign)}; tunix adapts only {', '.join(ours)}.")
+    return tuple(one for one, name in ours.items() if any(name.endswith(f".{end}") for end in named))
 
 
 def _whole(modules: Any, scores: bool, untied: bool, refuse: Refuse) -> tuple[Table, ...]:

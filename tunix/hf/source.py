@@ -34,7 +34,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families.table import FAMILIES, preset, small, with_sizes, with_vision
 from tunix.models.model import Model, Params, is_own, trains
 from tunix.models.quantization.fake_quant import simulated, supported
-from tunix.models.quantization.formats import SCALE, Quantization, check_supported, dequantize, quantize
+from tunix.models.quantization.formats import SCALE, Quantization, check_supported, over_matrices, plain, quantize
 from tunix.models.quantization.rules import Rules, read_rules
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
@@ -289,7 +289,8 @@ def adapted(
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    check_experts(decoder, config, rules)
+    rounds = "adapter.base" if rounding is not None else None if rules is None else "quantization"
+    check_experts(decoder, config, rounds)
     settings = config.model_dump(include={"dtype", "attention", "gradient_sums", "router_aux_loss_coef"})
     return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
 
@@ -328,14 +329,14 @@ def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Pa
     model = Model(decoder, quantization=how)
 
     def one(name: str, w: jax.Array) -> jax.Array:
-        return jax.vmap(dequantize)(*_rounded(model, name, w)).astype(w.dtype)
+        return plain(dict(zip((name, name + SCALE), _rounded(model, name, w), strict=True)), name).astype(w.dtype)
 
     return {name: one(name, w) if name in model.quantized else w for name, w in params.items()}
 
 
 def _rounded(model: Model, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounded values and scales of a stacked matrix."""
-    return jax.lax.map(lambda layer: quantize(layer, *model.rounding(name)), w)
+    """Rounded values and scales of a stacked weight."""
+    return over_matrices(name, lambda matrix: quantize(matrix, *model.rounding(name)), w)
 
 
 def _merged(

@@ -4,10 +4,11 @@ qwix's provider watches the einsums of a block once, before blocks are stacked, 
 (contracted axes x r, random) and a B (r x the rest, zeros), so that training starts at the base exactly. The products
 with A and B are computed by the projection (`layers.project`): qwix's three-operand einsum took twice the step on a
 CPU. What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are
-loaded.
+loaded. Each expert of a mixture has an A and a B of its own, made and multiplied by `models/banks.py`.
 """
 
 import math
+from collections.abc import Mapping
 from typing import cast
 
 import jax
@@ -21,13 +22,14 @@ from tunix.config import DType
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig, Low
 from tunix.models.attention.inputs import Segments
+from tunix.models.banks import BANK_PAIRS
 from tunix.models.blocks import PARTS, Block
 from tunix.models.config import SHARED, DecoderConfig
 from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
 from tunix.models.model import Model, Params, is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
-from tunix.models.quantization.modules import PROJECTIONS
+from tunix.models.quantization.modules import BANKS, PROJECTIONS
 from tunix.models.self_attention import Kept
 from tunix.util.exact import jit
 
@@ -60,12 +62,16 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     mine = adapter.modules_of(decoder)
     start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
     parts = "|".join(PARTS)
-    rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in mine.items()]
+    dense = {name: low for name, low in mine.items() if name not in BANKS}
+    rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in dense.items()]
     provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
+        _adapt_banks(block, mine, rngs)
+        if not dense:
+            return block
         projections = block.projections()
-        own = {name: low for name, low in mine.items() if name in projections}
+        own = {name: low for name, low in dense.items() if name in projections}
         for name, low in own.items():
             _check_rank(name, low, projections[name])
         for projection in projections.values():
@@ -104,9 +110,24 @@ def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int)
         projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
 
 
+def _adapt_banks(block: Block, mine: Mapping[str, Low], rngs: nnx.Rngs) -> None:
+    """Adapts the experts' matrices that are among the targets."""
+    for name, bank in block.banks().items():
+        if name not in mine or BANK_PAIRS[name][0] != name:
+            continue
+        halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
+        _, inputs, outputs = bank.w.shape
+        _refuse_rank(name, mine[name], min(inputs, halves * outputs))
+        bank.adapt(mine[name].rank, mine[name].scale, halves, rngs)
+
+
 def _check_rank(name: str, low: Low, projection: Projection) -> None:
     shape, contracted = projection.w.shape, projection.contracted
-    most = min(math.prod(shape[:contracted]), math.prod(shape[contracted:]))
+    _refuse_rank(name, low, min(math.prod(shape[:contracted]), math.prod(shape[contracted:])))
+
+
+def _refuse_rank(name: str, low: Low, most: int) -> None:
+    """Refuses a rank that is above the most that a matrix can have."""
     if low.rank > most:
         (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
         raise UserError(
@@ -188,16 +209,15 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
     in float32: `[L ... r] x [L r ...]`. With DoRA each output's weights are then scaled to their learned length.
     """
     params = plain_pairs(params, adapter)
-    lows = adapter.modules
 
     def merged(name: str) -> jax.Array:
-        w = plain(params, name)
-        a, b, m = (params.get(f"{name}_lora_{letter}") for letter in "abm")
-        if a is None or b is None:
+        w, delta, m = plain(params, name), _delta(params, name, adapter), params.get(f"{name}_lora_m")
+        if delta is None:
             return w
-        whole = w.astype(jnp.float32) + _delta(a, b, lows[name.split("/")[1]]).reshape(w.shape)
+        whole = w.astype(jnp.float32) + delta.reshape(w.shape)
         if m is not None:
-            length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(1, a.ndim - 1)), keepdims=True))
+            inputs = tuple(range(1, 1 + contracted_axes(params, name)))
+            length = jnp.sqrt(jnp.sum(whole**2, axis=inputs, keepdims=True))
             whole = whole / length * m.reshape(length.shape)
         return whole.astype(w.dtype)
 
@@ -215,21 +235,41 @@ def unmerge(merged: Params, own: Params, adapter: AdapterConfig) -> Params:
     """
     if adapter.dora or adapter.also:
         raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
-    pairs, lows = plain_pairs(own, adapter), adapter.modules
+    pairs = plain_pairs(own, adapter)
 
     def before(name: str, w: jax.Array) -> jax.Array:
-        if f"{name}_lora_a" not in pairs:
+        delta = _delta(pairs, name, adapter)
+        if delta is None:
             return w
-        delta = _delta(pairs[f"{name}_lora_a"], pairs[f"{name}_lora_b"], lows[name.split("/")[1]])
         return (w.astype(jnp.float32) - delta.reshape(w.shape)).astype(w.dtype)
 
     return {name: before(name, w) for name, w in merged.items()}
 
 
-def _delta(a: Float[Array, "L ..."], b: Float[Array, "L ..."], low: Low) -> Float[Array, "L I O"]:
-    """`s A B` of a stacked weight in float32, its inputs flattened and its outputs too."""
+def _delta(pairs: Params, name: str, adapter: AdapterConfig) -> Float[Array, "L ..."] | None:
+    """`s A B` of a stacked weight in float32, its inputs flattened and its outputs too; None where nothing adapts it.
+
+    Of experts it has their axis after L.
+    """
+    if not (name.startswith("layers/") and name.endswith("/w")):
+        return None
+    ours = name.split("/")[1]
+    stem, half = BANK_PAIRS.get(ours, (ours, None))
+    a, b = (pairs.get(f"layers/{stem}/w_lora_{letter}") for letter in "ab")
+    if a is None or b is None:
+        return None
+    scale, a, b = adapter.modules[ours].scale, a.astype(jnp.float32), b.astype(jnp.float32)
+    if ours in BANK_PAIRS:
+        return scale * jnp.einsum("LEDr,LErF->LEDF", a, b if half is None else b[:, :, :, half])
     flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
-    return low.scale * jnp.einsum("LDr,LrF->LDF", flat_a.astype(jnp.float32), flat_b.astype(jnp.float32))
+    return scale * jnp.einsum("LDr,LrF->LDF", flat_a, flat_b)
+
+
+def _parts_of(params: Params, name: str) -> Params:
+    """A layer's weight among these, and what `merge` reads with it."""
+    ours = name.split("/")[1]
+    pair = f"layers/{BANK_PAIRS.get(ours, (ours, None))[0]}/w_lora_"
+    return {other: x for other, x in params.items() if other in (name, name + SCALE) or other.startswith(pair)}
 
 
 def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:
@@ -246,10 +286,9 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
 
     merged, sums, run = Params(), [], jit(one)
     for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
-        own = {other: x for other, x in params.items() if other == name or other.startswith(f"{name}_")}
         if name + SCALE not in params:
             merged[name] = params[name]
             continue
-        merged[name], moved, size = run(own)
+        merged[name], moved, size = run(_parts_of(params, name))
         sums.append((float(moved), float(size)))
     return merged, math.sqrt(sum(moved for moved, _ in sums) / sum(size for _, size in sums))

@@ -1,7 +1,7 @@
 """The `adapter` section of a recipe, and which module it gives which rank and scale. Loads without jax."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_serializer, model_validator
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 from tunix.config import BaseType, Config, Fraction, Positive
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
-from tunix.models.quantization.modules import PROJECTIONS, matched, projections_of
+from tunix.models.quantization.modules import EXPERTS, PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
 
@@ -57,7 +57,8 @@ class AdapterConfig(Config):
     """Share of the adapter's inputs that is zeroed while training; never in evaluation and sampling."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Modules as Hugging Face spells them (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or regular
-    expressions such as "self_attn.*"."""
+    expressions such as "self_attn.*". Of a mixture, experts.gate_up_proj and experts.down_proj ("experts.*" for both)
+    adapt each expert; gate and up share their A, as PEFT's `target_parameters` do."""
     also: tuple[Table, ...] = ()
     """Tables that train in full along with the adapters: embed_tokens, lm_head. A model that ties them has one."""
 
@@ -128,9 +129,9 @@ class AdapterConfig(Config):
 
     @property
     def targeted(self) -> tuple[str, ...]:
-        """The adapted modules by the last part of their Hugging Face names, in our order."""
+        """The adapted modules by their short Hugging Face names, in our order."""
         if self.targets == "all-linear":
-            return tuple(PROJECTIONS)
+            return tuple(name for name in PROJECTIONS if not name.startswith(EXPERTS))
         names = {name for pattern in self.targets for name in matched(pattern)}
         return tuple(name for name in PROJECTIONS if name in names)
 
@@ -145,27 +146,30 @@ class AdapterConfig(Config):
         Raises:
             UserError: a target means none of them; or experts would be left as they are and nothing says so.
         """
-        if config.experts is not None:
-            self._refuse_experts(config)
         there = projections_of(config)
+        if config.experts is not None:
+            self._check_experts(config, there)
         for pattern in () if self.targets == "all-linear" else self.targets:
             if not there.keys() & matched(pattern):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
         return tuple(name for name in self.targeted if name in there)
 
-    def _refuse_experts(self, config: DecoderConfig) -> None:
-        """Experts have no adapters and are not rounded: neither `all-linear` nor a rounded base leaves them out."""
+    def _check_experts(self, config: DecoderConfig, there: Collection[str]) -> None:
+        """Experts are adapted where they are named, `all-linear` does not leave them out silently, and a rounded base
+        includes them."""
         if self.targets == "all-linear":
-            names = ", ".join(projections_of(config))
             raise UserError(
-                f"adapter.targets: all-linear does not adapt the experts (mlp.experts) and the router (mlp.gate) of "
-                f"{config.family}; name what is to be adapted: [{names}]"
+                f"adapter.targets: all-linear would leave the experts (mlp.experts) of {config.family} as they are, as "
+                f"PEFT's does; name what is to be adapted: [{', '.join(there)}]"
             )
-        if self.kind == "qlora":
-            raise UserError(
-                f"adapter.kind: qlora would leave the experts (mlp.experts) of {config.family} unrounded, nearly all "
-                "of its weights; use lora"
-            )
+        if any(name.startswith(EXPERTS) for name in self.targeted):
+            settings = {"dropout": self.dropout, "dora": self.dora, "start": self.start != "zero" and self.start}
+            for key, value in settings.items():
+                if value:
+                    raise UserError(
+                        f"adapter.{key}: {value} is not possible with experts among the targets, neither here nor in "
+                        "PEFT: leave it out, or name no experts"
+                    )
 
     def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""

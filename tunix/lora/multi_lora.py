@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tunix.errors import UserError
 from tunix.lora.adapt import adapt, plain_pairs
 from tunix.lora.config import AdapterConfig
 from tunix.models.blocks import Block
 from tunix.models.kv_cache import LAYERS, Weights, gains, unstack
 from tunix.models.layers import Adapter
 from tunix.models.model import Model, Params, is_adapter
+from tunix.models.quantization.modules import BANKS
 from tunix.util.exact import jit
 
 
@@ -45,6 +47,11 @@ class Mixture:
     def __post_init__(self) -> None:
         if self.base.adapt is not None:
             raise ValueError("the model has an adapter already: load all of them with its base")
+        if any(name in BANKS for one in self.settings for name in one.modules_of(self.base.config)):
+            raise UserError(
+                "an adapter of experts (adapter.targets: experts.*) cannot be mixed with others in a batch: merge it "
+                "with `tunix export`, or sample with it alone"
+            )
 
     @cached_property
     def model(self) -> Model:

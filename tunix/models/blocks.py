@@ -21,6 +21,7 @@ from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import CachedView, SlotsView
+from tunix.models.banks import Bank
 from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
 from tunix.models.dense_and_experts import DenseAndExperts
@@ -148,6 +149,10 @@ class Block(nnx.Module):
         parts = [self.mixer, self.ffn, *([] if self.own_input is None else [self.own_input])]
         fields = {name: module for part in parts for name, module in vars(part).items()}
         return {name: module for name, module in fields.items() if isinstance(module, Projection)}
+
+    def banks(self) -> dict[str, Bank]:
+        """The matrices of experts by name; none where there are no experts."""
+        return {name: module for name, module in vars(self.ffn).items() if isinstance(module, Bank)}
 
 
 def _real(view: View, shape: tuple[int, ...]) -> Bool[Array, "B T"] | None:

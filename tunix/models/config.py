@@ -271,10 +271,11 @@ class DecoderConfig:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
         empty where a projection is the layer's own."""
         dense = self.experts is None or self.feed_forward == DENSE_AND_EXPERTS
+        mixture = () if dense else ("mlp.experts",)
         shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
         linear = () if self.delta is None else ("linear_attn",)
         inputs = ("",) if self.layer_inputs else ()
-        return ("self_attn", *linear, *(("mlp",) if dense else shared), *inputs)
+        return ("self_attn", *linear, *(("mlp",) if dense else (*shared, *mixture)), *inputs)
 
     @property
     def routed(self) -> tuple[int, int] | None:

@@ -116,13 +116,13 @@ class Decoder(nnx.Module):
 
         def finished(block: Block, rngs: nnx.Rngs) -> Block:
             block = block if adapt is None else adapt(block, rngs)
-            projections = block.projections()
+            matrices = block.projections() | block.banks()
             for name, rounding in (simulated or {}).items():
-                if name in projections:
-                    projections[name].simulate(name, rounding)
+                if name in matrices:
+                    matrices[name].simulate(name, rounding)
             if quantization is not None:
-                for name, projection in projections.items():
-                    projection.quantize(name, quantization)
+                for name, matrix in matrices.items():
+                    matrix.quantize(name, quantization)
             return block
 
         def stack(mixer: str) -> Block:
@@ -171,10 +171,14 @@ class Decoder(nnx.Module):
             x = with_pictures(x, self.vision(jnp.asarray(pictures.pixels), dtype), jnp.asarray(pictures.places))
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
-        projections = {name: one for mixer in c.mixers for name, one in self.block(mixer).projections().items()}
+        blocks = [self.block(mixer) for mixer in c.mixers]
+        projections = {name: one for block in blocks for name, one in block.projections().items()}
+        banks = {name: one for block in blocks for name, one in block.banks().items()}
 
         def cast(path: Path, w: jax.Array) -> jax.Array:
             module, name = path[-2:]
+            if module in banks and name == "w":
+                w = banks[module].on_grid(w)
             if module in projections:
                 w = projections[module].on_grid(w) if name == "w" else w
                 # What `project` casts itself has a gradient in its own dtype.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import platform
+from tunix.models.rounded_bank import RoundedBank
 
 LEAST, MOST = 8, 32
 """Bounds of what numbers of rows are rounded up to on a CPU; between them, an eighth of the mean of an expert."""
@@ -124,6 +125,30 @@ def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Ar
 from_experts.defvjp(_from_experts_forward, _from_experts_backward)
 
 
+@jax.custom_vjp
+def to_rounded(x: Float[Array, "n D"], matrices: RoundedBank, where: Routes) -> Float[Array, "r F"]:
+    """`to_experts` of matrices that are rounded, and so frozen: they have no gradient."""
+    return _products(x, True, matrices, False, where)
+
+
+to_rounded.defvjp(
+    lambda x, matrices, where: (to_rounded(x, matrices, where), (matrices, where)),
+    lambda saved, d: (_sums(_products(d, False, saved[0], True, saved[1]), saved[1]), None, None),
+)
+
+
+@jax.custom_vjp
+def from_rounded(rows: Float[Array, "r D"], matrices: RoundedBank, where: Routes) -> Float[Array, "n F"]:
+    """`from_experts` of matrices that are rounded, and so frozen: they have no gradient."""
+    return _sums(_products(rows, False, matrices, False, where), where)
+
+
+from_rounded.defvjp(
+    lambda rows, matrices, where: (from_rounded(rows, matrices, where), (matrices, where)),
+    lambda saved, d: (_products(d, True, saved[0], True, saved[1]), None, None),
+)
+
+
 def _sums(rows: Float[Array, "r F"], where: Routes) -> Float[Array, "n F"]:
     """The sum of each token's rows, computed in float32."""
     # Gathers one by one are fused with the sum; one of all would be written out, and take 6 times as long.
@@ -137,21 +162,28 @@ def _taken(x: Float[Array, "n D"], index: Int[Array, "a"]) -> Float[Array, "a D"
 
 
 def _products(
-    x: Float[Array, "_ _"], by_token: bool, matrices: Float[Array, "E _ _"], transposed: bool, where: Routes
+    x: Float[Array, "_ _"],
+    by_token: bool,
+    matrices: Float[Array, "E _ _"] | RoundedBank,
+    transposed: bool,
+    where: Routes,
 ) -> Float[Array, "r _"]:
     """Each expert's rows times its matrix, or times its transposed matrix.
 
     Args:
         x: what the rows are, or the tokens that they are gathered from (`by_token`).
+        matrices: on a CPU, rounded ones are dequantized when it is their expert's turn, and there if it has rows.
     """
     if platform() != "cpu":
+        matrices = matrices.whole(x) if isinstance(matrices, RoundedBank) else matrices
         rows = _taken(x, where.tokens) if by_token else x
         return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, where.sizes)
     rows = _rows_of(x, by_token, where)
 
     def expert(number: jax.Array, start: jax.Array, end: jax.Array, y: jax.Array) -> jax.Array:
         def block(size: int, at: jax.Array, y: jax.Array) -> jax.Array:
-            matrix = matrices[number].T if transposed else matrices[number]
+            matrix = matrices.matrix(number) if isinstance(matrices, RoundedBank) else matrices[number]
+            matrix = matrix.T if transposed else matrix
             return jax.lax.dynamic_update_slice_in_dim(y, rows(at, size) @ matrix, at, axis=0)
 
         return _over_blocks(block, where.blocks, start, end, y)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 from tunix.config import DType, GradientSums
 from tunix.mesh import Axes, platform, sharding
 from tunix.models.attention.inputs import Segments
+from tunix.models.banks import Bank
 from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Decoder
@@ -304,16 +305,21 @@ class Model:
         return self._simulating[name].on_grid(w) if name in self._simulating else w
 
     @cached_property
-    def _simulating(self) -> dict[str, Projection]:
-        """The projections with simulated rounding, by the name of their matrix."""
+    def _simulating(self) -> dict[str, Projection | Bank]:
+        """The projections and banks with simulated rounding, by the name of their matrix."""
         simulated = dict(self.simulated)
-        return {f"layers/{name}/w": one for name, one in self.projections.items() if name in simulated}
+        return {f"layers/{name}/w": one for name, one in self.matrices.items() if name in simulated}
 
     @cached_property
     def projections(self) -> dict[str, Projection]:
         """The projections of the layers by name, without their weights' values."""
+        return {name: one for name, one in self.matrices.items() if isinstance(one, Projection)}
+
+    @cached_property
+    def matrices(self) -> dict[str, Projection | Bank]:
+        """The projections of the layers and the banks of their experts, likewise."""
         blocks = map(self._decoder.block, self.config.mixers)
-        return {name: one for block in blocks for name, one in block.projections().items()}
+        return {name: one for block in blocks for name, one in (block.projections() | block.banks()).items()}
 
     def layer(self, weights: Params, mixer: str, settled: bool = True) -> Block:
         """One block built from its weights, which are named as in `layers/` and have no axis L.
@@ -377,6 +383,8 @@ def _maker(
 
 def _axes(name: str, variable: nnx.Variable) -> Axes:
     axes: Axes = variable.get_metadata("axes")
+    if "rank" in axes:  # an expert's adapter states its own
+        return ("layers", *axes)
     rank = len(variable.shape) - name.startswith("layers/")
     if name.endswith(("_lora_a", "_lora_a0")):
         axes = (*axes[: rank - 1], "rank")

@@ -25,8 +25,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
+from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
-from tunix.models.expert_products import from_experts, in_rows, routes, to_experts
+from tunix.models.expert_products import in_rows, routes
 from tunix.models.gated_ffn import activated, gated, projections
 from tunix.models.layers import TokenKeys, weight
 
@@ -48,13 +49,6 @@ class Router(nnx.Module):
         w = self.w[...].astype(jnp.float32)
         logits = jnp.einsum("BTD,DE->BTE", x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
         return jax.nn.softmax(logits, axis=-1)
-
-
-class Bank(nnx.Module):
-    """A matrix of each expert."""
-
-    def __init__(self, shape: tuple[int, int, int], axes: Axes, rngs: nnx.Rngs):
-        self.w = weight(rngs, shape, axes, std=shape[1] ** -0.5)
 
 
 class SharedGate(nnx.Module):
@@ -156,24 +150,26 @@ class MixtureOfExperts(nnx.Module):
 
     def _spread(self, x: Float[Array, "B T D"], choice: Choice, real: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
         """The weighted results, computed by each device of the mesh in use for its tokens and its experts."""
-        matrices = (self.gates.w[...], self.ups.w[...], self.downs.w[...])
-        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, self.activation)
+        matrices = (self.gates.arrays, self.ups.arrays, self.downs.arrays)
+        scales = (self.gates.scale, self.downs.scale)
+        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, self.activation, scales)
         if mesh.empty or mesh.size == 1:
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
-        banks = [partition(axes, w.shape, mesh) for axes, w in zip(_HERE, matrices, strict=True)]
-        split = [axis for axis, there in zip(SPLIT, (banks[0][0], banks[0][2]), strict=True) if there]
+        matrices, banks = zip(
+            *(at_home(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
+        )
+        of_gates = banks[0]["w"]
+        split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
 
-        def part(
-            x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: jax.Array
-        ) -> jax.Array:
-            first = jax.lax.axis_index("expert") * len(matrices[0]) if "expert" in split else 0
+        def part(x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: Arrays) -> jax.Array:
+            first = jax.lax.axis_index("expert") * len(matrices[0]["w"]) if "expert" in split else 0
             y = compute(first, x, Choice(experts, weights), real, *matrices)
             return jax.lax.psum(y, tuple(split)) if split else y
 
         specs = (wide, wide, wide, tokens, *banks)
-        at_home = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
-        y = at_home(x, *choice, real, *matrices)
+        spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
+        y = spread(x, *choice, real, *matrices)
         return constrain(y, "rows", "time", None)
 
 
@@ -183,24 +179,28 @@ _HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("e
 
 def _mixed(
     activation: str,
+    scales: tuple[float | None, float | None],
     first: Int[Array, ""] | int,
     x: Float[Array, "B T D"],
     choice: Choice,
     real: Bool[Array, "B T"],
-    gates: Float[Array, "E D F"],
-    ups: Float[Array, "E D F"],
-    downs: Float[Array, "E F D"],
+    gates: Arrays,
+    ups: Arrays,
+    downs: Arrays,
 ) -> Float[Array, "B T D"]:
-    """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing."""
-    active, width = choice.experts.shape[-1], x.shape[-1]
+    """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing.
+
+    Args:
+        scales: multiply what adapters add, to gates and ups and to downs; None where they have none.
+    """
+    active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
     experts = choice.experts - first
-    here = real[..., None] & (experts >= 0) & (experts < len(gates))
-    where = routes(experts.reshape(-1, active), len(gates), here.reshape(-1, active))
-    tokens = x.reshape(-1, width)
-    gate = checkpoint_name(to_experts(tokens, gates, where), "gate")
-    up = checkpoint_name(to_experts(tokens, ups, where), "up")
+    here = real[..., None] & (experts >= 0) & (experts < number)
+    where = routes(experts.reshape(-1, active), number, here.reshape(-1, active))
+    gate, up = gate_and_up(x.reshape(-1, width), gates, ups, scales[0], where)
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
-    mixed = from_experts((activated(activation, gate) * up * weights).astype(x.dtype), downs, where)
+    mixed = down((activated(activation, gate) * up * weights).astype(x.dtype), downs, scales[1], where)
     return mixed.reshape(x.shape)
 
 

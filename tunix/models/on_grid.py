@@ -22,9 +22,7 @@ def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:
         divided by that of the matrix.
     """
     changed, moved = dict(params), {}
-    for name in (
-        f"layers/{one}/w" for one, rounding in model.simulated if rounding.weights and one in model.projections
-    ):
+    for name in (f"layers/{one}/w" for one, rounding in model.simulated if rounding.weights and one in model.matrices):
         changed[name], error = _rounded(model, name, params[name])
         moved[name] = math.sqrt(float(error))
     return changed, moved

@@ -121,14 +121,22 @@ def layer_weights(config: DecoderConfig) -> int:
 
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
-    """Number of weights in all A and B: `r (inputs + outputs)` of each adapted matrix."""
+    """Number of weights in all A and B that a token uses: `r (inputs + outputs)` of each adapted matrix."""
     lows = adapter.modules_of(config)
     return sum(
         len(config.layers_with(mixer)) * lows[name].rank * sum(sides)
         for mixer, of_layer in matrices(config).items()
-        for name, sides in of_layer.items()
+        for name, sides in (of_layer | _adapted_experts(config)).items()
         if name in lows
     )
+
+
+def _adapted_experts(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """What the adapters of a token's experts multiply, as `matrices` has it: gate and up share their A."""
+    if config.experts is None:
+        return {}
+    k, d, f = config.experts.active, config.d_model, config.ffn
+    return {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
 
 
 def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:

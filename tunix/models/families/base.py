@@ -35,7 +35,7 @@ class Tensor:
     theirs: str
     """Axes in the file, flattened ones in parentheses: `(N H) D`. `1` is an axis that we leave out."""
     ours: str
-    """Axes in our order: `D N H`; before them E, where each expert's is a tensor of its own: `E D F`."""
+    """Axes in our order: `D N H`, or `E D F`. Where each expert's is a tensor of its own, E is the first."""
     mixer: str | tuple[str, ...] | None = None
     """The mixer whose layers have it (`LayerKind.mixer`), or several; None where all layers do."""
     runs: tuple[str, tuple[int, ...]] | None = None
@@ -59,12 +59,12 @@ class Tensor:
     @property
     def by_expert(self) -> bool:
         """Whether each expert's part is a tensor of its own in the file."""
-        return self.ours.startswith("E ")
+        return "{expert}" in self.name
 
     @property
     def single(self) -> "Tensor":
         """The tensor of one expert; the tensor itself where there are no experts."""
-        return replace(self, ours=self.ours.removeprefix("E "))
+        return replace(self, ours=self.ours.removeprefix("E ")) if self.by_expert else self
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in the file of a weight that has `shape` here."""

@@ -8,8 +8,9 @@ are indices into NF4's table, all others are numbers. qwix rounds (`quantize`); 
 Axes: I inputs, O outputs, L layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Shaped
 from tunix.config import BaseType
 from tunix.errors import UserError
 from tunix.mesh import Axes, platform
+from tunix.models.quantization.modules import BANKS
 from tunix.util.exact import jit
 
 SCALE = "_scale"
@@ -94,7 +96,20 @@ def _numbers(values: Shaped[Array, "..."]) -> Float[Array, "..."]:
 def plain(params: Mapping[str, jax.Array], name: str) -> Float[Array, "L ..."]:
     """A stacked weight by name: dequantized if it is stored in few bits, else as it is."""
     scales = params.get(name + SCALE)
-    return params[name] if scales is None else jax.vmap(dequantize)(params[name], scales)
+    if scales is None:
+        return params[name]
+    return jax.vmap(jax.vmap(dequantize) if _of_experts(name) else dequantize)(params[name], scales)
+
+
+def _of_experts(name: str) -> bool:
+    """Whether a stacked weight has a matrix for each expert of a layer."""
+    return name.split("/")[1] in BANKS
+
+
+def over_matrices(name: str, function: Callable, w: Float[Array, "L ..."]) -> Any:
+    """A function of one matrix, of each layer's in a stacked weight, or each expert's, one after the other."""
+    of_layer = partial(jax.lax.map, function) if _of_experts(name) else function
+    return jax.lax.map(of_layer, w)
 
 
 def scale_axes(axes: Axes, contracted: int) -> Axes:

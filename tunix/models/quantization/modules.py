@@ -2,6 +2,8 @@
 
 Patterns are as in PEFT and qwix: a regular expression that matches a module's whole Hugging Face name, or what follows
 one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a pattern cannot choose between layers.
+Nor can it choose between the experts of a mixture, whose matrices are named as the parameters that hold them all:
+`experts.gate_up_proj` and `experts.down_proj`, of which `down_proj` alone, a dense ffn's, is none.
 """
 
 import re
@@ -23,6 +25,8 @@ MODULES = {
     "mlp.shared_expert.gate_proj": ("gate",),
     "mlp.shared_expert.up_proj": ("up",),
     "mlp.shared_expert.down_proj": ("down",),
+    "mlp.experts.gate_up_proj": ("gates", "ups"),
+    "mlp.experts.down_proj": ("downs",),
     "per_layer_input_gate": ("input_gate",),
     "per_layer_projection": ("input_out",),
     "linear_attn.in_proj_qkv": ("qkv",),
@@ -36,10 +40,22 @@ where the matrix has another shape in some layers: what is said of it holds for 
 GLOBAL, WIDE = "global_", "wide_"
 """What the names of the matrices of global layers begin with, where they have other shapes than those of local ones,
 and of those of an ffn that is wider in some layers."""
+EXPERTS = "experts."
+"""Begins the short names of the matrices of experts."""
+
+
+def short(name: str) -> str:
+    """The last part of Hugging Face's name, of experts the last two: `q_proj`, `experts.down_proj`."""
+    start, _, last = name.rpartition(".")
+    return f"{EXPERTS}{last}" if start.endswith(".experts") else last
+
+
 PROJECTIONS: dict[str, tuple[str, ...]] = {}
-"""The last part of Hugging Face's name -> ours."""
+"""Hugging Face's short name -> ours."""
 for _name, _ours in MODULES.items():
-    PROJECTIONS.setdefault(_name.split(".")[-1], _ours)  # those of a shared expert are among the ffn's
+    PROJECTIONS.setdefault(short(_name), _ours)  # those of a shared expert are among the ffn's
+BANKS = tuple(ours for name, several in PROJECTIONS.items() if name.startswith(EXPERTS) for ours in several)
+"""Our names of the matrices of experts, which are stacked over these."""
 MOST_LAYERS = 128
 """Layers that a pattern is tried on: more than the deepest of these families has."""
 
@@ -51,8 +67,8 @@ def modules_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
 
 
 def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
-    """As `modules_of`, by the last part of Hugging Face's name."""
-    return {name.split(".")[-1]: ours for name, ours in modules_of(config).items()}
+    """As `modules_of`, by Hugging Face's short name."""
+    return {short(name): ours for name, ours in modules_of(config).items()}
 
 
 def _has(config: "DecoderConfig", ours: str) -> bool:
@@ -64,13 +80,13 @@ def _has(config: "DecoderConfig", ours: str) -> bool:
 
 
 def matched(pattern: str) -> tuple[str, ...]:
-    """The modules that a pattern matches, by the last part of their names.
+    """The modules that a pattern matches, by their short names.
 
     Raises:
         ValueError: it is no regular expression, matches nothing, or matches a module in some layers only.
     """
     try:
-        whole = re.compile(rf"(.*\.)?({pattern})")
+        whole = re.compile(rf"(.*\.(?<!\.experts\.))?({pattern})")
     except re.error as error:
         raise ValueError(f"{pattern!r} is neither a module's name nor a regular expression ({error})") from None
     names = []
@@ -81,7 +97,7 @@ def matched(pattern: str) -> tuple[str, ...]:
                 f"{pattern!r} means {name} of some layers only; layers are stacked and treated alike, so leave the "
                 r"layer's number open: layers\.\d+\."
             )
-        names += [name.split(".")[-1]] if layers else []
+        names += [short(name)] if layers else []
     if not names:
         hint = nearest(pattern, [*PROJECTIONS, *MODULES])
         raise ValueError(f"{pattern!r} matches no module of these models; they have {', '.join(PROJECTIONS)}.{hint}")

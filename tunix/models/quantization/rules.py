@@ -31,8 +31,9 @@ class Rule(Config):
     """How the modules that a pattern matches are rounded."""
 
     module: str
-    """As Hugging Face spells it (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or a regular
-    expression such as "self_attn.*"; of several rules that match, the first counts."""
+    """As Hugging Face spells it (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and of experts
+    experts.gate_up_proj, experts.down_proj), or a regular expression such as "self_attn.*"; of several rules that
+    match, the first counts."""
     weights: BaseType | None = None
     """nf4, int4, int8 or fp8; null leaves the modules as they are, whatever later rules say."""
     activations: ActivationType | None = None

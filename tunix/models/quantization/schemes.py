@@ -19,6 +19,7 @@ SECTION, METHOD = "quantization_config", "compressed-tensors"
 WORDS, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 FORMATS = (WORDS, INTEGERS, FLOATS, MIXED, "naive-quantized")
 """Formats that are read; `naive-quantized` is stored like integers and floats."""
+NUMBER = r"\d+"
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
 
 
@@ -74,13 +75,13 @@ def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple
     Args:
         packing: how each packed matrix of a layer is packed, by our name of it, e.g. `up`.
         head: the name of the head, which stays as it is.
-        there: the names of the matrices that the model has -> ours (`modules_of`).
+        there: the names of the matrices that the model has -> ours (`modules_of`); `{expert}` in one is any number.
     """
     targets: dict[str, list[str]] = {}
     ignored = [head]
     schemes: dict[str, dict[str, Any]] = {}
     for theirs, ours in there.items():
-        target = f"re:.*{re.escape(theirs)}$"
+        target = f"re:.*{re.escape(theirs).replace(re.escape('{expert}'), NUMBER)}$"
         found = [packing[one] for one in ours if one in packing]
         if not found:
             ignored.append(target)
