@@ -1,0 +1,78 @@
+"""Grouped products on accelerators: consecutive rows times the matrix of their group.
+
+On a TPU `jax.lax.ragged_dot` is a kernel of its compiler. For NVIDIA's GPUs XLA has none and multiplies every row with
+every matrix, so there tokamax's kernels are taken where it is installed: its Mosaic kernels on Hopper for products of
+16 bits, its Triton kernels from Ampere on for all others.
+
+Axes: E groups, D inputs and F outputs of a product, r rows sorted by group.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tunix.models.tokamax_ops import capability, for_the_device_in_use, installed, operation
+
+BLOCK = 128
+"""Numbers that tokamax's Mosaic kernel sums at once: a remainder of inputs would be left out."""
+ALIGNED = 8
+"""Rows of 16 bits whose transpose its copies can address (16 bytes)."""
+TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+"""Of rows and the transposed matrix of their group."""
+OF_GROUPS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+"""Of a group's rows, transposed, and other rows of it: a matrix of each group."""
+
+
+def grouped_products(
+    rows: Float[Array, "r _"], matrices: Float[Array, "E _ _"], sizes: Int[Array, "E"], *, transposed: bool
+) -> Float[Array, "r _"]:
+    """Each group's rows times its matrix, `[D, F]`; rows after those of all groups hold anything, NaN as well.
+
+    Args:
+        rows: `[r, D]`, or `[r, F]` where the matrices are transposed.
+        sizes: how many rows each group has.
+    """
+    kernel = _kernel(rows, matrices)
+    if kernel is None:
+        return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, sizes)
+    numbers = {"ragged_dot_dimension_numbers": TRANSPOSED} if transposed else {}
+    with for_the_device_in_use():
+        return kernel(rows, matrices, group_sizes=sizes, **numbers)
+
+
+def grouped_gradients(
+    rows: Float[Array, "r D"], d: Float[Array, "r F"], matrices: Float[Array, "E D F"], sizes: Int[Array, "E"]
+) -> Float[Array, "E D F"]:
+    """The gradient of each group's matrix: its rows, transposed, times the gradients of their products.
+
+    Rows after those of all groups add nothing, whatever they hold.
+    """
+    kernel = _kernel(rows, matrices)
+    # Blocks of rows reach into the next group, whose rows are multiplied by 0: NaN would remain.
+    own = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+    rows, d = jnp.where(own, rows, 0), jnp.where(own, d, 0)
+    if kernel is None:
+        return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), matrices)[1](d)[0]
+    how = {"ragged_dot_dimension_numbers": OF_GROUPS, "preferred_element_type": matrices.dtype}
+    with for_the_device_in_use():
+        found = kernel(rows, d, group_sizes=sizes, **how)
+    # A group without rows is given those before it (Triton, tokamax 0.0.12).
+    return jnp.where((sizes > 0)[:, None, None], found, 0)
+
+
+def _kernel(rows: jax.Array, matrices: jax.Array) -> Any:
+    """tokamax's operation for these products; None where there is none."""
+    generation = capability()
+    if generation is None or generation < 8 or not installed():
+        return None
+    narrow = rows.dtype == matrices.dtype and rows.dtype in (jnp.bfloat16, jnp.float16)
+    whole = len(rows) % ALIGNED == 0 and all(size % BLOCK == 0 for size in matrices.shape[1:])
+    if int(generation) == 9 and narrow and whole:
+        return operation("ragged_dot.pallas_mosaic_gpu", "PallasMosaicGpuRaggedDot")
+    return operation("ragged_dot.pallas_triton", "PallasTritonRaggedDot")
