@@ -1,8 +1,9 @@
 """Grouped products on accelerators: consecutive rows times the matrix of their group.
 
-On a TPU `jax.lax.ragged_dot` is a kernel of its compiler. For NVIDIA's GPUs XLA has none and multiplies every row with
-every matrix, so there tokamax's kernels are taken where it is installed: its Mosaic kernels on Hopper for products of
-16 bits, its Triton kernels from Ampere on for all others.
+On a TPU `jax.lax.ragged_dot` is a kernel of its compiler, but the gradient of the matrices is not, and would be a product
+of every row for every group: there jax's `tgmm` is taken. For NVIDIA's GPUs XLA has no kernel at all, and multiplies every
+row with every matrix, so tokamax's kernels are taken where it is installed: its Mosaic kernels on Hopper for products of 16
+bits, its Triton kernels from Ampere on for all others. What tells these is the compiled programs (docs/log.md).
 
 Axes: E groups, D inputs and F outputs of a product, r rows sorted by group.
 """
@@ -11,14 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
+from tunix.mesh import platform
 from tunix.models.tokamax_ops import capability, for_the_device_in_use, installed, operation
 
 BLOCK = 128
 """Numbers that tokamax's Mosaic kernel sums at once: a remainder of inputs would be left out."""
 ALIGNED = 8
 """Rows of 16 bits whose transpose its copies can address (16 bytes)."""
+TILES = (128, 512, 512)
+"""Rows, inputs and outputs that `tgmm` multiplies at once."""
 TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -53,10 +58,13 @@ def grouped_gradients(
 
     Rows after those of all groups add nothing, whatever they hold.
     """
-    kernel = _kernel(rows, matrices)
     # Blocks of rows reach into the next group, whose rows are multiplied by 0: NaN would remain.
     own = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     rows, d = jnp.where(own, rows, 0), jnp.where(own, d, 0)
+    if platform() == "tpu":
+        rows, d = (jnp.pad(x, ((0, -len(x) % TILES[0]), (0, 0))) for x in (rows, d))
+        return tgmm(rows.T, d, sizes, matrices.dtype, TILES)
+    kernel = _kernel(rows, matrices)
     if kernel is None:
         return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), matrices)[1](d)[0]
     how = {"ragged_dot_dimension_numbers": OF_GROUPS, "preferred_element_type": matrices.dtype}
