@@ -1,9 +1,10 @@
 """Grouped products on accelerators: consecutive rows times the matrix of their group.
 
-On a TPU `jax.lax.ragged_dot` is a kernel of its compiler, but the gradient of the matrices is not, and would be a product
-of every row for every group: there jax's `tgmm` is taken. For NVIDIA's GPUs XLA has no kernel at all, and multiplies every
-row with every matrix, so tokamax's kernels are taken where it is installed: its Mosaic kernels on Hopper for products of 16
-bits, its Triton kernels from Ampere on for all others. What tells these is the compiled programs (docs/log.md).
+On a TPU `jax.lax.ragged_dot` is a kernel of its compiler, but the gradient of the matrices is not, and would be a
+product of every row for every group: there jax's `tgmm` is taken. For NVIDIA's GPUs XLA has no kernel at all and
+multiplies every row with every matrix, so tokamax's kernels are taken where it is installed: its Mosaic kernels on
+Hopper for products of 16 bits, its Triton kernels from Ampere on for all others. So say the compiled programs; none was
+run on such a device yet.
 
 Axes: E groups, D inputs and F outputs of a product, r rows sorted by group.
 """
