@@ -28,7 +28,7 @@ from tunix.util.exact import jit
 NUMBER, ACTIVE, TOKENS = 128, 8, 2048
 SIZES = ((512, 192), (1024, 768))
 """D and F."""
-DEPTH, SLOTS, PROMPT, NEW = 4, (4, 16, 64), 16, 64
+DEPTH, SLOTS, PROMPT, NEW = 2, (4, 16), 16, 64
 """Layers, numbers of slots, and tokens of each prompt and completion, where engines are compared."""
 Inputs = tuple[Float[Array, "..."], ...]
 

@@ -20,10 +20,10 @@ from tunix.mesh import platform
 from tunix.models.tokamax_ops import capability, for_the_device_in_use, installed, operation
 
 BLOCK = 128
-"""Numbers that tokamax's Mosaic kernel sums at once: a remainder of inputs would be left out."""
+"""Numbers that kernels sum at once: tokamax's Mosaic kernel would leave out a remainder of inputs."""
 ALIGNED = 8
-"""Rows of 16 bits whose transpose its copies can address (16 bytes)."""
-TILES = (128, 512, 512)
+"""Rows that its copies take at once."""
+TILES = (BLOCK, 512, 512)
 """Rows, inputs and outputs that `tgmm` multiplies at once."""
 TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -59,11 +59,10 @@ def grouped_gradients(
 
     Rows after those of all groups add nothing, whatever they hold.
     """
-    # Blocks of rows reach into the next group, whose rows are multiplied by 0: NaN would remain.
+    # Blocks of rows are whole, and reach into the next group, whose rows are multiplied by 0: NaN would remain.
     own = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
-    rows, d = jnp.where(own, rows, 0), jnp.where(own, d, 0)
+    rows, d = (jnp.pad(jnp.where(own, x, 0), ((0, -len(x) % BLOCK), (0, 0))) for x in (rows, d))
     if platform() == "tpu":
-        rows, d = (jnp.pad(x, ((0, -len(x) % TILES[0]), (0, 0))) for x in (rows, d))
         return tgmm(rows.T, d, sizes, matrices.dtype, TILES)
     kernel = _kernel(rows, matrices)
     if kernel is None:
