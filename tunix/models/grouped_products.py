@@ -6,7 +6,9 @@ multiplies every row with every matrix, so tokamax's kernels are taken where it 
 Hopper for products of 16 bits, its Triton kernels from Ampere on for all others. So say the compiled programs; none was
 run on such a device yet.
 
-Axes: E groups, D inputs and F outputs of a product, r rows sorted by group.
+Groups are those of the rows of an expert.
+
+Axes: E experts; D inputs and F outputs of a product, r rows: those of all pairs in their order.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
 from tunix.mesh import platform
-from tunix.models.tokamax_ops import capability, for_the_device_in_use, installed, operation
+from tunix.models.attention.tokamax_ops import capability, for_the_device_in_use, installed, operation
 
 BLOCK = 128
 """Numbers that kernels sum at once: tokamax's Mosaic kernel would leave out a remainder of inputs."""
@@ -28,11 +30,11 @@ TILES = (BLOCK, 512, 512)
 TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-"""Of rows and the transposed matrix of their group."""
+"""Rows times the transposed matrix of their group."""
 OF_GROUPS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
-"""Of a group's rows, transposed, and other rows of it: a matrix of each group."""
+"""The rows of a group, transposed, times other rows of it: a matrix of each group."""
 
 
 def grouped_products(

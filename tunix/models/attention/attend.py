@@ -28,7 +28,7 @@ from tunix.models.attention.decoding import of_slots
 from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
 from tunix.models.attention.layouts import Pages, placed, rounded
 from tunix.models.attention.pages import CachedView, PieceView
-from tunix.models.tokamax_ops import capability
+from tunix.models.attention.tokamax_ops import capability
 from tunix.util.loops import switch
 
 CONTEXT = "context"

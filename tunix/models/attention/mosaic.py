@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.attention.inputs import LANES, AttentionSpec, DMixed, Gradients, Mixed, Segments, merged
-from tunix.models.tokamax_ops import for_the_device_in_use, installed, operation
+from tunix.models.attention.tokamax_ops import for_the_device_in_use, installed, operation
 
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
