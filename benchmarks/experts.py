@@ -1,13 +1,14 @@
-"""The products of experts beside dense ones of the same active FLOPs; `python -m benchmarks.mixers --experts`.
+"""Experts beside dense ffns of the same active FLOPs: `python -m benchmarks.mixers --experts`, and `--decode`.
 
 A mixture of 128 experts of which each token uses 8, against a dense ffn as wide as the 8 together. All take turns;
 medians, and ratios to the dense one. The dense one reads 16 times fewer weights, and its gradients of them are as much
-smaller: that a mixture's rows are few for each matrix is part of what is measured.
+smaller: that a mixture's rows are few for each matrix is part of what is measured. `--decode` compares whole engines.
 
 Axes: D model width, F ffn width of an expert, E experts, k experts of a token, n tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,18 @@ import numpy as np
 from jaxtyping import Array, Float
 from rich.table import Table
 
+from benchmarks.rollout import engines, requests
+from benchmarks.shapes import SHAPES
 from benchmarks.train import interleaved
+from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_products import Routes, from_experts, in_rows, routes, to_experts
 from tunix.util.exact import jit
 
 NUMBER, ACTIVE, TOKENS = 128, 8, 2048
 SIZES = ((512, 192), (1024, 768))
 """D and F."""
+DEPTH, SLOTS, PROMPT, NEW = 2, (4, 16), 16, 64
+"""Layers, numbers of slots, and tokens of each prompt and completion, where engines are compared."""
 Inputs = tuple[Float[Array, "..."], ...]
 
 
@@ -105,3 +111,26 @@ def measured(rounds: int) -> Table:
 
 def _run(step: Callable[..., Any], inputs: Inputs) -> None:
     jax.block_until_ready(step(*inputs))
+
+
+def decoders() -> dict[str, DecoderConfig]:
+    """A dense model, and one that is the same but for its ffn: experts of which each token uses as many weights."""
+    wide = replace(SHAPES["small"].config, num_layers=DEPTH)
+    assert wide.ffn % ACTIVE == 0
+    experts = Experts(NUMBER, ACTIVE)
+    return {"dense": wide, "experts": replace(wide, ffn=wide.ffn // ACTIVE, experts=experts, feed_forward=EXPERTS)}
+
+
+def decoded(rounds: int) -> Table:
+    """Tokens that a mixture's engine samples a second beside a dense model's of the same active size, by slots."""
+    wide = SHAPES["small"].config
+    shape = f"{DEPTH} layers, d {wide.d_model}, ffn {wide.ffn} or {ACTIVE} of {NUMBER} x {wide.ffn // ACTIVE}"
+    table = Table("slots", "dense tokens/s", "experts tokens/s", "time, ratio", title=f"{shape}, {jax.devices()[0]}")
+    made = {name: engines(SLOTS, config, length=PROMPT + NEW) for name, config in decoders().items()}
+    for slots in SLOTS:
+        asked = requests(np.full(slots, NEW), prompt=PROMPT)
+        work: dict[str, Callable[[], Any]] = {name: partial(each[slots].run, asked) for name, each in made.items()}
+        seconds = {name: np.array(each) for name, each in interleaved(work, rounds).items()}
+        rates = (f"{slots * NEW / np.median(each):.0f}" for each in seconds.values())
+        table.add_row(f"{slots}", *rates, f"{np.median(seconds['experts'] / seconds['dense']):.2f}")
+    return table

@@ -120,9 +120,11 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[CHUNKS["cpu"]], help="tokens of a chunk")
     parser.add_argument("--most", type=float, default=6.0, help="GB beyond which nothing is run")
     parser.add_argument("--experts", action="store_true", help="the products of experts in their place")
+    parser.add_argument("--decode", action="store_true", help="a mixture's engine beside a dense model's")
     arguments = parser.parse_args()
-    if arguments.experts:
-        Console(width=200).print(experts.measured(arguments.rounds))
+    if arguments.experts or arguments.decode:
+        measure = experts.measured if arguments.experts else experts.decoded
+        Console(width=200).print(measure(arguments.rounds))
         return
     names = [*(f"chunks of {size}" for size in arguments.sizes), "steps", "attention"]
     heads = [*(f"{name} ms (ratio)" for name in names), *(f"{name} MB" for name in names)]

@@ -27,10 +27,14 @@ HERE = ("quickstart", "sft_pydoc", "dpo_pydoc")
 """Recipes for a laptop: their lines were measured."""
 ONE = ("h100:1",)
 """Topologies that a recipe is planned for unless TARGETS says others."""
+EIGHT = ("h100:8",)
 TARGETS = {
     "sft_llama_70b": ("v5p:8x8x8", "h100:256"),
     "grpo_llama_70b": ("v5p:8x8x8", "h100:256"),
     "sft_qwen_64k": ("h100:1", "v5p:1x1x1"),
+    "sft_qwen3_moe": EIGHT,
+    "dpo_qwen3_moe": EIGHT,
+    "grpo_qwen3_moe": EIGHT,
 }
 NAMES = {"h100": "H100 (80 GB)", "h200": "H200 (141 GB)", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 

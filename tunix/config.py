@@ -214,7 +214,8 @@ class ModelConfig(Config):
 
 
 class MeshConfig(Config):
-    """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp, weights over fsdp and tensor.
+    """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp x expert, weights over fsdp and
+    tensor, the experts of a mixture over expert too.
 
     `mesh: auto`, the default, chooses the sizes, and says why when the run starts. Sizes that are given have to divide
     the model's heads, kv heads, ffn, vocabulary (by tensor), experts (by expert) and d_model (by fsdp), and the rows.
@@ -227,7 +228,7 @@ class MeshConfig(Config):
     context: int = 1
     """Parts of each row: a device holds the states of its part's tokens, and attends to the keys of the whole row."""
     expert: int = 1
-    """Shards of the experts of a mixture; each sees all tokens of its rows, and computes what its own experts add."""
+    """Shards of the experts of a mixture; each sees its own rows too, but its experts those of all of these shards."""
     tensor: int = 1
     """Shards of every matrix product: heads, ffn and vocabulary."""
 

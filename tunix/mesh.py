@@ -2,7 +2,7 @@
 
 Weights and activations name their axes in words (`embed`, `heads`, ...). One table says which mesh axis each word is
 split over; a dimension that the mesh does not divide, such as a single scalar head, stays whole. A recipe's mesh has to
-divide those of its model (`trainer/mesh_choice.py`). Rows of a batch are split over data x fsdp, the
+divide those of its model (`trainer/mesh_choice.py`). Rows of a batch are split over data x fsdp x expert, the
 tokens of a row over context.
 """
 
@@ -114,7 +114,7 @@ def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
 
 def row_shards(mesh: Mesh) -> int:
     """Into how many shards the rows of a batch are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return _width(RULES["rows"], mesh)
 
 
 def by_rows(mesh: Mesh, length: int) -> NamedSharding:
@@ -154,9 +154,9 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    "rows": ("data", "fsdp"),
+    "rows": ("data", "fsdp", "expert"),
     "time": "context",
-    "pieces": ("data", "fsdp", "context"),
+    "pieces": ("data", "fsdp", "expert", "context"),
     "draws": AXES,
     "vocab": "tensor",
     "embed": "fsdp",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.marks import slow
 from tests.tiny_models import one_device
 from tunix.config import MeshConfig
 from tunix.errors import UserError
@@ -140,6 +141,25 @@ def test_experts_in_turns_are_the_products_of_ragged_dot(monkeypatch, dtype, pro
     expected = jax.jit(gradients)(x, matrices)
     as_float = partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
     assert_near(as_float(found), as_float(expected), 1e-5 if dtype == "float32" else 0.02)
+
+
+@pytest.mark.parametrize("rows", [8, *slow([4])])
+def test_rows_over_the_axis_of_experts_change_nothing(rows):
+    """Each device has rows of its own where 8 are split by data 2 x expert 4, and all of them where they are fewer."""
+    graph, state = nnx.split(module())
+    x = jax.random.normal(jax.random.key(1), (rows, 5, CONFIG.d_model))
+    aim = jax.random.normal(jax.random.key(2), x.shape)
+    real = jnp.arange(5) < 1 + jnp.arange(rows)[:, None]
+
+    def loss(state, x):
+        return jnp.sum(aim * nnx.merge(graph, state)(x, None, real)[0])
+
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(state, x)
+    with jax.set_mesh(build_mesh(MeshConfig(data=2, fsdp=1, expert=4))):
+        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(state, x).compile()
+    assert_near(jax.device_get(program(state, x)), jax.device_get(expected))
+    # Tokens are gathered, and their sums handed back, where they are on different devices.
+    assert ("all-gather" in (program.as_text() or "")) == (rows == 8)
 
 
 MESHES = [

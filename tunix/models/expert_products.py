@@ -2,11 +2,11 @@
 
 Pairs of a token and one of its experts are sorted by expert (`Routes`), so that each matrix multiplies consecutive
 rows. `to_experts` takes tokens to rows of their pairs, `from_experts` takes rows to sums of tokens; each is the other
-one's transpose, and so its gradient. `jax.lax.ragged_dot` multiplies where a compiler has a kernel for it. On a CPU
-that would compute every row with every matrix, so there the experts take turns: one product each, of as many rows as it
-has, rounded up. The rows of the next expert that it thereby computes are overwritten in their turn, so that nothing is
-padded or masked; only the gradient of the matrices, a sum over rows, leaves foreign rows out. Tokens are gathered where
-they are multiplied: to write all rows into new memory first costs a CPU as much as a third of their product.
+one's transpose, and so its gradient. Accelerators have kernels for them (`grouped_products.py`). On a CPU the
+experts take turns: one product each, of as many rows as it has, rounded up. The rows of the next expert that it thereby
+computes are overwritten in their turn, so that nothing is padded or masked; only the gradient of the matrices, a sum
+over rows, leaves foreign rows out. Tokens are gathered where they are multiplied: to write all rows into new memory
+first costs a CPU as much as a third of their product.
 
 Axes: E experts, k chosen experts of a token; D inputs and F outputs of a product, n tokens, r rows: those of all pairs
 in their order, and on a CPU some spare ones.
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import platform
+from tunix.models.grouped_products import grouped_gradients, grouped_products
 from tunix.models.rounded_bank import RoundedBank
 
 LEAST, MOST = 8, 32
@@ -86,7 +87,7 @@ in_rows.defvjp(
 
 @jax.custom_vjp
 def to_experts(x: Float[Array, "n D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "r F"]:
-    """Each pair's token times its expert's matrix; rows of pairs that are not computed hold anything finite.
+    """Each pair's token times its expert's matrix; rows of pairs that are not computed hold anything.
 
     Gradients in the dtypes of what they are of; sums over rows are in float32.
     """
@@ -177,7 +178,7 @@ def _products(
     if platform() != "cpu":
         matrices = matrices.whole(x) if isinstance(matrices, RoundedBank) else matrices
         rows = _taken(x, where.tokens) if by_token else x
-        return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, where.sizes)
+        return grouped_products(rows, matrices, where.sizes, transposed=transposed)
     rows = _rows_of(x, by_token, where)
 
     def expert(number: jax.Array, start: jax.Array, end: jax.Array, y: jax.Array) -> jax.Array:
@@ -202,7 +203,7 @@ def _gradients(
     """
     if platform() != "cpu":
         rows, d = (_taken(x, where.tokens) if here else x for x, here in zip(sides, by_token, strict=True))
-        return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, where.sizes), matrices)[1](d)[0]
+        return grouped_gradients(rows, d, matrices, where.sizes)
     rows, d = (_rows_of(x, here, where) for x, here in zip(sides, by_token, strict=True))
 
     def expert(number: jax.Array, start: jax.Array, end: jax.Array, found: jax.Array) -> jax.Array:

@@ -9,7 +9,10 @@ No expert has a capacity: no token is dropped, and none depends on the others.
 
 Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
 (`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
-(`tensor`), and computes their part for the tokens of its rows; the parts are summed. No token and no expert moves.
+(`tensor`). Devices of the axis `expert` have rows of their own, so that a mixture gathers the tokens of all of them,
+computes its experts' part, and adds up and hands back the parts. That sends each token to D - 1 of D devices; to send
+pairs to their experts' devices alone would send as much where tokens use as many experts as there are devices, and want
+room for all pairs on one.
 
 Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens, m pairs of a token
 and a chosen expert.
@@ -161,11 +164,18 @@ class MixtureOfExperts(nnx.Module):
         )
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
+        # Rows that the mesh does not divide are on all of its devices.
+        shared = "expert" in split and tokens[0] is not None
+        summed = tuple(axis for axis in split if axis != "expert" or not shared)
 
         def part(x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: Arrays) -> jax.Array:
             first = jax.lax.axis_index("expert") * len(matrices[0]["w"]) if "expert" in split else 0
-            y = compute(first, x, Choice(experts, weights), real, *matrices)
-            return jax.lax.psum(y, tuple(split)) if split else y
+            rows = (x, experts, weights, real)
+            if shared:
+                rows = jax.tree.map(partial(jax.lax.all_gather, axis_name="expert", tiled=True), rows)
+            y = compute(first, rows[0], Choice(*rows[1:3]), rows[3], *matrices)
+            y = jax.lax.psum_scatter(y, "expert", tiled=True) if shared else y
+            return jax.lax.psum(y, summed) if summed else y
 
         specs = (wide, wide, wide, tokens, *banks)
         spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)

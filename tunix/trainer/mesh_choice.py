@@ -137,7 +137,8 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
         family = demand.model.family
         wrong.append(f"{key}: expert {mesh.shape['expert']}: {family} has no experts to split; leave it at 1")
     for problem in _uneven(demand, row_shards(mesh)):
-        wrong.append(f"{key}: rows are split over data {mesh.shape['data']} x fsdp {mesh.shape['fsdp']}, but {problem}")
+        axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in RULES["rows"] or ())
+        wrong.append(f"{key}: rows are split over {axes}, but {problem}")
     wrong += [f"{key}: context {problem}" for problem in _unsplit(demand, mesh.shape["context"])]
     if wrong:
         sizes, _ = choose(demand, mesh.devices.flatten().tolist(), None)

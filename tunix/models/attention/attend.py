@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from tunix.mesh import device_in_use, partition, platform, shards
+from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
 from tunix.models.attention.decoding import of_slots
 from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
 from tunix.models.attention.layouts import Pages, placed, rounded
 from tunix.models.attention.pages import CachedView, PieceView
+from tunix.models.attention.tokamax_ops import capability
 from tunix.util.loops import switch
 
 CONTEXT = "context"
@@ -262,7 +263,6 @@ def spec_of(
     sinks: bool = False,
 ) -> AttentionSpec:
     """The spec of a call of `attend`, on the mesh in use."""
-    capability = getattr(device_in_use(), "compute_capability", None)
     return AttentionSpec(
         queries=q.shape[1] // parts_of(q.shape[1]),
         keys=k.shape[1],
@@ -276,7 +276,7 @@ def spec_of(
         softcap=softcap,
         sinks=sinks,
         platform=platform(),
-        capability=None if capability is None else float(capability),
+        capability=capability(),
     )
 
 

@@ -8,19 +8,15 @@ place (`attend.py`).
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
 """
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, reduce
-from importlib.util import find_spec
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.mesh import device_in_use
 from tunix.models.attention.inputs import LANES, AttentionSpec, DMixed, Gradients, Mixed, Segments, merged
+from tunix.models.attention.tokamax_ops import for_the_device_in_use, installed, operation
 
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
@@ -46,7 +42,7 @@ def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
         return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
-    if find_spec("tokamax") is None:
+    if not installed():
         return "it needs tokamax: pip install 'tunix[gpu]'"
     return unfit(spec)
 
@@ -81,7 +77,7 @@ def forward(
 
     def one(interval: _Interval) -> Mixed:
         settings = {"logits_scale": scale, "logits_soft_cap": softcap, "return_residuals": True}
-        with _for_the_device_in_use():
+        with for_the_device_in_use():
             mixed, (top, total) = op(q, k, v, mask=_mask(interval, q, k), **settings)
         lse = (top + jnp.log(total)).swapaxes(1, 2)
         return mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)
@@ -109,7 +105,7 @@ def backward(
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
-        with _for_the_device_in_use():
+        with for_the_device_in_use():
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             found = op.vjp(residuals, mixed, d_result[0], *call.args, **settings)
@@ -155,22 +151,5 @@ def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
     return Mask(k_start=interval.start[:, None], k_end=None if own else interval.stop[:, None], is_causal=own)
 
 
-@cache
 def _kernel() -> Any:
-    from absl.flags import FLAGS
-    from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
-
-    FLAGS.mark_as_parsed()  # tokamax reads its settings from absl's flags, which refuse to be read before.
-    # It tells every call that nobody has tuned it for, with all its arguments.
-    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
-    return PallasMosaicGpuFlashAttention()
-
-
-@contextmanager
-def _for_the_device_in_use() -> Iterator[None]:
-    """tokamax asks JAX's default device what it is; a program may be compiled for one that is not here."""
-    if jax.default_backend() == "gpu":
-        yield
-        return
-    with jax.default_device(device_in_use()):
-        yield
+    return operation("attention.pallas_mosaic_gpu", "PallasMosaicGpuFlashAttention")
