@@ -1,0 +1,52 @@
+"""The gate of experts' products: what multiplies well passes, and what is broken does not."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tiny_models import one_device
+from tunix.errors import UserError
+from tunix.models import grouped_gate
+from tunix.models.families.table import small
+from tunix.models.grouped_gate import grouped_difference
+from tunix.models.grouped_products import grouped_gradients, grouped_products
+from tunix.run import experts
+
+
+def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
+    found = tmp_path / "found.json"
+    assert grouped_difference(16, 8, "float32", found) < 1e-5
+    monkeypatch.setattr(grouped_gate, "grouped_products", lambda rows, *_, **__: rows * np.nan)
+    assert grouped_difference(16, 8, "float32", found) < 1e-5, "measured once for a device"
+
+
+def broken_products(rows, matrices, sizes, *, transposed):
+    """The first group's matrix for all."""
+    return grouped_products(rows, jnp.broadcast_to(matrices[:1], matrices.shape), sizes, transposed=transposed)
+
+
+def broken_gradients(rows, d, matrices, sizes):
+    """A group without rows has the gradient of the one before it, as a kernel once had it."""
+    right = grouped_gradients(rows, d, matrices, sizes)
+    return jnp.where((sizes > 0)[:, None, None], right, jnp.roll(right, 1, axis=0))
+
+
+@pytest.mark.parametrize(("name", "broken"), [("products", broken_products), ("gradients", broken_gradients)])
+def test_wrong_ones_are_noticed(name, broken, tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped_gate, f"grouped_{name}", broken)
+    assert grouped_difference(16, 8, "float32", tmp_path / "found.json") > experts.LIMIT
+
+
+def test_a_run_on_such_a_device_is_refused(monkeypatch):
+    asked = []
+    monkeypatch.setattr(experts, "grouped_difference", lambda *x: asked.append(x) or 0.3)
+    mixture = small("qwen3_moe")
+    experts.check_products(mixture, "bfloat16", one_device())
+    monkeypatch.setattr(experts, "_platform", lambda mesh: "gpu")
+    experts.check_products(replace(mixture, experts=None), "bfloat16", one_device())
+    assert not asked, "a CPU has no kernels, and a dense model no experts"
+    with pytest.raises(UserError, match=r"off plain products by 0\.3 of their size"):
+        experts.check_products(mixture, "bfloat16", one_device())
+    assert asked == [(mixture.d_model, mixture.ffn, "bfloat16")]

@@ -1,0 +1,63 @@
+"""The parity gate of grouped products: experts train on accelerators only where kernels give plain products' numbers.
+
+As for attention (`attention/gate.py`): kernels depend on a device, its compiler and a library. The first start on a
+device multiplies some rows by a kernel and, group by group, by plain products in float32, with both gradients.
+
+Axes: E experts; D inputs and F outputs of a product, r rows.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tunix.models.attention.gate import MEASURED, off, remembered
+from tunix.models.grouped_products import grouped_gradients, grouped_products
+from tunix.util.exact import jit
+
+SIZES = (100, 0, 33, 27, 1, 60, 0, 19)
+"""Rows of each group: some have none, one has a single one, and none is a whole number of a kernel's blocks."""
+FOREIGN = 16
+"""Rows after those of all groups, which hold NaN."""
+
+
+def grouped_difference(d: int, f: int, dtype: str, found: Path = MEASURED) -> float:
+    """How far grouped products and gradients are from plain ones on this device, relative to their size.
+
+    Args:
+        d: inputs of an expert's first products, e.g. 2048.
+        f: their outputs, e.g. 768.
+        dtype: of rows and matrices, e.g. "bfloat16".
+        found: the file of what was found before.
+    """
+    return remembered(["grouped", d, f, dtype], lambda: max(_measured(d, f, dtype), _measured(f, d, dtype)), found)
+
+
+def _measured(d: int, f: int, dtype: str) -> float:
+    """The largest relative difference of a product and its two gradients."""
+    shapes = ((sum(SIZES), d), (sum(SIZES), f), (len(SIZES), d, f))
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows, pulls, matrices = (jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True))
+
+    def results(rows: jax.Array, pulls: jax.Array, matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        products = grouped_products(rows, matrices, sizes, transposed=False)
+        back = grouped_products(pulls, matrices, sizes, transposed=True)
+        return products, back, grouped_gradients(rows, pulls, matrices, sizes)
+
+    with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
+        foreign = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
+        mine = jit(results)(*foreign, matrices, jnp.asarray(SIZES, jnp.int32))
+    *by_row, of_groups = (np.asarray(x, np.float32) for x in mine)
+    right = _right(*(np.asarray(x, np.float32) for x in (rows, pulls, matrices)))
+    return max(map(off, [*(x[: sum(SIZES)] for x in by_row), of_groups], right))
+
+
+def _right(rows: np.ndarray, pulls: np.ndarray, matrices: np.ndarray) -> list[np.ndarray]:
+    """Products, gradients of the rows and of the matrices, group by group."""
+    ends = np.cumsum(SIZES)
+    groups = [np.s_[end - size : end] for size, end in zip(SIZES, ends, strict=True)]
+    products = np.concatenate([rows[here] @ w for here, w in zip(groups, matrices, strict=True)])
+    back = np.concatenate([pulls[here] @ w.T for here, w in zip(groups, matrices, strict=True)])
+    return [products, back, np.stack([rows[here].T @ pulls[here] for here in groups])]
