@@ -10,7 +10,8 @@ from tunix.lora.adapt import adapt, quantization, started
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope
-from tunix.models.model import Model, is_own
+from tunix.models.model import Model
+from tunix.models.param_names import is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.rules import Rules
 from tunix.models.scan import Remat

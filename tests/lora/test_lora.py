@@ -22,7 +22,8 @@ from tunix.hf.peft_adapter import load_adapter, save_adapter
 from tunix.lora.adapt import adapt, merge, started, unmerge
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import read_config
-from tunix.models.model import Model, is_adapter
+from tunix.models.model import Model
+from tunix.models.param_names import is_adapter
 from tunix.models.quantization.modules import EXPERTS
 
 ADAPTERS = {

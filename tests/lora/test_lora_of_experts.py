@@ -32,7 +32,8 @@ from tunix.mesh import build_mesh
 from tunix.models.banks import Bank
 from tunix.models.config import Experts
 from tunix.models.families.table import small
-from tunix.models.model import Model, is_adapter
+from tunix.models.model import Model
+from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import Quantization, is_scale, plain
 from tunix.trainer.perf import adapter_weights
 from tunix.types import Sampling

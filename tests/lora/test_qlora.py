@@ -23,7 +23,8 @@ from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES
-from tunix.models.model import Params, is_adapter, is_own
+from tunix.models.model import Params
+from tunix.models.param_names import is_adapter, is_own
 from tunix.models.quantization.formats import is_scale, plain
 from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer

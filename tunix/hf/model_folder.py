@@ -35,7 +35,8 @@ from tunix.hf.tensor_names import rename, spelling
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import SCORE, Tensor
 from tunix.models.families.table import FAMILIES, tensors_of, to_hf
-from tunix.models.model import Model, Params, is_adapter, is_own
+from tunix.models.model import Model, Params
+from tunix.models.param_names import is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import is_scale, tile_of
 from tunix.models.quantization.modules import BANKS, modules_of

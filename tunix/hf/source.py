@@ -32,7 +32,8 @@ from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import FAMILIES, preset, small, with_sizes, with_vision
-from tunix.models.model import Model, Params, is_own, trains
+from tunix.models.model import Model, Params
+from tunix.models.param_names import is_own, trains
 from tunix.models.quantization.fake_quant import simulated, supported
 from tunix.models.quantization.formats import SCALE, Quantization, check_supported, over_matrices, plain, quantize
 from tunix.models.quantization.rules import Rules, read_rules

@@ -27,7 +27,8 @@ from tunix.models.blocks import PARTS, Block
 from tunix.models.config import SHARED, DecoderConfig
 from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
-from tunix.models.model import Model, Params, is_adapter
+from tunix.models.model import Model, Params
+from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
 from tunix.models.quantization.modules import BANKS, PROJECTIONS
 from tunix.models.self_attention import Kept

@@ -23,7 +23,8 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.blocks import Block
 from tunix.models.kv_cache import LAYERS, Weights, gains, unstack
 from tunix.models.layers import Adapter
-from tunix.models.model import Model, Params, is_adapter
+from tunix.models.model import Model, Params
+from tunix.models.param_names import is_adapter
 from tunix.models.quantization.modules import BANKS
 from tunix.util.exact import jit
 

@@ -29,10 +29,11 @@ from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.moe import CHOSEN
+from tunix.models.param_names import TOWER
 from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
 from tunix.models.self_attention import Kept
-from tunix.models.vision import PREFIX, with_pictures
+from tunix.models.vision import with_pictures
 from tunix.types import Pictures
 from tunix.util.exact import once
 
@@ -54,7 +55,7 @@ class Weights(NamedTuple):
 
 def is_top(name: str) -> bool:
     """Whether decoding reads this parameter outside of the layers: tables, the final norm, and a tower for pictures."""
-    return name in TOP or name.startswith(PREFIX)
+    return name in TOP or name.startswith(TOWER)
 
 
 def unstack(model: Model, params: Params) -> Weights:

@@ -27,11 +27,12 @@ from tunix.models.blocks import PARTS, Auxiliary, Block
 from tunix.models.config import DecoderConfig
 from tunix.models.decoder import Adapt, Decoder
 from tunix.models.layers import Projection, TokenKeys
+from tunix.models.param_names import TOWER
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
 from tunix.models.scan import Remat
 from tunix.models.token_logprobs import token_logprobs
-from tunix.models.vision import PREFIX, numbers
+from tunix.models.vision import numbers
 from tunix.types import Pictures
 from tunix.util.exact import jit
 from tunix.util.trees import tree_of
@@ -41,26 +42,6 @@ Path = tuple[str, ...]
 """Where a variable is in the module, e.g. `("layers", "mixer", "q", "w")`."""
 TOGETHER = 1 << 26
 """Bytes, in float32, of the random matrices that one program creates before they are rounded, at most."""
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return "_lora_" in name
-
-
-def is_own(name: str) -> bool:
-    """Whether a parameter is an adapter's or a value head's: no folder of a base has it, and it always trains."""
-    return is_adapter(name) or name.startswith("value/")
-
-
-def trains(name: str, full: bool) -> bool:
-    """Whether a parameter trains: an adapter's and a value head's always, the base's where it is trained in full, a
-    tower's never.
-
-    Args:
-        full: whether the weights of the base train.
-    """
-    return is_own(name) or (full and not name.startswith(PREFIX))
 
 
 PAGE = 4096
@@ -226,7 +207,7 @@ class Model:
         self, params: Params, pixels: UInt8[Array | np.ndarray, "B Pi Px Px Rb"]
     ) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
-        tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(PREFIX)}
+        tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(TOWER)}
         return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(jnp.asarray(pixels), self.dtype)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -22,8 +22,6 @@ from tunix.models.layers import rms_norm, weight
 from tunix.models.quantization.formats import in_compute
 from tunix.types import Pictures
 
-PREFIX = "vision/"
-"""Begins the names of a model's parameters that belong to its tower."""
 COLOURS = 3
 
 

@@ -15,7 +15,8 @@ from tunix.data.types import Prompt
 from tunix.hf.given_adapter import settled
 from tunix.mesh import build_mesh
 from tunix.models.kv_cache import Weights
-from tunix.models.model import Model, is_own
+from tunix.models.model import Model
+from tunix.models.param_names import is_own
 from tunix.plan import programs
 from tunix.plan.programs import Shapes
 from tunix.plan.structure import structure

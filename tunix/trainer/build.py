@@ -19,7 +19,8 @@ from tunix.hf.given_adapter import given_weights
 from tunix.hf.source import Source, adapted, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
-from tunix.models.model import Model, Params, is_own, trains
+from tunix.models.model import Model, Params
+from tunix.models.param_names import is_own, trains
 from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler

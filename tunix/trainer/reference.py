@@ -8,7 +8,8 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from tunix.models.model import Model, Params, is_own
+from tunix.models.model import Model, Params
+from tunix.models.param_names import is_own
 from tunix.trainer.frozen_model import FrozenModel
 from tunix.trainer.spec import TrainerSpec
 from tunix.util.exact import jit

@@ -25,7 +25,7 @@ from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
-from tunix.models.vision import PREFIX
+from tunix.models.param_names import TOWER
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
@@ -232,7 +232,7 @@ class Compute:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
         model = replace(self.model, adapt=None, has_scalar_head=False)
         # A tower is no part of a copy of the trained weights.
-        params = {name: x for name, x in frozen.base.items() if name.startswith(PREFIX)} | frozen.reference
+        params = {name: x for name, x in frozen.base.items() if name.startswith(TOWER)} | frozen.reference
         hidden = hidden_of(model, params, batch)
         return jax.lax.stop_gradient(_logprobs(model, params, hidden, batch, replace(loss, entropy=False))[0])
 
