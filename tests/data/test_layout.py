@@ -102,7 +102,7 @@ def test_resume_is_exact():
 
 def test_samples_show_what_is_wanted():
     packed = eval_batches(open_rows(ROWS), None, CONFIG, 4, 8, RowKind.PAIRS, layout=PAIRS)
-    prompts, rest = prompts_of((one for batch in packed for one in batch.sequences[::2]), 3)
+    prompts, rest, _ = prompts_of((one for batch in packed for one in batch.sequences[::2]), 3)
     # Row 0's prompt has a single token, which could as well be BOS: that asks nothing.
     assert [prompt.tolist() for prompt in prompts] == [[101, 101], [102] * 3, [104, 104]]
     assert [answer.tolist() for answer in rest] == [[11, 20], [12, 20], [14, 20]]

@@ -203,8 +203,8 @@ def test_pictures_that_nobody_would_look_at_are_refused():
     for kind in (RowKind.COMPLETION, RowKind.PROMPT, RowKind.ROW):
         with pytest.raises(UserError, match=r"row 7 of rows.jsonl: it has pictures .images., .*set data.pictures"):
             kept(row, PLAIN, train_on=kind)
-    with pytest.raises(UserError, match="which only sft and dpo look at"):
-        kept(row, train_on=RowKind.PROMPT)
+    with pytest.raises(UserError, match="which only sft, dpo and grpo look at"):
+        kept(row, train_on=RowKind.ROW)
     assert kept({"messages": chat(TEXT), "images": []}, PLAIN).pictures is None
     assert kept({"messages": chat(TEXT), "images": None}, PLAIN).pictures is None
 
@@ -249,6 +249,21 @@ def test_a_row_that_is_cut_within_a_picture_is_dropped_and_one_that_is_cut_after
     assert ends > last
     assert to_example(late, TOKENIZER, replace(SHAPE, max_length=ends)) == Dropped(PICTURE_CUT)
     assert isinstance(to_example(late, TOKENIZER, replace(SHAPE, max_length=ends + 1)), Kept)
+
+
+def test_a_prompt_has_its_pictures_or_is_dropped():
+    """A prompt that is too long loses its beginning, where pictures are."""
+    row = {"messages": chat(TEXT), "images": [image()]}
+    prompt = kept(row, train_on=RowKind.PROMPT, prompt_length=99)
+    soft = prompt.tokens == TOKENIZER.pictures.soft_id
+    np.testing.assert_array_equal(prompt.pictures.places, np.where(soft, np.cumsum(soft), 0))
+    assert soft.sum() == TOKENIZER.pictures.tokens * len(prompt.pictures.pixels) == TOKENIZER.pictures.tokens
+    first = int(np.flatnonzero(soft)[0])
+    cut = replace(SHAPE, train_on=RowKind.PROMPT, prompt_length=len(soft) - first)
+    whole = to_example(row, TOKENIZER, cut)
+    assert isinstance(whole, Kept)
+    assert whole.sequences[0].pictures.places[0] == 1
+    assert to_example(row, TOKENIZER, replace(cut, prompt_length=len(soft) - first - 1)) == Dropped(PICTURE_CUT)
 
 
 def test_files_are_found_from_the_data_and_batches_have_room_whether_rows_have_pictures(tmp_path):

@@ -137,7 +137,7 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
         family = demand.model.family
         wrong.append(f"{key}: expert {mesh.shape['expert']}: {family} has no experts to split; leave it at 1")
     for problem in _uneven(demand, row_shards(mesh)):
-        axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in RULES["rows"] or ())
+        axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in RULES["rows"] or () if mesh.shape[axis] > 1)
         wrong.append(f"{key}: rows are split over {axes}, but {problem}")
     wrong += [f"{key}: context {problem}" for problem in _unsplit(demand, mesh.shape["context"])]
     if wrong:
