@@ -154,7 +154,7 @@ class Batch:
     pictures: Pictures | None = None
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
     experts: Int[Array | np.ndarray, "B T L k"] | None = None
-    """The experts that the policy uses for each token, -1 where its router chooses; None where it always does."""
+    """The experts that the policy uses, e.g. `[[[[5, 0]]]]`, -1 where its router chooses; None where it always does."""
 
 
 @jax.tree_util.register_dataclass
@@ -353,7 +353,7 @@ class Begun:
     so_far: Completion | None = None
     """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
     pictures: Pictures | None = None
-    """Those of its prompt, one object for all of its requests; None without any."""
+    """Those of its prompt, e.g. one, the same object for all of its requests; None without any."""
 
 
 def requests_of(

@@ -10,7 +10,7 @@ computed. A token keeps what was recorded first, also where its slot made room a
 
 Memory: 2 L k bytes for each token, e.g. 48 layers x 8 experts x 2 = 768 bytes for Qwen3-30B-A3B.
 
-Axes: T time, C tokens at a time, L layers with experts, k chosen experts of a token, s shards of the rows.
+Axes: T time, C tokens at a time, L layers, k chosen experts of a token, s shards of the rows.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Known(NamedTuple):
     number: int
     """How many they are."""
     position: int
-    """Of the first of them in the sequence."""
+    """Position of the first of them in the sequence."""
 
     def experts(self) -> np.ndarray:
         """`[T L k]`."""

@@ -116,7 +116,7 @@ class Part(NamedTuple):
     """Column of its first token."""
     tokens: np.ndarray
     position: int
-    """Of its first token in the sequence."""
+    """Position of its first token in the sequence."""
 
 
 class Piece:

@@ -6,8 +6,8 @@ tokens in some slots until they have ended.
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
 that prompts, observations and sampled tokens all leave a slot in the same condition.
 
-Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows, L layers with
-experts, k chosen experts of a token.
+Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows, L layers,
+k chosen experts of a token.
 """
 
 from collections.abc import Callable

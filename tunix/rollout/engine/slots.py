@@ -3,7 +3,7 @@
 A slot holds an episode's tokens after its prompt, sampled and observed, until the episode ends. What a dispatch has to
 know of the slots is a `Flow`, which is kept up to date here.
 
-Axes: Sl slots, St decode steps, T time, L layers with experts, k chosen experts of a token.
+Axes: Sl slots, St decode steps, T time, L layers, k chosen experts of a token.
 """
 
 import jax
