@@ -145,21 +145,23 @@ def _in_rows(pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, sh
 
 
 def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Pictures], np.ndarray]:
-    """The pictures of each piece, numbered from its first one; and `[pieces]` how many they are.
-
-    A picture is whole in one piece: its tokens are followed by others that all sequences of a unit share.
-    """
+    """The pictures of each piece, which has whole ones: text that all share follows them; and `[pieces]` how many."""
     found = []
     for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
         whole = sequences[owner].pictures
         assert whole is not None, "a sequence without pictures says so"
-        at = np.asarray(whole.places)[begin:end]
-        here = at[at > 0] - 1
-        unit = len(np.flatnonzero(whole.places)) // max(len(whole.pixels), 1) if len(here) else 0
-        first, last = (here.min() // unit, here.max() // unit + 1) if unit else (0, 0)
-        assert len(here) == (last - first) * unit, "pictures are whole"
-        found.append(Pictures(whole.pixels[first:last], np.where(at > 0, at - first * unit, 0)))
+        found.append(seen_within(whole, int(begin), int(end)))
     return found, np.array([len(one.pixels) for one in found])
+
+
+def seen_within(pictures: Pictures, begin: int, end: int) -> Pictures:
+    """The pictures of the tokens `begin` to `end` of a sequence, none of which is cut, numbered from the first one."""
+    at = np.asarray(pictures.places)[begin:end]
+    here = at[at > 0] - 1
+    soft = len(np.flatnonzero(pictures.places)) // max(len(pictures.pixels), 1) if len(here) else 0
+    first, last = (here.min() // soft, here.max() // soft + 1) if soft else (0, 0)
+    assert len(here) == (last - first) * soft, "pictures are whole"
+    return Pictures(pictures.pixels[first:last], np.where(at > 0, at - first * soft, 0))
 
 
 def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:

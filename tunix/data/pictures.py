@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunix.errors import UserError
-from tunix.types import Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -163,15 +162,6 @@ def _source(value: Any, number: int, folder: Path | None) -> tuple[Any, str]:
     if hasattr(value, "convert") and hasattr(value, "width"):
         return value, name
     raise UserError(f"{name} is {value!r:.80}, not a path, bytes or a PIL image")
-
-
-def before(pictures: Pictures | None, end: int) -> Pictures | None:
-    """The pictures of the first `end` tokens of a sequence, which cut none."""
-    if pictures is None:
-        return None
-    places = np.asarray(pictures.places)
-    soft = max(int(places.max(initial=0)) // max(len(pictures.pixels), 1), 1)
-    return Pictures(pictures.pixels[: int(places[:end].max(initial=0)) // soft], places[:end])
 
 
 def images_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:

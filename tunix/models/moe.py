@@ -10,9 +10,9 @@ No expert has a capacity: no token is dropped, and none depends on the others.
 Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
 (`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
 (`tensor`). Devices of the axis `expert` have rows of their own, so that a mixture gathers the tokens of all of them,
-computes its experts' part, and adds up and hands back the parts. That sends each token to D - 1 of D devices; to send
-pairs to their experts' devices alone would send as much where tokens use as many experts as there are devices, and want
-room for all pairs on one.
+computes its experts' part, and adds up and hands back the parts. That sends each token to all others of these devices;
+to send pairs to their experts' devices alone would send as much where tokens use as many experts as there are devices,
+and want room for all pairs on one.
 
 Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens, m pairs of a token
 and a chosen expert.

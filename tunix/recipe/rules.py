@@ -91,9 +91,7 @@ def _unseen(recipe: Sections) -> Iterator[str]:
             "leave it out"
         )
     blind = {
-        "rollout.engine: vllm, whose servers are sent none: sample with rollout.engine: tunix": (
-            recipe.rollout.engine == "vllm"
-        ),
+        "rollout.engine: vllm, whose servers are sent none": recipe.rollout.engine == "vllm",
         "rollout.environment, which makes prompts of its own": recipe.rollout.environment is not None,
         "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
         "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,

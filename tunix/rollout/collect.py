@@ -118,7 +118,7 @@ class Collector:
     ) -> list[list[Scored]]:
         """As `collect`, for some prompts, of which these are the places among all."""
         owners = [prompt for prompt in prompts for _ in range(n)]
-        numbers, pictures = [place * n + i for place in places for i in range(n)], [one.pictures for one in owners]
+        numbers = [place * n + i for place in places for i in range(n)]
         with clock.part("rollout"):
             played = self.play([owner.row for owner in owners], seed, numbers) if self.play else None
             starts, each, reply = [prompt.tokens for prompt in prompts], n, None
@@ -131,7 +131,8 @@ class Collector:
                 arrivals.add(number, completion)
                 return False
 
-            begun = [Begun(seed, *own) for own in zip(numbers, (None,) * len(owners), pictures, strict=True)]
+            own = zip(numbers, owners, strict=True)
+            begun = [Begun(seed, number, pictures=owner.pictures) for number, owner in own]
             groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive, begun)
             arrivals.close()
             for number, completion in enumerate(itertools.chain.from_iterable(groups)):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from tunix.data.packing import seen_within
 from tunix.models.attention.pages import Copies, Touches, Visits, block_of
 from tunix.models.vision import COLOURS
 from tunix.rollout.engine.experts import Known, Recorded
@@ -233,15 +234,15 @@ class Piece:
         """Adds the pictures among the next tokens of a job."""
         if job.pictures is None or self.sizes.picture is None:
             return
-        own, (soft, _) = np.asarray(job.pictures.places)[job.start : job.start + number], self.sizes.picture
-        if not own.any():
+        own, (soft, _) = seen_within(job.pictures, job.start, job.start + number), self.sizes.picture
+        if not len(own.pixels):
             return
         seen = self.inputs.seen or nothing_seen(self.sizes, self.length)
         assert seen is not None, "the model sees pictures"
         self.inputs, (pixels, places) = self.inputs._replace(seen=seen), seen
-        first, last, used = (own[own > 0].min() - 1) // soft, own.max() // soft, places[row].max() // soft
-        pixels[row, used : used + last - first] = job.pictures.pixels[first:last]
-        places[row, begin : begin + len(own)] = np.where(own > 0, own + (used - first) * soft, 0)
+        used, at = places[row].max() // soft, np.asarray(own.places)
+        pixels[row, used : used + len(own.pixels)] = own.pixels
+        places[row, begin : begin + len(at)] = np.where(at > 0, at + used * soft, 0)
 
     def _touch(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
