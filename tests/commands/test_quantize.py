@@ -162,7 +162,7 @@ def test_rules_from_words_and_files(tmp_path):
     ]
     assert words == Rules.model_validate({"rules": wanted})
     assert {name: rule.weights for name, rule in words.modules.items()} == {
-        **dict.fromkeys(("gate", "up", "down", "wide_gate", "wide_up", "wide_down"), "int4"),
+        **dict.fromkeys(("gate", "up", "down", "gates", "ups", "downs", "wide_gate", "wide_up", "wide_down"), "int4"),
         **dict.fromkeys(("q", "k", "v", "global_q", "global_k", "global_v", "input_gate", "input_out"), "nf4"),
         **dict.fromkeys(("qkv", "z", "beta", "decay", "out"), "nf4"),
     }

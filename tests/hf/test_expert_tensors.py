@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import CASES, load, reference_folder
-from tunix.cli import main
 from tunix.errors import UserError
 from tunix.models.families.table import read_config
 
@@ -80,10 +78,3 @@ def test_fields_that_are_not_understood_are_refused_by_name(folder, tmp_path, fi
     (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
     with pytest.raises(UserError, match=field):
         read_config(tmp_path)
-
-
-def test_a_mixture_is_not_rounded_without_its_experts(folder, tmp_path, capsys):
-    shutil.copytree(folder, tmp_path / "base")
-    assert main(["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--rules", ".*=int8"]) == 2
-    assert "the 5 experts of each layer of qwen3_5_moe (mlp.experts)" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

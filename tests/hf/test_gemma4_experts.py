@@ -10,6 +10,7 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from tests.hf.test_model_folder import rewrite
 from tests.tiny_models import CASES, load, randomise, reference_folder
+from tunix.cli import main
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.models.families.table import from_hf, preset, read_config, to_hf
@@ -70,6 +71,12 @@ def test_tensors_that_do_not_fit_are_named(change, message, folder):
 def cut(tensors: dict[str, torch.Tensor], key: str, rows: int) -> None:
     """Leaves the first rows of a tensor."""
     tensors[key] = tensors[key][:rows].contiguous()
+
+
+def test_a_model_is_not_rounded_without_its_experts(folder, tmp_path, capsys):
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--rules", ".*=int8"]) == 2
+    assert "the 5 experts of each layer of gemma4, which has them beside a dense ffn" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

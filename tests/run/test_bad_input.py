@@ -360,7 +360,7 @@ PLACES: Table = {
     "fewer rows than shards": (
         nothing,
         ["batch_size=6"],
-        ["rows are split over data 1 x fsdp 8 x expert 1, but an update has 6 of them", "8 would do"],
+        ["rows are split over fsdp 8, but an update has 6 of them", "8 would do"],
     ),
     "micro-batches that the devices cannot share": (nothing, ["micro_batch_size=4"], ["no multiple of 8; 8 would do"]),
     "somebody's folder": (

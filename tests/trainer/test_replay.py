@@ -87,7 +87,7 @@ def test_log_probs_and_updates_of_the_policy_replay_and_those_of_its_reference_d
     routed = [given_to(one, seed) for seed, one in enumerate(plain)]
     own, replayed = list(client.logprobs(plain)), list(client.logprobs(routed))
     assert max(np.abs(a - b).max() for a, b in zip(own, replayed, strict=True)) > 1e-3
-    of = list(client.reference_logprobs(routed))
+    of = list(client.logprobs(routed, of="reference"))
     for one, other in zip(own, of, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     loss = Loss(above_reference, reference=True)

@@ -187,13 +187,13 @@ def extend(
         views: where the tokens are written and what they see, for each kind of layer with pages.
         states: the same for layers with states, where there are any.
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
-        pictures: those among the tokens, whole, which the views know too.
+        pictures: room for those among the tokens, whole, which the views know too.
     """
     c = model.config
     ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
     x = embedded(c, weights.top["embed/w"], tokens, model.dtype)
     if pictures is not None:
-        x = with_pictures(x, model.soft_tokens(weights.top, pictures.pixels), jnp.asarray(pictures.places))
+        x = _seen(model, weights.top, x, pictures)
     x = constrain(x, "rows", None, None)
     given: Any = [None] * c.num_layers
     if c.layer_inputs:
@@ -212,6 +212,14 @@ def extend(
         chosen += [] if experts is None else [experts.astype(jnp.int16)]
     hidden = rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset)
     return hidden, tuple(new), constrain(jnp.stack(chosen, axis=2), "rows", None, None, None) if chosen else None
+
+
+def _seen(model: Model, top: Params, x: Float[Array, "B C D"], pictures: Pictures) -> Float[Array, "B C D"]:
+    """The embedded tokens with the pictures among them; the tower does not run where there are none."""
+    pixels, places = jnp.asarray(pictures.pixels), jnp.asarray(pictures.places)
+    return jax.lax.cond(
+        jnp.any(places > 0), lambda: with_pictures(x, model.soft_tokens(top, pixels), places), lambda: x
+    )
 
 
 @partial(once, static=("model", "where", "mixer"))

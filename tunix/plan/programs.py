@@ -21,7 +21,7 @@ from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, uns
 from tunix.models.model import Model, Params
 from tunix.models.vision import COLOURS
 from tunix.rollout.engine.holdings import Holdings
-from tunix.rollout.engine.pieces import Piece, nothing_seen
+from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
@@ -246,8 +246,7 @@ def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Si
 def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """The computation of a long piece of prompts in each shard."""
     with jax.set_mesh(mesh):
-        seen = nothing_seen(sizes, sizes.piece)
-        return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs._replace(seen=seen))
+        return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs)
 
 
 def gradient_bytes(params: Shapes, batch: BatchShape) -> int:

@@ -99,7 +99,11 @@ class Experts(nnx.Module):
         self.ups, self.downs = Bank((e, d, f), ("embed", "ffn"), rngs), Bank((e, f, d), ("ffn", "embed"), rngs)
 
     def __call__(
-        self, x: jax.Array, dropout_keys: jax.Array | None = None, real: jax.Array | None = None
+        self,
+        x: jax.Array,
+        dropout_keys: jax.Array | None = None,
+        real: jax.Array | None = None,
+        given: jax.Array | None = None,
     ) -> tuple[jax.Array, Auxiliary]:
         y = jnp.einsum("BTD,EDF->EBTF", x, self.ups.w[...])
         y = jnp.einsum("EBTF,EFD->BTD", jax.nn.silu(y), self.downs.w[...]) / self.ups.w.shape[0]

@@ -512,9 +512,8 @@ def test_sizes_and_weights_that_are_missing(params):
         small_engine(MODEL, params, slots=0)
     with pytest.raises(UserError, match="n is 0"):
         small_engine(MODEL, params).sample(prompts(VOCAB, (3,)), 0, Sampling(), 0)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match="publish"):
-        engine_file.Engine(MODEL, mesh, slots=1, length=8).run([])
+        engine_file.Engine(MODEL, one_device(), slots=1, length=8).run([])
 
 
 def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.MonkeyPatch):

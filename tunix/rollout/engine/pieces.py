@@ -86,8 +86,8 @@ class Inputs(NamedTuple):
     """`[s]` the adapter of each row."""
     states: "States | None"
     """What layers with states read; None where there are none."""
-    seen: "Seen | None" = None
-    """The pictures among the tokens; None where there are none."""
+    seen: "Seen | None"
+    """The pictures among the tokens; None where the model sees none."""
 
 
 class States(NamedTuple):
@@ -146,7 +146,8 @@ class Piece:
         if sizes.chunk is not None:
             sources = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32)
             states = States(sources, np.full(sizes.slots, -1, np.int32))
-        self.inputs = Inputs(tokens, positions, ids, begins, visits, touches, copies, last, adapters, states)
+        seen = _nothing_seen(sizes, length)
+        self.inputs = Inputs(tokens, positions, ids, begins, visits, touches, copies, last, adapters, states, seen)
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
@@ -232,14 +233,10 @@ class Piece:
 
     def _see(self, row: int, begin: int, number: int, job: Job) -> None:
         """Adds the pictures among the next tokens of a job."""
-        if job.pictures is None or self.sizes.picture is None:
+        if job.pictures is None or self.sizes.picture is None or self.inputs.seen is None:
             return
         own, (soft, _) = seen_within(job.pictures, job.start, job.start + number), self.sizes.picture
-        if not len(own.pixels):
-            return
-        seen = self.inputs.seen or nothing_seen(self.sizes, self.length)
-        assert seen is not None, "the model sees pictures"
-        self.inputs, (pixels, places) = self.inputs._replace(seen=seen), seen
+        pixels, places = self.inputs.seen
         used, at = places[row].max() // soft, np.asarray(own.places)
         pixels[row, used : used + len(own.pixels)] = own.pixels
         places[row, begin : begin + len(at)] = np.where(at > 0, at + used * soft, 0)
@@ -281,7 +278,7 @@ class Piece:
         return True
 
 
-def nothing_seen(sizes: Sizes, length: int) -> Seen | None:
+def _nothing_seen(sizes: Sizes, length: int) -> Seen | None:
     """Room for as many pictures as a piece of so many tokens has at most; None where the model sees none."""
     if sizes.picture is None:
         return None

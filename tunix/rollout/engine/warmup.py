@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.holdings import Holdings
-from tunix.rollout.engine.pieces import Piece, nothing_seen
+from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import Compiled, State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
@@ -73,9 +73,7 @@ class Warmth:
                 reads = holdings.reads(chosen, numbers)
                 yield Call(decode, (self.model, sizes.steps, self.weights), (flow, reads, nothing, nothing))
         for length in sizes.pieces:
-            seen = nothing_seen(sizes, length)
-            for one in (None,) if seen is None else (None, seen):
-                yield Call(prefill, (self.model, self.weights), (Piece(holdings, length).inputs._replace(seen=one),))
+            yield Call(prefill, (self.model, self.weights), (Piece(holdings, length).inputs,))
 
 
 def _compile(mesh: Mesh, program: jax.stages.Lowered) -> None:
