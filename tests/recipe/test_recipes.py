@@ -19,7 +19,7 @@ SLOW = (
     *("dpo_llama_lora", "dpo_pydoc", "orpo_gemma", "simpo_qwen", "lora_gemma", "sft_llama", "sft_qwen"),
     *("sft_gemma", "qlora_gemma", "online_dpo_gemma", "grpo_gemma", "ppo_gemma", "tool_use_qwen"),
     *("grpo_qwen_16k", "qat_gemma", "kto_llama", "quickstart", "reward_qwen", "dpo_gemma"),
-    *("sft_qwen3_moe", "dpo_qwen3_moe", "grpo_qwen3_moe"),
+    *("sft_qwen3_moe", "dpo_qwen3_moe", "grpo_qwen3_moe", "grpo_gemma3_pictures"),
 )
 """The first four compile for minutes, the others have a sibling here (sft_pydoc) or in the notebooks
 (01 runs the quickstart); what is of their own, smaller runs see: in tests/run, and tests/commands/test_quantize.py and
