@@ -190,7 +190,7 @@ CASES |= {
             "num_hidden_layers": 2,
             "num_experts": 5,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 20,
+            "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 28,
         },
     ),
@@ -280,7 +280,7 @@ CASES |= {
             "enable_moe_block": True,
             "num_experts": 5,
             "top_k_experts": 3,
-            "moe_intermediate_size": 20,
+            "moe_intermediate_size": 24,
         },
     ),
     "gemma4-last-layer-global-untied": Case(

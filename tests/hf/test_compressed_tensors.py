@@ -209,7 +209,13 @@ def test_a_damaged_folder_is_told(damage, told, tmp_path):
         load(tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-one-of-four-tied", *slow(["qwen3_5_moe-five-of-two", "mixtral-five"])])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe-one-of-four-tied",
+        *slow(["qwen3_5_moe-five-of-two", "mixtral-five", "gemma4_moe-five-of-three"]),
+    ],
+)
 def test_experts_are_packed_each_for_itself(name, tmp_path):
     """What is read is what is rounded: int4 in tiles of 8, of every expert by its own scales."""
     reference_folder(CASES[name], tmp_path / "base")

@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,6 +16,9 @@ from tunix.cli import main
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.models.families.table import from_hf, preset, read_config, to_hf
+from tunix.models.on_grid import rounded
+from tunix.models.quantization.fake_quant import simulated
+from tunix.models.quantization.rules import Rules
 
 NAME = "gemma4_moe-five-of-three"
 LAYER = "model.layers.1.experts"
@@ -34,7 +39,7 @@ def test_a_multimodal_folder_gives_its_text_part_with_experts(tmp_path):
     save_folder(tmp_path / "text", model.config, params, source=tmp_path, dtype="float32")
     theirs, ours = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "text" / "model.safetensors")
     named = {key.replace("model.language_model.", "model."): x for key, x in theirs.items()}
-    assert ours[f"{LAYER}.gate_up_proj"].shape == (5, 40, 32)
+    assert ours[f"{LAYER}.gate_up_proj"].shape == (5, 48, 32)
     assert set(ours) == set(named) - {"lm_head.weight"}
     assert all(torch.equal(ours[key], named[key]) for key in ours)
     assert read_config(tmp_path / "text") == model.config
@@ -73,10 +78,20 @@ def cut(tensors: dict[str, torch.Tensor], key: str, rows: int) -> None:
     tensors[key] = tensors[key][:rows].contiguous()
 
 
-def test_a_model_is_not_rounded_without_its_experts(folder, tmp_path, capsys):
-    assert main(["quantize", str(folder), str(tmp_path / "out"), "--rules", ".*=int8"]) == 2
-    assert "the 5 experts of each layer of gemma4, which has them beside a dense ffn" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rounded_folder_is_read_back(weights, packed, folder, tmp_path, capsys):
+    """Of every expert by its own scales: what a folder holds in few bits is what one holds in many."""
+    words = ["quantize", str(folder), str(tmp_path / "out"), "--rules", f"experts.*={weights}"]
+    assert main(words + ["--packed"] * packed) == 0
+    assert f"experts.down_proj {weights}, a scale for each output" in capsys.readouterr().out
+    model, params = load(folder)
+    _, found = load(tmp_path / "out")
+    rules = Rules.model_validate({"rules": [{"module": "experts.*", "weights": weights}]})
+    expected, moved = rounded(replace(model, simulated=simulated(rules)), params)
+    assert set(moved) == {f"layers/{one}/w" for one in ("gates", "ups", "downs")}
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ ADAPTERS = {
         alphas={"experts.gate_up_proj": 6.0},
         targets=("down_proj", "in_proj_z", "experts.*"),
     ),
+    "gemma4_moe-five-of-three": AdapterConfig(
+        rank=2, alpha=4.0, ranks={"experts.down_proj": 3, "mlp.down_proj": 1}, targets=("down_proj", "experts.*")
+    ),
     "mixtral-five": AdapterConfig(rank=2, alpha=4.0, targets=("v_proj", "experts.down_proj")),
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train,

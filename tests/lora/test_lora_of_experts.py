@@ -30,7 +30,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import Mixture
 from tunix.mesh import build_mesh
 from tunix.models.banks import Bank
-from tunix.models.config import Experts
+from tunix.models.config import DENSE_AND_EXPERTS, Experts
 from tunix.models.families.table import small
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
@@ -40,6 +40,17 @@ from tunix.types import Sampling
 
 LOSS = SFT(SFTConfig()).objective
 CONFIG = replace(small("qwen3_moe"), vocab_size=96, d_model=16, ffn=16, num_layers=1, experts=Experts(4, 2))
+BESIDE = replace(
+    small("gemma4"),
+    vocab_size=96,
+    d_model=16,
+    ffn=16,
+    num_layers=2,
+    local_layers=(True, False),
+    experts=Experts(4, 2, shared=24),
+    feed_forward=DENSE_AND_EXPERTS,
+)
+"""Experts beside a dense ffn, in layers of two kinds."""
 LORA = AdapterConfig(rank=2, alpha=6.0, ranks={"experts.down_proj": 3}, targets=("q_proj", "experts.*"))
 QLORA = LORA.model_copy(update={"kind": "qlora", "base": "int8", "tile": 8})
 SHAPES = {
@@ -199,16 +210,17 @@ def test_a_rounded_expert_is_as_near_as_its_type_allows():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, BESIDE], ids=lambda config: config.feed_forward)
 @pytest.mark.parametrize("settings", [LORA, QLORA], ids=["lora", "qlora"])
-def test_what_is_sampled_is_what_is_trained_and_a_checkpoint_resumes(settings, tmp_path):
-    ours = trainer(CONFIG, adapter=settings, length=24)
+def test_what_is_sampled_is_what_is_trained_and_a_checkpoint_resumes(settings, config, tmp_path):
+    ours = trainer(config, adapter=settings, length=24)
     ours.step(batch(), LOSS)
     ours.publish()
     prompts = [row.tokens[:5] for row in sequences(3, seed=5)]
     drawn = [found[0] for found in ours.sample(prompts, 1, Sampling(max_tokens=12, temperature=1.0), seed=0)]
     assert_same_as_full_forward(ours, prompts, drawn)
     ours.save(tmp_path / "state").result()
-    other = trainer(CONFIG, adapter=settings, length=24)
+    other = trainer(config, adapter=settings, length=24)
     other.load(tmp_path / "state")
     steps = [[float(one.step(batch(seed), LOSS)["train/loss"]) for seed in (1, 2)] for one in (ours, other)]
     assert steps[0] == steps[1]
@@ -238,6 +250,8 @@ def test_patterns_name_experts_and_a_dense_name_does_not():
     assert AdapterConfig(targets=("experts.*",)).targeted_in(config) == both
     assert AdapterConfig(targets=("mlp.experts.down_proj",)).targeted_in(config) == both[1:]
     assert set(both) < set(AdapterConfig(targets=("mlp.*",)).targeted_in(config))
+    assert AdapterConfig(targets=("experts.*",)).targeted_in(BESIDE) == both
+    assert AdapterConfig(targets=("mlp.down_proj",)).targeted_in(BESIDE) == ("down_proj",)
 
 
 def test_adapters_of_experts_are_not_mixed_in_a_batch():

@@ -14,6 +14,9 @@ from tunix.hf.safetensors_io import Entry, Sent, Stored
 Ends = Mapping[str, tuple[str, ...]]
 """As `FamilyText.stacked`: how names of such tensors end -> names of each expert's matrices, in the order of rows."""
 
+WHOLE = ("F32", "BF16")
+"""What numbers that are not rounded are written as."""
+
 
 def apart(name: str, tensor: Stored, stacked: Ends) -> list[tuple[str, Stored]]:
     """A tensor under its name, or the matrices of all experts that it holds, each at its place in the file.
@@ -34,6 +37,8 @@ def apart(name: str, tensor: Stored, stacked: Ends) -> list[tuple[str, Stored]]:
 def together(entries: Iterable[Entry], stacked: Ends) -> Iterator[Entry]:
     """Tensors to write, those of each expert as one of all experts; the inverse of `apart`.
 
+    Rounded matrices, which have scales of their own beside them, stay each for itself.
+
     Args:
         stacked: as `FamilyText.stacked`.
     """
@@ -41,7 +46,7 @@ def together(entries: Iterable[Entry], stacked: Ends) -> Iterator[Entry]:
     each = re.compile(rf"(.*)\.(\d+)({'|'.join(map(re.escape, whole))})")
     stacks: dict[str, dict[tuple[int, int], Entry]] = {}
     for entry in entries:
-        if (found := each.fullmatch(entry.key)) is None:
+        if entry.dtype not in WHOLE or (found := each.fullmatch(entry.key)) is None:
             yield entry
             continue
         end, place = whole[found[3]]

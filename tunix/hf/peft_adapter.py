@@ -36,8 +36,6 @@ from tunix.models.quantization.modules import BANKS
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "value/w"
-EXPERTS = "model.layers.{layer}.mlp.experts"
-"""What transformers' models call the module of a layer's experts, whatever its tensors are called in folders."""
 LANGUAGE = "model.language_model."
 """Begins the names of the text part's modules in transformers' multimodal models."""
 
@@ -178,7 +176,7 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
 
 def _parts_of_experts(adapter: AdapterConfig, config: DecoderConfig, sizes: Mapping[str, int]) -> dict[str, Place]:
     """The tensors of A and B of experts. PEFT wraps the parameters of a module one after the other, down last."""
-    lows, found = adapter.modules_of(config), {}
+    lows, found, sizes = adapter.modules_of(config), {}, {**sizes, "F": config.ffn, "2": 2}
     inner = "base_layer." if "gates" in lows and "downs" in lows else ""
     layouts = {
         "gates": (inner, {"A": ("(E r) D", "E D r"), "B": ("(2 F) (r E)", "E r 2 F")}),
@@ -186,8 +184,9 @@ def _parts_of_experts(adapter: AdapterConfig, config: DecoderConfig, sizes: Mapp
     }
     for name, (wrapper, layout) in layouts.items():
         for letter, (theirs, ours) in layout.items() if name in lows else ():
-            tensor = Tensor(f"{EXPERTS}.{wrapper}lora_{letter}.weight", theirs, ours)
-            shape = tuple({**sizes, "r": lows[name].rank, "2": 2}[axis] for axis in ours.split())
+            stem = f"model.layers.{{layer}}.{config.experts_module}"
+            tensor = Tensor(f"{stem}.{wrapper}lora_{letter}.weight", theirs, ours)
+            shape = tuple({**sizes, "r": lows[name].rank}[axis] for axis in ours.split())
             found[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
     return found
 

@@ -159,8 +159,8 @@ class AdapterConfig(Config):
         includes them."""
         if self.targets == "all-linear":
             raise UserError(
-                f"adapter.targets: all-linear would leave the experts (mlp.experts) of {config.family} as they are, as "
-                f"PEFT's does; name what is to be adapted: [{', '.join(there)}]"
+                f"adapter.targets: all-linear would leave the experts ({config.experts_module}) of {config.family} as "
+                f"they are, as PEFT's does; name what is to be adapted: [{', '.join(there)}]"
             )
         if any(name.startswith(EXPERTS) for name in self.targeted):
             settings = {"dropout": self.dropout, "dora": self.dora, "start": self.start != "zero" and self.start}

@@ -270,12 +270,17 @@ class DecoderConfig:
     def parts(self) -> tuple[str, ...]:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
         empty where a projection is the layer's own."""
-        dense = self.experts is None or self.feed_forward == DENSE_AND_EXPERTS
-        mixture = () if dense else ("mlp.experts",)
-        shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
+        beside = self.feed_forward == DENSE_AND_EXPERTS
+        dense, mixture = self.experts is None or beside, () if self.experts is None else (self.experts_module,)
+        shared = ("mlp.shared_expert",) if not dense and self.experts and self.experts.shared else ()
         linear = () if self.delta is None else ("linear_attn",)
         inputs = ("",) if self.layer_inputs else ()
-        return ("self_attn", *linear, *(("mlp",) if dense else (*shared, *mixture)), *inputs)
+        return ("self_attn", *linear, *(("mlp",) if dense else shared), *mixture, *inputs)
+
+    @property
+    def experts_module(self) -> str:
+        """What transformers' models call the module of a layer's experts, e.g. `mlp.experts`."""
+        return "experts" if self.feed_forward == DENSE_AND_EXPERTS else "mlp.experts"
 
     @property
     def routed(self) -> tuple[int, int] | None:

@@ -3,7 +3,8 @@
 Patterns are as in PEFT and qwix: a regular expression that matches a module's whole Hugging Face name, or what follows
 one of its dots, e.g. `q_proj`. Layers are stacked here and treated alike, so a pattern cannot choose between layers.
 Nor can it choose between the experts of a mixture, whose matrices are named as the parameters that hold them all:
-`experts.gate_up_proj` and `experts.down_proj`, of which `down_proj` alone, a dense ffn's, is none.
+`experts.gate_up_proj` and `experts.down_proj`, of which `down_proj` alone, a dense ffn's, is none. Some mixtures are
+the layer's own and not its ffn's; a pattern that matches the one place means the experts of both.
 """
 
 import re
@@ -27,6 +28,8 @@ MODULES = {
     "mlp.shared_expert.down_proj": ("down",),
     "mlp.experts.gate_up_proj": ("gates", "ups"),
     "mlp.experts.down_proj": ("downs",),
+    "experts.gate_up_proj": ("gates", "ups"),
+    "experts.down_proj": ("downs",),
     "per_layer_input_gate": ("input_gate",),
     "per_layer_projection": ("input_out",),
     "linear_attn.in_proj_qkv": ("qkv",),
@@ -47,7 +50,7 @@ EXPERTS = "experts."
 def short(name: str) -> str:
     """The last part of Hugging Face's name, of experts the last two: `q_proj`, `experts.down_proj`."""
     start, _, last = name.rpartition(".")
-    return f"{EXPERTS}{last}" if start.endswith(".experts") else last
+    return f"{EXPERTS}{last}" if f".{start}.".endswith(f".{EXPERTS}") else last
 
 
 PROJECTIONS: dict[str, tuple[str, ...]] = {}
