@@ -288,6 +288,22 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "gpt_oss-five-of-two": Case(
+        "gpt_oss",
+        {
+            "num_hidden_layers": 2,
+            "sliding_window": 6,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+}
+HEAVY = ("gpt_oss-five-of-two",)
+"""Cases of which the fast tests compare logits and gradients alone: what else they would show, others do."""
+
 EACH = (
     "llama-multiquery-linear-wide-heads",
     "gemma-multiquery",
@@ -315,9 +331,11 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for buffer in saved_buffers(model).values():
             buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:
+            if name.endswith("sinks"):
+                weight.copy_(noise)
+            elif weight.ndim == 1:
                 weight.add_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
