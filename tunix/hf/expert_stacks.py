@@ -64,11 +64,11 @@ def _part(tensor: Stored, expert: int, place: int, number: int, alternate: bool)
     """One matrix of an expert, which has so many in a tensor."""
     if isinstance(tensor, OfAll):
         return tensor.matrix(expert, place, number)
-    (count, *shape), size = tensor.shape, tensor.size // tensor.shape[0]
+    shape, size = tensor.shape[1:], tensor.size // tensor.shape[0]
     if not alternate or number == 1:
         begin = tensor.begin + expert * size + place * size // number
         return replace(tensor, shape=(shape[0] // number, *shape[1:]), begin=begin)
-    whole = replace(tensor, shape=tuple(shape), begin=tensor.begin + expert * size)
+    whole = replace(tensor, shape=shape, begin=tensor.begin + expert * size)
     own = (*shape[:-1], shape[-1] // number)
     return Turns(tensor.file, tensor.key, own, tensor.dtype, whole.begin, whole, place, number)
 
