@@ -27,10 +27,11 @@ def refuse_rounding(decoder: DecoderConfig, what: str) -> None:
         what: the recipe's section, or the command.
 
     Raises:
-        UserError: the model has experts beside a dense ffn.
+        UserError: the model has experts beside a dense ffn, or with biases.
     """
-    if decoder.feed_forward == DENSE_AND_EXPERTS and decoder.experts is not None:
+    if decoder.fixed_experts and decoder.experts is not None:
+        whose = "has them beside a dense ffn" if decoder.feed_forward == DENSE_AND_EXPERTS else "gives them biases"
         raise UserError(
-            f"{what}: the {decoder.experts.number} experts of each layer of {decoder.family}, which has them beside a "
-            "dense ffn, cannot be rounded yet; use another model, or leave it unrounded"
+            f"{what}: the {decoder.experts.number} experts of each layer of {decoder.family}, which {whose}, cannot be "
+            "rounded yet; use another model, or leave it unrounded"
         )

@@ -166,10 +166,8 @@ class MixtureOfExperts(nnx.Module):
         """
         matrices = (self.gates.arrays, self.ups.arrays, without_bias(self.downs.arrays))
         scales = (self.gates.scale, self.downs.scale)
-        mesh, compute = (
-            jax.sharding.get_abstract_mesh(),
-            partial(_mixed, partial(joined, self.activation, self.experts.clamp), scales),
-        )
+        join = partial(joined, self.activation, self.experts.clamp)
+        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
         if mesh.empty or mesh.size == 1:
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
