@@ -272,7 +272,7 @@ FAMILIES: dict[str, FamilyText] = {
     "qwen3_5": QWEN35,
     "qwen3_5_moe": QWEN35_MOE,
     "qwen3_moe": QWEN3_MOE,
-    "mixtral": MIXTRAL,
     "gpt_oss": GPT_OSS,
+    "mixtral": MIXTRAL,
 }
 """What `model.family` may be in a recipe -> the family. A new one is one file in this folder, and one line here."""
