@@ -22,7 +22,7 @@ from tunix.hf.safetensors_io import Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127
-"""Of the exponents."""
+"""What exponents are raised by."""
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What 4 bits stand for, of which the highest is the sign."""
 
