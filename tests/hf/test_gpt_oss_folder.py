@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -17,7 +18,9 @@ from tests.hf.test_model_folder import rewrite
 from tests.hf.test_tensor_loading import mesh_of
 from tests.marks import slow
 from tests.tiny_models import CASES, Case, load, our_logits, reference_folder, rows_of, tokens
+from tests.tiny_runs import VOCAB, losses, train, write_recipe
 from tunix.cli import main
+from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
@@ -46,8 +49,12 @@ def packed(rng: np.random.Generator, *shape: int) -> tuple[torch.Tensor, torch.T
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> tuple[Path, Path]:
     """A folder as published, and the same as transformers dequantizes it."""
-    folder, plain = tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("plain")
-    reference_folder(WIDE, plain)
+    return made(WIDE, tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("plain"))
+
+
+def made(case: Case, folder: Path, plain: Path) -> tuple[Path, Path]:
+    """Both folders of a random model."""
+    reference_folder(case, plain)
     held = {key: x.to(torch.bfloat16) for key, x in load_file(plain / "model.safetensors").items()}
     rng, published = np.random.default_rng(0), dict(held)
     for key in [key for key in held if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -175,3 +182,33 @@ def test_what_its_experts_cannot_be_is_refused(folder, tmp_path, capsys):
     with pytest.raises(UserError, match=r"gpt_oss has no experts\.down_proj; it has q_proj, k_proj, v_proj, o_proj$"):
         AdapterConfig(targets=("q_proj", "experts.down_proj")).targeted_in(config)
     assert AdapterConfig(targets=("q_proj", "o_proj")).targeted_in(config) == ("q_proj", "o_proj")
+
+
+@pytest.mark.slow
+def test_an_adapter_on_attention_is_trained_on_a_published_folder_and_merged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "plain"):
+        (tmp_path / name).mkdir()
+    case = Case("gpt_oss", {**WIDE.fields, "vocab_size": VOCAB})
+    base, plain = made(case, tmp_path / "base", tmp_path / "plain")
+    bytes_tokenizer("llama3").save(base)
+    adapter = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj"]}
+    model = {"path": str(base), "dtype": "bfloat16"}
+    train(str(write_recipe(tmp_path / "r.yaml", {"model": model, "adapter": adapter, "steps": 6})))
+    first, *_, last = losses("run")
+    assert last < first
+    assert main(["export", "run", "merged"]) == 0
+    ours, theirs = (load_file(one / "model.safetensors") for one in (tmp_path / "merged", plain))
+    assert set(ours) == set(theirs)
+    moved = {key for key, x in theirs.items() if not torch.equal(ours[key].float(), x.float())}
+    ends = ("q_proj.weight", "o_proj.weight")
+    assert moved == {key for key in theirs if key.endswith(ends)}
+    again = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32, attn_implementation="eager")
+    peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager"), "run/export"
+    )
+    ids = torch.from_numpy(tokens()).long()
+    with torch.no_grad():
+        whole, apart = again(ids).logits, peft(ids).logits
+    # The merged weights are rounded to bfloat16.
+    assert (whole - apart).norm() < 0.02 * apart.norm()
