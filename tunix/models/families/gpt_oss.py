@@ -13,7 +13,7 @@ from typing import Any
 
 from tunix.models.config import EXPERTS, Clamp, DecoderConfig, Experts, Rope
 from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, in_layers, layer_types, sizes, written
-from tunix.models.families.gemma import alternating
+from tunix.models.families.gemma import alternating, windows
 from tunix.models.families.hf_config import Fields
 
 NUMBER, ACTIVE, WINDOW = 128, 4, 128
@@ -36,8 +36,6 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
     biased, experts = fields.flag("attention_bias", True), fields.experts(NUMBER, ACTIVE)
     fields.only("experts_per_token", experts.active)
     clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
-    local = fields.local_layers(shape["num_layers"], alternating(shape["num_layers"]))
-    window = fields.integer("sliding_window", WINDOW)
     return DecoderConfig(
         family="gpt_oss",
         activation="silu",
@@ -47,11 +45,10 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
         qkv_bias=biased,
         o_bias=biased,
         sinks=True,
-        window=window if local else None,
-        local_layers=local,
         experts=replace(experts, biases=True, clamp=clamp),
         feed_forward=EXPERTS,
         stops=fields.stops(),
+        **windows(fields, alternating(shape["num_layers"]), WINDOW),
         **shape,
     )
 
