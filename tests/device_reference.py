@@ -12,9 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.device.parity import REFERENCE, digest, projected, sequences, weights
-from tests.tiny_models import CASES, EACH, by_hf_name, gradients_by_hf_name, merged, saved_buffers
+from tests.tiny_models import CASES, EACH, HEAVY, by_hf_name, gradients_by_hf_name, merged, saved_buffers
 from tunix.models.families.table import FAMILIES, from_hf
 from tunix.models.model import Model
+
+STORED = (*EACH, *HEAVY)
+"""The cases."""
 
 
 def reference(model: Model, config: Any, dtype: torch.dtype) -> Any:
@@ -83,7 +86,7 @@ def numbers(case: str) -> dict[str, Any]:
 
 def main() -> None:
     """Computes and writes."""
-    stored = {case.split("-")[0]: numbers(case) for case in EACH}
+    stored = {case.split("-")[0]: numbers(case) for case in STORED}
     lines = (f" {json.dumps(family)}: {json.dumps(found)}" for family, found in stored.items())
     REFERENCE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

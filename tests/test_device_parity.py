@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.device.parity import REFERENCE, compared
 from tests.device_reference import numbers
-from tests.tiny_models import EACH
+from tests.marks import slow
+from tests.tiny_models import EACH, HEAVY
 from tunix.models.families.table import FAMILIES, from_hf
 from tunix.models.model import Model
 
@@ -20,7 +21,7 @@ def test_every_family_is_stored():
     assert STORED.keys() == {*FAMILIES, "gemma4_moe"}
 
 
-@pytest.mark.parametrize("case", EACH)
+@pytest.mark.parametrize("case", [*EACH, *slow(HEAVY)])
 def test_the_numbers_are_those_of_transformers(case: str):
     made, stored = numbers(case), STORED[case.split("-")[0]]
     assert made["weights"] == stored["weights"]

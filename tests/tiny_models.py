@@ -288,6 +288,24 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "gpt_oss-five-of-two": Case(
+        "gpt_oss",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 12,
+            "sliding_window": 6,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "swiglu_limit": 1.25,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+}
+HEAVY = ("gpt_oss-five-of-two",)
+"""Cases of which the fast tests compare logits and gradients alone: what else they would show, others do."""
+
 EACH = (
     "llama-multiquery-linear-wide-heads",
     "gemma-multiquery",
@@ -315,9 +333,11 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for buffer in saved_buffers(model).values():
             buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:
+            if name.endswith("sinks"):
+                weight.copy_(noise)
+            elif weight.ndim == 1:
                 weight.add_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
@@ -423,6 +443,8 @@ MERGED = {"qwen3_moe": LLAMAS, "qwen3_5_moe_text": LLAMAS, "mixtral": ("w1", "w3
 def merged(named: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
     """A folder's tensors as transformers' model holds them: one parameter for a matrix of all experts."""
     found, experts = {}, dict[str, dict[str, list[np.ndarray]]]()
+    if model_type == "gpt_oss":
+        return alternating(named)
     for name, array in named.items():
         if (parts := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", name)) is None:
             found[name] = array
@@ -432,6 +454,23 @@ def merged(named: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.nda
         gate, up, down = (np.stack(matrices[one]) for one in MERGED[model_type])
         found |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
     return {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in found.items()}
+
+
+def alternating(named: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As `merged` where gates and ups take turns along the last axis, and there are biases."""
+    found, experts = {}, dict[tuple[str, str], dict[str, list[np.ndarray]]]()
+    for name, array in named.items():
+        if (parts := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.(weight|bias)", name)) is None:
+            found[name] = array
+        else:
+            experts.setdefault((parts[1], parts[3]), {}).setdefault(parts[2], []).append(array)
+    for (stem, kind), matrices in experts.items():
+        end = "_bias" if kind == "bias" else ""
+        gates, ups = np.stack(matrices["gate_proj"]), np.stack(matrices["up_proj"])
+        found[f"{stem}.gate_up_proj{end}"] = np.stack([gates, ups], axis=-1).reshape(*gates.shape[:-1], -1)
+        if not end:
+            found[f"{stem}.down_proj"] = np.stack(matrices["down_proj"])
+    return found
 
 
 def gradients_by_hf_name(reference: Any) -> dict[str, np.ndarray]:
@@ -445,8 +484,24 @@ def gradients_by_hf_name(reference: Any) -> dict[str, np.ndarray]:
         if not stem.endswith("experts"):
             found[name] = gradient
             continue
+        if reference.config.model_type == "gpt_oss":
+            found |= apart(name, gradient)
+            continue
         gate, up, down = MERGED[reference.config.model_type]
         for expert, part in enumerate(gradient):
             halves = zip((gate, up), np.split(part, 2), strict=True) if last == "gate_up_proj" else [(down, part)]
             found |= {f"{stem}.{expert}.{matrix}.weight": one for matrix, one in halves}
+    return found
+
+
+def apart(name: str, gradient: np.ndarray) -> dict[str, np.ndarray]:
+    """The gradients of each of gpt-oss's experts, from one of all of them; biases of down matrices stay together."""
+    stem, _, last = name.rpartition(".")
+    if last == "down_proj_bias":
+        return {name: gradient}
+    end = "bias" if last.endswith("_bias") else "weight"
+    found = {}
+    for expert, part in enumerate(gradient):
+        parts = {"gate_proj": part[..., ::2], "up_proj": part[..., 1::2]} if "gate_up" in last else {"down_proj": part}
+        found |= {f"{stem}.{expert}.{matrix}.{end}": one for matrix, one in parts.items()}
     return found

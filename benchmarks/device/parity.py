@@ -77,6 +77,8 @@ def weights(model: Model) -> dict[str, np.ndarray]:
             return usual * np.float32(shape[-1] ** -0.5) if unscaled else usual
         if name.endswith("/factor"):
             return 0.1 * noise + 1.0
+        if name.endswith("/sinks"):
+            return noise
         if name.endswith("/b"):
             return 0.3 * noise
         return noise * np.float32(model.config.d_model**-0.5)

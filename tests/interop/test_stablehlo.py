@@ -13,7 +13,7 @@ from jax import export
 from safetensors.numpy import load_file, save_file
 
 import tunix
-from tests.tiny_models import CASES, EACH, reference_folder
+from tests.tiny_models import CASES, EACH, HEAVY, reference_folder
 from tests.tiny_runs import model_folder
 from tunix.errors import UserError
 from tunix.interop import stablehlo, standalone
@@ -46,7 +46,7 @@ def greedy(folder: Path, dtype="float32") -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in EACH if case not in FAST)]
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in (*EACH, *HEAVY) if case not in FAST)]
 )
 def test_the_same_tokens_without_tunix(case, tmp_path):
     folder, out = tmp_path / "here", tmp_path / "out"

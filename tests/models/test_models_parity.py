@@ -19,6 +19,7 @@ from tests.paged import slots_of_row
 from tests.tiny_models import (
     CASES,
     EACH,
+    HEAVY,
     by_hf_name,
     gradients_by_hf_name,
     load,
@@ -36,6 +37,7 @@ from tunix.models.families.table import read_config
 from tunix.models.model import Model
 
 parity = pytest.mark.parametrize("name", CASES)
+light = pytest.mark.parametrize("name", [*(name for name in CASES if name not in HEAVY), *slow(HEAVY)])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_attention_by_chunks_has_the_gradients_of_the_einsums(name, folders):
         np.testing.assert_allclose(chunks[key], plain[key], rtol=1e-4, atol=1e-5 * scale, err_msg=key)
 
 
-@parity
+@light
 def test_packed_rows_equal_separate_rows(name, folders):
     folder, _ = folders(name)
     model, params = load(folder)
@@ -105,7 +107,7 @@ def test_packed_rows_equal_separate_rows(name, folders):
         np.testing.assert_allclose(packed[key], separate[key], atol=1e-4 * scale, err_msg=key)
 
 
-@parity
+@light
 def test_export_is_bit_exact_and_transformers_loads_it(name, folders, tmp_path):
     folder, reference = folders(name)
     model, params = load(folder)

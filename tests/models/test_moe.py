@@ -15,7 +15,7 @@ from tunix.config import MeshConfig
 from tunix.errors import UserError
 from tunix.mesh import build_mesh
 from tunix.models import expert_products
-from tunix.models.config import EXPERTS, Experts
+from tunix.models.config import EXPERTS, Clamp, Experts
 from tunix.models.expert_products import from_experts, routes, to_experts
 from tunix.models.families.table import preset, small
 from tunix.models.model import Model
@@ -37,14 +37,20 @@ def inputs(dtype="float32") -> jax.Array:
 
 def by_the_papers(moe: MixtureOfExperts, x: jax.Array) -> jax.Array:
     """Every expert computes every token, and those that are not chosen weigh 0."""
-    scores = jax.nn.softmax(x @ moe.router.w[...])
+    bias = 0.0 if moe.router.b is None else moe.router.b[...]
+    scores = jax.nn.softmax(x @ moe.router.w[...] + bias)
     least = jnp.sort(scores)[..., -moe.experts.active, None]
     weights = jnp.where(scores >= least, scores, 0)
     if moe.experts.renormalise:
         weights = weights / weights.sum(-1, keepdims=True)
     gate = jnp.einsum("btd,edf->btef", x, moe.gates.w[...])
     up = jnp.einsum("btd,edf->btef", x, moe.ups.w[...])
-    return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, moe.downs.w[...], weights)
+    if moe.experts.clamp is None:
+        return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, moe.downs.w[...], weights)
+    gate = jnp.minimum(gate + moe.gates.b[...], moe.experts.clamp.limit)
+    up = jnp.clip(up + moe.ups.b[...], -moe.experts.clamp.limit, moe.experts.clamp.limit)
+    joined = (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+    return jnp.einsum("btef,efd,bte->btd", joined, moe.downs.w[...], weights) + weights @ moe.downs.b[...]
 
 
 def loss_of(graph, call):
@@ -65,6 +71,28 @@ def test_outputs_and_gradients_are_those_of_the_sum(number, active, renormalise)
     x = inputs()
     found = loss_of(graph, lambda moe, x: moe(x)[0])(state, x)
     assert_near(found, loss_of(graph, by_the_papers)(state, x))
+
+
+def biased() -> tuple[nnx.GraphDef, nnx.State]:
+    """Experts as gpt-oss's, with random biases, of which some factors are clamped."""
+    graph, state = nnx.split(module(replace(CONFIG, experts=Experts(4, 2, biases=True, clamp=Clamp(limit=0.75)))))
+    return graph, jax.tree.map(lambda w: w if jnp.any(w) else jax.random.normal(jax.random.key(3), w.shape), state)
+
+
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_biases_and_clamped_factors_are_those_of_the_sum(monkeypatch, where):
+    monkeypatch.setattr(expert_products, "platform", lambda: where)
+    jax.clear_caches()
+    graph, state = biased()
+    found = loss_of(graph, lambda moe, x: moe(x)[0])(state, inputs())
+    assert_near(found, loss_of(graph, by_the_papers)(state, inputs()))
+
+
+def test_padding_has_no_bias():
+    graph, state = biased()
+    real = jnp.arange(T) < jnp.asarray([T, 11, 0, 5])[:, None]
+    y, _ = nnx.merge(graph, state)(inputs(), None, real)
+    np.testing.assert_array_equal(np.any(y, axis=-1), real)
 
 
 def test_one_expert_can_have_all_tokens_and_others_none():
@@ -143,10 +171,21 @@ def test_experts_in_turns_are_the_products_of_ragged_dot(monkeypatch, dtype, pro
     assert_near(as_float(found), as_float(expected), 1e-5 if dtype == "float32" else 0.02)
 
 
-@pytest.mark.parametrize("rows", [8, *slow([4])])
-def test_rows_over_the_axis_of_experts_change_nothing(rows):
+@pytest.mark.parametrize(
+    ("rows", "sizes", "made"),
+    [
+        (8, MeshConfig(data=2, fsdp=1, expert=4), lambda: nnx.split(module())),
+        *slow(
+            [
+                (4, MeshConfig(data=2, fsdp=1, expert=4), lambda: nnx.split(module())),
+                (8, MeshConfig(data=2, fsdp=1, expert=2, tensor=2), biased),
+            ]
+        ),
+    ],
+)
+def test_rows_over_the_axis_of_experts_change_nothing(rows, sizes, made):
     """Each device has rows of its own where 8 are split by data 2 x expert 4, and all of them where they are fewer."""
-    graph, state = nnx.split(module())
+    graph, state = made()
     x = jax.random.normal(jax.random.key(1), (rows, 5, CONFIG.d_model))
     aim = jax.random.normal(jax.random.key(2), x.shape)
     real = jnp.arange(5) < 1 + jnp.arange(rows)[:, None]
@@ -155,7 +194,7 @@ def test_rows_over_the_axis_of_experts_change_nothing(rows):
         return jnp.sum(aim * nnx.merge(graph, state)(x, None, real)[0])
 
     expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(state, x)
-    with jax.set_mesh(build_mesh(MeshConfig(data=2, fsdp=1, expert=4))):
+    with jax.set_mesh(build_mesh(sizes)):
         program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(state, x).compile()
     assert_near(jax.device_get(program(state, x)), jax.device_get(expected))
     # Tokens are gathered, and their sums handed back, where they are on different devices.
@@ -169,11 +208,15 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=repr)
-def test_a_mesh_computes_the_same_and_gathers_no_experts(sizes):
-    config = replace(small("qwen3_moe"), vocab_size=96, experts=Experts(4, 2))
+@pytest.mark.parametrize(
+    ("sizes", "family"), [*((sizes, "qwen3_moe") for sizes in MESHES), *slow([(MESHES[0], "gpt_oss")])]
+)
+def test_a_mesh_computes_the_same_and_gathers_no_experts(sizes, family):
+    own = small(family)
+    config = replace(own, vocab_size=96, experts=replace(own.experts, number=4, active=2))
     model, mesh = Model(config), build_mesh(sizes)
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
+    params = {n: x if jnp.any(x) else jax.random.normal(jax.random.key(3), x.shape) for n, x in params.items()}
     tokens = np.random.default_rng(0).integers(0, 96, (4, 32)).astype(np.int32)
     segments = np.where(np.arange(32) < np.asarray([[32], [20], [7], [31]]), 1, 0).astype(np.int32)
     rows = (tokens, np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape), segments, segments > 0)

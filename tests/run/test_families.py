@@ -20,12 +20,16 @@ MODELS: dict[str, dict[str, Any]] = {
     # The last five of twelve layers read the keys and values of others, and all have inputs of their own.
     "gemma4": {"init": "random", "preset": "gemma4-e4b", "sizes": {**SIZES, "num_layers": 12}},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    # Local and global layers, sinks, and experts that adapters and rounding leave as they are.
+    "gpt_oss": {"init": "random", "family": "gpt_oss", "sizes": {**SIZES, "window": 8}},
+}
 every_family = pytest.mark.parametrize("family", MODELS)
 pytestmark = pytest.mark.slow
 
 
 def write(folder: Path, family: str, **changes: Any) -> None:
-    model = {**MODELS[family], "tokenizer": "bytes", "dtype": "float32"}
+    model = {**(MODELS | MIXTURES)[family], "tokenizer": "bytes", "dtype": "float32"}
     write_recipe(folder / "r.yaml", {"model": model, "steps": 8, "checkpoint": {"every": 2}, **EVAL, **changes})
 
 
@@ -48,7 +52,7 @@ def test_killed_it_ends_like_the_uninterrupted_run(family: str, tmp_path: Path):
         assert_same_end(killed.run, whole.run)
 
 
-@every_family
+@pytest.mark.parametrize("family", [*MODELS, *MIXTURES])
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}])
 def test_eight_devices_have_the_losses_of_one(family: str, mesh: dict[str, int], tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)

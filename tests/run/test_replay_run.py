@@ -50,7 +50,9 @@ def test_killed_it_ends_like_the_uninterrupted_run(staleness: int, tmp_path: Pat
         assert_same_end(killed.run, whole.run)
 
 
-def test_eight_devices_with_an_axis_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_eight_devices_with_an_axis_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    train(str(write_policy(tmp_path, **MIXTURE, mesh={"fsdp": 4, "expert": 2})))
+    model = {**MIXTURE["model"], "family": family}
+    train(str(write_policy(tmp_path, model=model, mesh={"fsdp": 4, "expert": 2})))
     assert all(row["train/grad_norm"] > 0 for row in metrics("run") if "train/loss" in row)

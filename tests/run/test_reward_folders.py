@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.tiny_models import CASES, one_device, randomise, reference_folder
+from tests.marks import slow
+from tests.tiny_models import CASES, HEAVY, one_device, randomise, reference_folder
 from tests.tiny_runs import model_folder
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -81,7 +82,7 @@ def their_scores(model: torch.nn.Module) -> np.ndarray:
         return model(input_ids=padded, attention_mask=seen.long()).logits[:, 0].numpy()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *slow(HEAVY)])
 def test_scores_are_transformers_own_in_and_out(name, tmp_path):
     folder = classifier_folder(name, tmp_path / "theirs")
     model, params = our_model(folder)

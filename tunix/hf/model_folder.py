@@ -25,6 +25,7 @@ from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
 from tunix.hf.expert_stacks import apart, hint, together
+from tunix.hf.mxfp4 import with_blocks
 from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.remote_folder import local_copy
@@ -129,8 +130,12 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         if is_scale(name):
             continue  # loaded with its values
         places = _places(model.config, table[name], name, model.shapes[name])
-        target = target_of(model, name, table[name], len(next(iter(places.values()))), dtype, mesh)
-        reads += [Read(name, stored[key], target, place) for key, place in places.items()]
+        depth = len(next(iter(places.values())))
+        targets = {
+            turned: target_of(model, name, table[name].turned if turned else table[name], depth, dtype, mesh)
+            for turned in {stored[key].turned for key in places}
+        }
+        reads += [Read(name, stored[key], targets[stored[key].turned], place) for key, place in places.items()]
     return load(reads)
 
 
@@ -178,10 +183,10 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     named: dict[str, Stored] = {}
     vision = FAMILIES[family].vision if pictures else None
     prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
-    for key, tensor in unpacked(tensors_of_folder(folder)).items():
+    for key, tensor in unpacked(with_blocks(tensors_of_folder(folder))).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
-            named |= dict(apart(name, tensor, FAMILIES[family].stacked))
+            named |= dict(apart(name, tensor, FAMILIES[family]))
     return named
 
 
@@ -205,7 +210,7 @@ def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType
     unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
     base = {name: shape for name, shape in unscaled.items() if name in asked or not is_own(name)}
     wanted = expected(model.config, base)
-    check_tensors(stored, wanted, folder, hint(FAMILIES[model.config.family].stacked))
+    check_tensors(stored, wanted, folder, hint(FAMILIES[model.config.family]))
     extra = [name for name in stored if name not in wanted]
     if not model.has_lm_head:  # a language model's head is not needed for scores
         extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
@@ -291,7 +296,7 @@ def save_folder(
         called = spelling(config, base)
         ours = (replace(entry, key=called(entry.key)) for entry in _entries(config, params, dtype, packing))
         if FAMILIES[config.family].writes_stacked:
-            ours = together(ours, FAMILIES[config.family].stacked)
+            ours = together(ours, FAMILIES[config.family])
         whole = [*ours, *map(as_it_is, along)]
         write_shards(folder, whole, max_shard_bytes)
 

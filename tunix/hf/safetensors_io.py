@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -38,9 +38,10 @@ WRITTEN: Mapping[str, Any] = {
     "I8": np.int8,
     "I32": np.int32,
     "I64": np.int64,
+    "U8": np.uint8,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
-"""The dtypes that can be written: `DTYPES` and those of rounded weights."""
+"""The dtypes that are read and written: `DTYPES` and those of rounded weights."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,13 @@ class Stored:
     """The dtype as safetensors spells it, e.g. `BF16`."""
     begin: int
     """The byte of the file at which its values begin."""
+    turned: ClassVar[bool] = False
+    """Whether `shape` is that of the transposed matrix: the file has it the other way round than its family's table."""
+
+    @property
+    def laid(self) -> tuple[int, ...]:
+        """Its shape in the layout of its family's table."""
+        return self.shape[::-1] if self.turned else self.shape
 
     @property
     def size(self) -> int:
@@ -163,9 +171,9 @@ def check_tensors(
             f"{where}: {len(missing)} tensor(s) that the config asks for are missing: {some(missing)}. "
             f"{len(stored)} are there, {len(wanted)} are needed. {hint}".rstrip()
         )
-    wrong = [name for name, shape in wanted.items() if stored[name].shape != shape]
+    wrong = [name for name, shape in wanted.items() if stored[name].laid != shape]
     if wrong:
-        found = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].shape}" for name in wrong[:3])
+        found = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].laid}" for name in wrong[:3])
         raise UserError(
             f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {found}. {hint}".rstrip()
         )

@@ -34,7 +34,8 @@ BANK_PAIRS: Mapping[str, tuple[str, int | None]] = {
 }
 """Our name of an experts' matrix -> the bank whose A and B adapt it, and which half of the B; None for all of it."""
 Arrays = Mapping[str, jax.Array]
-"""The parameters of a bank by name: `w`, where it is rounded `w_scale`, with an adapter `w_lora_a` and `w_lora_b`."""
+"""The parameters of a bank by name: `w`, with biases `b`, where it is rounded `w_scale`, with an adapter `w_lora_a` and
+`w_lora_b`."""
 
 
 class Bank(nnx.Module):
@@ -47,8 +48,10 @@ class Bank(nnx.Module):
     w_scale: nnx.Variable
     """The scales of a quantized `w`: those of each expert's matrix, stacked."""
 
-    def __init__(self, shape: tuple[int, int, int], axes: Axes, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, int, int], axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
         self.w = weight(rngs, shape, axes, std=shape[1] ** -0.5)
+        of_bias = (axes[0], axes[2])
+        self.b = nnx.Param(jnp.zeros((shape[0], shape[2]), jnp.float32), axes=of_bias) if bias else None
         self.quantized = False
         self.simulated: Simulated | None = None
         """What is rounded in simulation: weights alone."""
@@ -114,6 +117,8 @@ class Bank(nnx.Module):
     def arrays(self) -> Arrays:
         """Its parameters by name."""
         found = {"w": self.w[...]}
+        if self.b is not None:
+            found["b"] = self.b[...]
         if self.quantized:
             found["w_scale"] = self.w_scale[...]
         if self.scale is not None:
@@ -135,6 +140,8 @@ def at_home(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[
         scales, parts = bank["w_scale"], mesh.shape[whole[1]]
         bank = {**bank, "w_scale": jnp.repeat(scales, math.lcm(len(scales[0]), parts) // len(scales[0]), axis=1)}
     specs = {"w": whole, "w_scale": whole}
+    if "b" in bank:
+        specs["b"] = partition((of_expert, of_output), bank["b"].shape, mesh)
     if "w_lora_a" in bank:
         b = bank["w_lora_b"].shape
         specs["w_lora_a"] = partition((of_expert, of_input, None), bank["w_lora_a"].shape, mesh)
@@ -157,12 +164,12 @@ def _out_of(rows: Float[Array, "r F"], bank: Arrays, where: Routes) -> Float[Arr
 def gate_and_up(
     x: Float[Array, "n D"], gates: Arrays, ups: Arrays, scale: float | None, where: Routes
 ) -> tuple[Float[Array, "r F"], Float[Array, "r F"]]:
-    """Each pair's token times the gate and the up matrix of its expert.
+    """Each pair's token times the gate and the up matrix of its expert, with their biases where they have some.
 
     Args:
         scale: multiplies the adapter's product; None where there is no adapter.
     """
-    gate, up = _into(x, gates, where), _into(x, ups, where)
+    gate, up = (_biased(_into(x, bank, where), bank, where) for bank in (gates, ups))
     if scale is None:
         return gate, up
     narrow = scale * to_experts(x, gates["w_lora_a"], where)
@@ -170,6 +177,25 @@ def gate_and_up(
     both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
     of_gate, of_up = jnp.split(both, 2, axis=1)
     return gate + of_gate, up + of_up
+
+
+def _biased(y: Float[Array, "r F"], bank: Arrays, where: Routes) -> Float[Array, "r F"]:
+    """Rows with the bias of their expert added.
+
+    A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs that are
+    not computed hold has no part in it.
+    """
+    if "b" not in bank:
+        return y
+    ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
+    own = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+    added = jnp.einsum("rE,EF->rF", own, bank["b"], precision=jax.lax.Precision.HIGHEST)
+    return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
+
+
+def without_bias(bank: Arrays) -> Arrays:
+    """What a bank's rows are multiplied by."""
+    return {name: x for name, x in bank.items() if name != "b"}
 
 
 def down(rows: Float[Array, "r F"], downs: Arrays, scale: float | None, where: Routes) -> Float[Array, "n D"]:

@@ -46,6 +46,8 @@ class Rope:
     """yarn: dimensions that turn less often than this are divided by `factor`."""
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None for 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: whether the dimensions of `beta_fast` and `beta_slow` are whole numbers, rounded outwards."""
     share: float = 1.0
     """The part of each head that is rotated, its first dimensions, e.g. 0.25 for Qwen 3.5; proportional: the first of
     its pairs (i, i + H/2)."""
@@ -78,6 +80,16 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Clamp:
+    """How an expert of gpt-oss joins its gate g with its other factor u: `(u + 1) g sigmoid(slope g)`, both clamped."""
+
+    limit: float = 7.0
+    """g is at most this, and u between minus this and this."""
+    slope: float = 1.702
+    """That of the sigmoid."""
+
+
+@dataclass(frozen=True)
 class Experts:
     """The settings of an ffn of several experts (`models/moe.py`); the width of each is `DecoderConfig.ffn`."""
 
@@ -90,6 +102,10 @@ class Experts:
     shared: int = 0
     """Width of a further expert that all tokens use, with a gate of its own, or of the dense ffn beside the experts
     (`DENSE_AND_EXPERTS`); 0 for none."""
+    biases: bool = False
+    """Whether the router and the experts' matrices have biases; such experts are neither adapted nor rounded."""
+    clamp: Clamp | None = None
+    """gpt-oss: how gates are applied; None for `DecoderConfig.activation`."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +232,10 @@ class DecoderConfig:
     """Gemma 3, Qwen 3: RMSNorm over each head's query and key."""
     qkv_bias: bool = False
     """Qwen 2: biases on q, k, v."""
+    o_bias: bool = False
+    """gpt-oss: a bias on o."""
+    sinks: bool = False
+    """gpt-oss: a learned score of each head that takes part in its softmax and mixes no value."""
     scale_embeddings: bool = False
     """Gemma: embeddings are multiplied by sqrt(d_model)."""
     query_scale: float | None = None
@@ -270,9 +290,9 @@ class DecoderConfig:
     def parts(self) -> tuple[str, ...]:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
         empty where a projection is the layer's own."""
-        beside = self.feed_forward == DENSE_AND_EXPERTS
-        dense, mixture = self.experts is None or beside, () if self.experts is None else (self.experts_module,)
-        shared = ("mlp.shared_expert",) if not dense and self.experts and self.experts.shared else ()
+        dense = self.experts is None or self.feed_forward == DENSE_AND_EXPERTS
+        mixture = () if self.experts is None or self.experts.biases else (self.experts_module,)
+        shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
         linear = () if self.delta is None else ("linear_attn",)
         inputs = ("",) if self.layer_inputs else ()
         return ("self_attn", *linear, *(("mlp",) if dense else shared), *mixture, *inputs)

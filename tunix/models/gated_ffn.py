@@ -5,11 +5,12 @@ Axes: B rows, T time, D model width, F ffn width.
 """
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.config import DecoderConfig
+from tunix.models.config import Clamp, DecoderConfig
 from tunix.models.layers import Projection, TokenKeys
 
 
@@ -65,6 +66,16 @@ def gated(
     gate, up = three[0](x, dropout_keys), three[1](x, dropout_keys)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     return three[2](activated(activation, gate) * up, dropout_keys)
+
+
+def joined(
+    activation: str, clamp: Clamp | None, gate: Float[Array, "..."], up: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The product of a gate, after its activation, and the other factor; clamped as `Clamp` says where there is one."""
+    if clamp is None:
+        return activated(activation, gate) * up
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(clamp.slope * gate)
 
 
 def activated(activation: str, gate: Float[Array, "..."]) -> Float[Array, "..."]:

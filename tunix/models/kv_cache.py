@@ -160,6 +160,7 @@ def decode_specs(
             config.attention_softcap,
             where,
             None if capability is None else float(capability),
+            config.sinks,
         )
 
     kinds = config.paged_kinds

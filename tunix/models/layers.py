@@ -316,8 +316,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low, high = (math.floor(low), math.ceil(high)) if rope.truncate else (low, high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
     factor = 0.1 * math.log(max(rope.factor, 1.0)) + 1.0 if rope.attention_factor is None else rope.attention_factor
     return (ramp * slow + (1 - ramp) * plain).astype(np.float32), factor

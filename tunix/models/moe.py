@@ -5,6 +5,7 @@
 where w_e is s_e, or s_e divided by the sum of s over C (`Experts.renormalise`). That is the mixture of Shazeer et al.
 2017 (https://arxiv.org/abs/1701.06538) with the softmax before the choice, as Qwen 3 and Mixtral have it (renormalised,
 both orders give the same). Qwen 3.5 adds a shared expert, that all tokens use, times sigmoid(g x) (`Experts.shared`).
+gpt-oss has biases (`Experts.biases`): the router's before the softmax, an expert's after each of its matrices.
 No expert has a capacity: no token is dropped, and none depends on the others.
 
 Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
@@ -18,6 +19,7 @@ Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of
 and a chosen expert.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -28,14 +30,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
-from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up
+from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up, without_bias
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_products import in_rows, routes
-from tunix.models.gated_ffn import activated, gated, projections
+from tunix.models.gated_ffn import gated, joined, projections
 from tunix.models.layers import TokenKeys, weight
 
 BALANCE, ROWS, CHOSEN = "load_balance", "rows", "chosen"
 """The auxiliary terms of a layer."""
+EXACT = jax.lax.Precision.HIGHEST
 SPLIT = ("expert", "tensor")
 """Mesh axes over which the experts' results are summed."""
 
@@ -46,11 +49,13 @@ class Router(nnx.Module):
     def __init__(self, config: DecoderConfig, experts: Experts, rngs: nnx.Rngs):
         shape = (config.d_model, experts.number)
         self.w = weight(rngs, shape, ("embed", None), std=config.d_model**-0.5)
+        self.b = nnx.Param(jnp.zeros(shape[1:], jnp.float32), axes=(None,)) if experts.biases else None
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
         """Each token's probabilities of the experts, in float32 throughout: a rounding error can change the choice."""
         w = self.w[...].astype(jnp.float32)
-        logits = jnp.einsum("BTD,DE->BTE", x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
+        logits = jnp.einsum("BTD,DE->BTE", x.astype(jnp.float32), w, precision=EXACT)
+        logits = logits if self.b is None else logits + self.b[...].astype(jnp.float32)
         return jax.nn.softmax(logits, axis=-1)
 
 
@@ -81,11 +86,11 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "their number comes with the ffn"
         self.experts, self.activation = config.experts, config.activation
-        e, d, f = config.experts.number, config.d_model, config.ffn
+        (e, d, f), bias = (config.experts.number, config.d_model, config.ffn), config.experts.biases
         self.router = self.router_class(config, config.experts, rngs)
-        self.gates = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
-        self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs)
-        self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs)
+        self.gates = Bank((e, d, f), ("expert", "embed", "ffn"), rngs, bias=bias)
+        self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs, bias=bias)
+        self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs, bias=bias)
         if config.experts.shared:
             self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
         weighed = config.experts.shared and config.feed_forward == EXPERTS
@@ -133,7 +138,10 @@ class MixtureOfExperts(nnx.Module):
         scores = self.router(scored)
         choice = self.chosen(scores, given)
         usage = _usage(scores, choice, real, self.experts.number)
-        return self._spread(x, choice, real), {**usage, CHOSEN: choice.experts}
+        y = self._spread(x, choice, real)
+        if self.downs.b is not None:
+            y = y + _mean_bias(self.downs.b[...], choice, real).astype(y.dtype)
+        return y, {**usage, CHOSEN: choice.experts}
 
     def chosen(self, scores: Float[Array, "B T E"], given: Int[Array, "B T k"] | None = None) -> Choice:
         """The experts with the largest scores. The choice has no gradient; the weights have that of their scores.
@@ -152,10 +160,14 @@ class MixtureOfExperts(nnx.Module):
         return Choice(experts, weights)
 
     def _spread(self, x: Float[Array, "B T D"], choice: Choice, real: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The weighted results, computed by each device of the mesh in use for its tokens and its experts."""
-        matrices = (self.gates.arrays, self.ups.arrays, self.downs.arrays)
+        """The weighted results, computed by each device of the mesh in use for its tokens and its experts.
+
+        Biases of the down matrices are left out: where columns are split, each device would add them.
+        """
+        matrices = (self.gates.arrays, self.ups.arrays, without_bias(self.downs.arrays))
         scales = (self.gates.scale, self.downs.scale)
-        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, self.activation, scales)
+        join = partial(joined, self.activation, self.experts.clamp)
+        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
         if mesh.empty or mesh.size == 1:
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
@@ -188,7 +200,7 @@ _HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("e
 
 
 def _mixed(
-    activation: str,
+    join: Callable[[jax.Array, jax.Array], jax.Array],
     scales: tuple[float | None, float | None],
     first: Int[Array, ""] | int,
     x: Float[Array, "B T D"],
@@ -201,6 +213,7 @@ def _mixed(
     """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing.
 
     Args:
+        join: the product of a gate and the other factor.
         scales: multiply what adapters add, to gates and ups and to downs; None where they have none.
     """
     active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
@@ -210,8 +223,15 @@ def _mixed(
     gate, up = gate_and_up(x.reshape(-1, width), gates, ups, scales[0], where)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
-    mixed = down((activated(activation, gate) * up * weights).astype(x.dtype), downs, scales[1], where)
+    mixed = down((join(gate, up) * weights).astype(x.dtype), downs, scales[1], where)
     return mixed.reshape(x.shape)
+
+
+def _mean_bias(b: Float[Array, "E D"], choice: Choice, real: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The weighted sum of the biases of each token's experts, in float32; 0 for padding."""
+    of_expert = jax.nn.one_hot(choice.experts, len(b), dtype=jnp.float32) * choice.weights[..., None]
+    shares = jnp.where(real[..., None], jnp.sum(of_expert, axis=2), 0.0)
+    return jnp.einsum("BTE,ED->BTD", shares, b.astype(jnp.float32), precision=EXACT)
 
 
 def _usage(

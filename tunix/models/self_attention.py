@@ -78,7 +78,7 @@ class Heads(NamedTuple):
             Projection("BTD,DNH->BTNH", (d, n, outputs), ("embed", "heads", "head"), rngs, contracted=1, bias=bias),
             None if shared else narrow(),
             None if shared or keys_are_values else narrow(),
-            Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2),
+            Projection("BTNH,NHD->BTD", (n, h, d), ("heads", "head", "embed"), rngs, contracted=2, bias=c.o_bias),
             norm(),
             None if shared else norm(),
         )
@@ -88,6 +88,8 @@ class _Attention(nnx.Module):
     """What the mixers here have in common."""
 
     config: DecoderConfig
+    sinks: nnx.Param | None = None
+    """Each head's sink (`DecoderConfig.sinks`)."""
 
     def heads(self) -> Heads:
         """The modules that compute it."""
@@ -112,7 +114,8 @@ class _Attention(nnx.Module):
             assert not isinstance(cache, Kept), "a layer has keys and values, or those of another"
             (k, v), pages = self._keys_and_values(own, x, rope, dropout_keys), cache
             k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
-        q, how = checkpoint_name(q, "q"), {"scale": c.scale, "softcap": c.attention_softcap}
+        sinks = None if self.sinks is None else self.sinks[...]
+        q, how = checkpoint_name(q, "q"), {"scale": c.scale, "softcap": c.attention_softcap, "sinks": sinks}
         if isinstance(view, Segments | ByKind):
             mixed = attend(q, k, v, view, **how)
         else:
@@ -138,13 +141,15 @@ class _Attention(nnx.Module):
 class Attention(_Attention):
     """Grouped-query attention with rope; with `qk_norm` each head's query and key are normed before rope.
 
-    With `output_gate` q's matrix has a second half for each head, whose sigmoid multiplies the head's output.
+    With `output_gate` q's matrix has a second half for each head, whose sigmoid multiplies the head's output. With
+    `sinks` each head has a score that takes part in its softmax and mixes no value.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
         own = Heads.made(config, config.num_kv_heads, config.head_dim, rngs)
         self.q, self.k, self.v, self.o, self.q_norm, self.k_norm = own
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads, jnp.float32), axes=("heads",)) if config.sinks else None
 
     def heads(self) -> Heads:
         """The modules that compute it."""

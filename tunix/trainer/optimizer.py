@@ -46,9 +46,9 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a parameter: not to norms, biases, rates of decay and magnitudes, nor to frozen
-    parameters."""
-    exempt = ("/b", "/bias", "/a_log", "/factor", "_lora_m", "_lora_a0", "_lora_b0")
+    """Whether weight decay applies to a parameter: not to norms, biases, sinks, rates of decay and magnitudes, nor to
+    frozen parameters."""
+    exempt = ("/b", "/bias", "/sinks", "/a_log", "/factor", "_lora_m", "_lora_a0", "_lora_b0")
     return not (name.endswith(exempt) or name.split("/")[-2].endswith("norm"))
 
 

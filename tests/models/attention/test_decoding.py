@@ -139,6 +139,8 @@ def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, mon
         (V5P, "ragged"),
         (replace(V5P, head_dim=64), "gathered"),
         (replace(V5P, cache="int8"), "gathered"),
+        (replace(V5P, sinks=True), "gathered"),
+        (replace(H100, sinks=True), "triton"),
         (replace(V5P, kv_heads=3), "gathered"),
         (replace(V5P, platform="cpu"), "gathered"),
     ],
@@ -188,12 +190,17 @@ def test_a_cache_of_8_bits_that_would_be_gathered_is_refused_but_on_a_cpu():
     assert unsaved([replace(V5P, head_dim=64)]) is None
 
 
-@pytest.mark.parametrize(("forget", "below"), [(False, True), (True, False)], ids=["whole", "forgets its window"])
-def test_a_kernel_is_compared_before_it_is_used(forget: bool, below: bool):
-    one, spec = BY_NAME["triton"], replace(H100, heads=2, kv_heads=1, head_dim=16, windows=(200,), platform="cpu")
+@pytest.mark.parametrize(
+    ("forget", "sinks", "below"),
+    [("", True, True), ("window", False, False), ("lse", True, False), ("lse", False, True)],
+)
+def test_a_kernel_is_compared_before_it_is_used(forget: str, sinks: bool, below: bool):
+    one, few = BY_NAME["triton"], replace(H100, heads=2, kv_heads=1, head_dim=16, platform="cpu")
+    spec = replace(few, windows=(200,), sinks=sinks)
 
     def of_slots(q, cache, view, **how):
-        return one.of_slots(q, cache, replace(view, window=None) if forget else view, **how)
+        mixed, lse = one.of_slots(q, cache, replace(view, window=None) if forget == "window" else view, **how)
+        return mixed, 0 * lse if forget == "lse" else lse
 
     apart = decode_gate.measured(one._replace(of_slots=of_slots), spec)
     assert (apart < LIMIT) == below

@@ -4,6 +4,7 @@ Pieces, pages, steps and slots are small here, so that prompts are cut, windows 
 refilled although sequences are short.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -29,6 +30,8 @@ from tunix.types import Completion, Sampling
 LENGTHS = (3, 17, 37, 9)
 """Of the prompts: within a piece of 16, two, three."""
 EOS = 2
+SINKS = replace(RICH, sinks=True)
+"""A sink starts at 0, and takes its share there."""
 
 
 def prompts(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
@@ -87,7 +90,7 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
         np.testing.assert_array_equal(completion.tokens, theirs[0, len(prompt) :].numpy())
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize("config", [PLAIN, RICH, *slow([SINKS])], ids=["plain", "rich", "sinks"])
 def test_cached_logprobs_are_those_of_the_full_forward(config):
     """At every position of prompts (in pieces) and completions; RICH's window of 5 leaves six pages of 8 behind."""
     model = Model(config)
@@ -167,11 +170,11 @@ def test_a_mesh_gives_the_same_logprobs(devices, shape):
     assert_logprobs_of_full_forward(model, local, engine)
 
 
-@pytest.mark.parametrize("guesses", [0, 2])
-def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch, guesses):
+@pytest.mark.parametrize(("guesses", "config"), [(0, RICH), (2, RICH), *slow([(0, SINKS)])])
+def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch, guesses, config):
     """The kernel for GPUs, interpreted: with windows, soft caps and shared kv heads, and pages of 16."""
     monkeypatch.setattr(engine_file, "reader_here", lambda spec, mesh: BY_NAME["triton"])
-    model = Model(RICH)
+    model = Model(config)
     params = random_params(model)
     engine = small_engine(model, params, page=16, guesses=guesses)
     assert engine.sizes.in_place

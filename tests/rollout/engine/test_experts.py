@@ -82,8 +82,9 @@ def test_a_paused_request_keeps_what_was_recorded(qwen, engine):
 
 
 @pytest.mark.slow
-def test_layers_with_states_and_guesses(tmp_path):
-    for number, (case, options) in enumerate(((CASES["qwen3_5_moe-five-of-two"], {}), (QWEN, {"guesses": 2}))):
+def test_layers_with_states_guesses_and_sinks(tmp_path):
+    cases = ((CASES["qwen3_5_moe-five-of-two"], {}), (QWEN, {"guesses": 2}), (CASES["gpt_oss-five-of-two"], {}))
+    for number, (case, options) in enumerate(cases):
         folder = tmp_path / str(number)
         reference = reference_folder(case, folder)
         small = small_engine(*load(folder), **options)

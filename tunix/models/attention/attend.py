@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
 from tunix.models.attention.decoding import of_slots
-from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged
+from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged, past_sinks
 from tunix.models.attention.layouts import Pages, placed, rounded
 from tunix.models.attention.pages import CachedView, PieceView
 from tunix.models.attention.tokamax_ops import capability
@@ -98,7 +98,7 @@ def attend(
     Raises:
         ValueError: the implementation that the view names cannot compute the call.
     """
-    return _past_sinks(_within_rows(q, k, v, view, scale, softcap, sinks=sinks is not None), sinks)
+    return past_sinks(_within_rows(q, k, v, view, scale, softcap, sinks=sinks is not None), sinks)
 
 
 def attend_cached(
@@ -140,7 +140,7 @@ def attend_cached(
     if isinstance(view, PieceView):
         k, v = new.exact(q.dtype)
         found = merged(_within_rows(q, k, v, view.segments, **how, sinks=sinks is not None), found)
-    return _past_sinks(found, sinks), cache
+    return past_sinks(found, sinks), cache
 
 
 def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: Any, mixes: bool = False) -> Any:
@@ -206,12 +206,6 @@ def _filled(rows: tuple[jax.Array, ...], tokens: tuple[jax.Array | None, ...]) -
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), *((0, 0),) * (x.ndim - 2)), constant_values=value)
 
     return jax.tree.map(partial(fill, value=0), rows), jax.tree.map(partial(fill, value=NOWHERE), tokens)
-
-
-def _past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Float[Array, "B T N H"]:
-    """What remains of a result when its weights are shared with the sinks."""
-    mixed, lse = result
-    return mixed if sinks is None else mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype)
 
 
 def implementation(spec: AttentionSpec, wanted: str = "auto") -> Implementation:

@@ -6,7 +6,7 @@ Axes: B rows, N query heads, K kv heads, H head dim, Pg pages, Pt tokens of a pa
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.decoding import BY_NAME, Reader, reader
 from tunix.models.attention.gate import LIMIT, off, remembered
+from tunix.models.attention.inputs import Mixed, past_sinks
 from tunix.models.attention.layouts import rounded
 from tunix.models.attention.pages import NOWHERE, Gathered, Pages, SlotsView, Table, Writes, of_slots
 from tunix.util.exact import jit
@@ -54,6 +55,8 @@ def measured(one: Reader, spec: DecodeSpec) -> float:
 def _of_window(one: Reader, spec: DecodeSpec, window: int | None) -> float:
     columns = -(-max(HELD) // spec.page)
     keys, how = jax.random.split(jax.random.key(0), 3), {"scale": spec.head_dim**-0.5, "softcap": spec.softcap}
+    # Of the size of a log-sum-exp of a few to a thousand scores.
+    sinks = jnp.linspace(0, 8, spec.heads) if spec.sinks else None
     shape = (len(HELD) * columns, spec.page, spec.kv_heads, spec.head_dim)
     k, v = (jax.random.normal(key, shape).astype(spec.dtype) for key in keys[:2])
     q = jax.random.normal(keys[2], (len(HELD), 1, spec.heads, spec.head_dim)).astype(spec.dtype)
@@ -73,10 +76,13 @@ def _of_window(one: Reader, spec: DecodeSpec, window: int | None) -> float:
 
         return jax.lax.fori_loop(0, len(k), put, pages)
 
-    found = jit(lambda q: one.of_slots(q, filled(one.layout, order), view(order, None), **how)[0])(q)
+    def mixed(reader: Callable[..., Mixed], pages: Pages, places: SlotsView, q: jax.Array) -> jax.Array:
+        return past_sinks(reader(q, pages, places, **how), sinks)
+
+    found = jit(lambda q: mixed(one.of_slots, filled(one.layout, order), view(order, None), q))(q)
     every = np.arange(len(k), dtype=np.int32)
     side = Gathered(*(jnp.asarray(x)[None] for x in (every, every // columns, every % columns * spec.page)))
     plain = BY_NAME["gathered"].layout
     with jax.default_matmul_precision("highest"):
-        exact = jit(lambda q: of_slots(q, filled(plain, every), view(every, side), **how)[0])(q.astype(jnp.float32))
+        exact = jit(lambda q: mixed(of_slots, filled(plain, every), view(every, side), q))(q.astype(jnp.float32))
     return off(np.asarray(found, np.float32), np.asarray(exact))

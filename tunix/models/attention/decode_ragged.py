@@ -28,6 +28,8 @@ def lacks(spec: DecodeSpec) -> str | None:
         return "it needs a TPU"
     if spec.head_dim % LANES:
         return f"a head dim of {spec.head_dim} is no multiple of {LANES}"
+    if spec.sinks:
+        return "it tells no log-sum-exp, by which sinks take their share"
     if spec.cache == "int8":
         return "it knows one scale for a whole cache, and int8 has one for each token and head"
     packed = 4 // jnp.dtype(STORED[spec.cache]).itemsize

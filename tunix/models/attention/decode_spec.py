@@ -29,3 +29,5 @@ class DecodeSpec:
     """cpu, gpu or tpu."""
     capability: float | None
     """Compute capability of an NVIDIA GPU, e.g. 9.0; None of another device."""
+    sinks: bool = False
+    """Whether sinks take part in the softmax."""

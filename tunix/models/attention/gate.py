@@ -60,14 +60,19 @@ def remembered(call: list, measure: Callable[[], float], found: Path = MEASURED)
 
 
 def measured(one: Implementation, spec: AttentionSpec) -> float:
-    """The largest relative difference of attention and its gradients by q, k and v from float32 einsums."""
+    """The largest relative difference of attention and its gradients by q, k and v from float32 einsums.
+
+    With sinks the log-sum-exp is compared too, and has a gradient.
+    """
     view, inputs = row(spec), random_inputs(spec)
 
     def results(one: Implementation, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, pull = inputs
         settings = {"scale": spec.head_dim**-0.5, "softcap": spec.softcap}
         result = one.forward(q, k, v, view, **settings)
-        return result[0], *one.backward(q, k, v, view, result, (pull, None), **settings)
+        pull_lse = jnp.sum(pull.astype(jnp.float32), axis=-1) if spec.sinks else None
+        found = result if spec.sinks else result[:1]
+        return *found, *one.backward(q, k, v, view, result, (pull, pull_lse), **settings)
 
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
         mine = _computed(lambda *x: results(one, *x), inputs)

@@ -9,6 +9,7 @@ Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, J query h
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -135,6 +136,12 @@ def merged(one: Mixed, other: Mixed) -> Mixed:
     shares = (jnp.exp(part - lse)[..., None] for _, part in (one, other))
     first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (one, other), strict=True))
     return (first + second).astype(one[0].dtype), lse
+
+
+def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Float[Array, "B T N H"]:
+    """What remains of a result when its weights are shared with the sinks; all of it where there are none."""
+    mixed, lse = result
+    return mixed if sinks is None else mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype)
 
 
 def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:

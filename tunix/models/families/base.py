@@ -215,10 +215,15 @@ class FamilyText:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Ends of the names of tensors that hold all experts, which a folder may have in place of one for each -> the ends
     of each expert's matrices, in the order of its rows: `.gate_up_proj` -> `.gate_proj.weight`, `.up_proj.weight`."""
+    alternate: bool = False
+    """Whether the several matrices of an expert take turns along the last axis of such a tensor, which transformers
+    has transposed in these families: of `[E D 2F]` the columns 0, 2, ... are the gate's."""
     writes_stacked: bool = False
     """Whether an export has the tensors of all experts, as transformers does in this family."""
     spare: Callable[[DecoderConfig, str], bool] = lambda config, name: False
     """Whether a folder may have a tensor of this name that the model has no use for; an export leaves it out."""
+    packed: tuple[str, ...] = ()
+    """The `quant_method` of its published folders, such as mxfp4, where the tensors say all about themselves."""
     passengers: tuple[str, ...] = ()
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
     loaded, such as a head that drafts several tokens."""

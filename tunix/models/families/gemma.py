@@ -37,7 +37,7 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
         query_scale=gemma_query_scale(fields, shape["head_dim"]),
         attention_softcap=fields.optional("attn_logit_softcapping", 50.0),
         logit_softcap=fields.optional("final_logit_softcapping", 30.0),
-        **gemma_windows(fields, alternating(shape["num_layers"])),
+        **windows(fields, alternating(shape["num_layers"])),
     )
 
 
@@ -62,12 +62,17 @@ def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfi
     )
 
 
-def gemma_windows(fields: Fields, default: tuple[bool, ...]) -> dict[str, Any]:
-    """`window` and `local_layers`, as keyword arguments; nothing where no layer is local."""
+def windows(fields: Fields, default: tuple[bool, ...], usual: int = 4096) -> dict[str, Any]:
+    """`window` and `local_layers`, as keyword arguments; nothing where no layer is local.
+
+    Args:
+        default: which layers are local where the file does not say.
+        usual: the window where the file does not say.
+    """
     local = fields.local_layers(len(default), default)
-    if local and fields.get("sliding_window", 4096) is None:
+    if local and fields.get("sliding_window", usual) is None:
         fields.refuse("sliding_window", "must be a number where layers are local.")
-    window = fields.integer("sliding_window", 4096)
+    window = fields.integer("sliding_window", usual)
     return {"window": window, "local_layers": local} if local else {}
 
 

@@ -19,7 +19,7 @@ from tunix.models.families.gemma import (
     gemma_preset,
     gemma_query_scale,
     gemma_sizes,
-    gemma_windows,
+    windows,
     write_gemma2,
 )
 from tunix.models.families.gemma3_vision import GEMMA3_VISION
@@ -67,7 +67,7 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
         qk_norm=True,
         query_scale=gemma_query_scale(fields, shape["head_dim"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
-        **gemma_windows(fields, every(pattern, shape["num_layers"])),
+        **windows(fields, every(pattern, shape["num_layers"])),
     )
 
 

@@ -234,7 +234,7 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
             block.refuse("high_freq_factor", f"must be greater than low_freq_factor = {low}.")
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
-        block.only("truncate", True)
+        rope = replace(rope, truncate=block.flag("truncate", True))
         rope = replace(rope, beta_fast=block.number("beta_fast", 32.0), beta_slow=block.number("beta_slow", 1.0))
         rope = replace(rope, attention_factor=_yarn_attention(block, rope.factor))
     block.finish()
@@ -261,6 +261,8 @@ def write_rope(rope: Rope) -> dict[str, Any]:
         written |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
         written |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if not rope.truncate:
+            written["truncate"] = False
         if rope.attention_factor is not None:
             written["attention_factor"] = rope.attention_factor
     return written

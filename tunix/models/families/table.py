@@ -16,6 +16,7 @@ from tunix.models.families.base import FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
+from tunix.models.families.gpt_oss import GPT_OSS
 from tunix.models.families.hf_config import Fields
 from tunix.models.families.llama import LLAMA
 from tunix.models.families.mixtral import MIXTRAL
@@ -88,9 +89,10 @@ def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False) -> Decod
         pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
     """
     fields = Fields(raw, file)
+    family = FAMILIES[family_of(raw, file)]
     if raw.get(SECTION) is not None:
-        check_section(fields.mapping(SECTION), file)
-    config = FAMILIES[family_of(raw, file)].read(fields)
+        check_section(fields.mapping(SECTION), file, family.packed)
+    config = family.read(fields)
     if pictures:
         config = replace(config, vision=_vision(config.family, fields))
     fields.finish()
@@ -270,6 +272,7 @@ FAMILIES: dict[str, FamilyText] = {
     "qwen3_5": QWEN35,
     "qwen3_5_moe": QWEN35_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "gpt_oss": GPT_OSS,
     "mixtral": MIXTRAL,
 }
 """What `model.family` may be in a recipe -> the family. A new one is one file in this folder, and one line here."""

@@ -7,7 +7,7 @@ Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -102,8 +102,11 @@ def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple
     }
 
 
-def check_section(stated: Mapping[str, Any], file: Path) -> None:
+def check_section(stated: Mapping[str, Any], file: Path, others: Sequence[str] = ()) -> None:
     """Refuses a `quantization_config` that this module does not read.
+
+    Args:
+        others: methods whose tensors say all about themselves.
 
     Raises:
         UserError: it is another method's or another format's, or rounds what tunix would leave as it is.
@@ -112,8 +115,11 @@ def check_section(stated: Mapping[str, Any], file: Path) -> None:
     def refuse(what: str) -> NoReturn:
         raise UserError(f"{file}: {SECTION} {what}: take the model that it was made of")
 
-    if (method := stated.get("quant_method")) != METHOD:
-        refuse(f"is of quant_method {method!r}, and tunix reads {METHOD!r} alone")
+    if (method := stated.get("quant_method")) in others:
+        return
+    if method != METHOD:
+        read = " and ".join(map(repr, (METHOD, *others)))
+        refuse(f"is of quant_method {method!r}, and tunix reads {read} alone")
     groups = stated.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         refuse("has no config_groups that say what each is")

@@ -1,0 +1,132 @@
+"""gpt-oss (https://arxiv.org/abs/2508.10925): layers of experts that alternate between a window and all of a sequence.
+
+Each head has a sink, a learned score that takes part in its softmax and mixes no value. All projections have biases,
+the router and the experts too, and the experts join their gates with clamped factors (`Clamp`). A folder has the
+matrices of all experts of a layer in one tensor, inputs before outputs, where gate and up take turns; published ones
+have them in MXFP4 (`hf/mxfp4.py`). Sizes are those of https://huggingface.co/openai/gpt-oss-20b, config.json.
+
+Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, E experts.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from tunix.models.config import EXPERTS, Clamp, DecoderConfig, Experts, Rope
+from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, in_layers, layer_types, sizes, written
+from tunix.models.families.gemma import alternating, windows
+from tunix.models.families.hf_config import Fields
+
+NUMBER, ACTIVE, WINDOW = 128, 4, 128
+"""What a config.json leaves out."""
+UNUSED = ("initial_context_length",)
+"""A field that the rope says again."""
+STACKED = {
+    ".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"),
+    ".gate_up_proj_bias": (".gate_proj.bias", ".up_proj.bias"),
+    ".down_proj": (".down_proj.weight",),
+}
+"""How a folder holds the matrices of all experts of a layer."""
+
+
+def read_gpt_oss(fields: Fields) -> DecoderConfig:
+    """A `gpt_oss` config.json."""
+    fields.only("hidden_act", "silu")
+    fields.read |= set(UNUSED)
+    shape = sizes(fields, head_dim=64, max_position_embeddings=131_072)
+    biased, experts = fields.flag("attention_bias", True), fields.experts(NUMBER, ACTIVE)
+    fields.only("experts_per_token", experts.active)
+    clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
+    return DecoderConfig(
+        family="gpt_oss",
+        activation="silu",
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        tied=fields.flag("tie_word_embeddings", False),
+        rope=fields.rope(150_000.0, shape["max_positions"]),
+        qkv_bias=biased,
+        o_bias=biased,
+        sinks=True,
+        experts=replace(experts, biases=True, clamp=clamp),
+        feed_forward=EXPERTS,
+        stops=fields.stops(),
+        **windows(fields, alternating(shape["num_layers"]), WINDOW),
+        **shape,
+    )
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `gpt_oss` folder."""
+    assert config.experts is not None, "the family has them"
+    assert config.experts.clamp is not None, "and joins their gates so"
+    return written(config) | {
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "sliding_window": config.window or WINDOW,
+        "layer_types": layer_types(config),
+        "num_local_experts": config.experts.number,
+        "num_experts_per_tok": config.experts.active,
+        "swiglu_limit": config.experts.clamp.limit,
+        "swiglu_alpha": config.experts.clamp.slope,
+    }
+
+
+_20B = DecoderConfig(
+    family="gpt_oss",
+    vocab_size=201_088,
+    d_model=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn=2880,
+    activation="silu",
+    norm_eps=1e-5,
+    tied=False,
+    max_positions=131_072,
+    rope=Rope(theta=150_000.0, kind="yarn", factor=32.0, original_length=4096, truncate=False),
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    window=WINDOW,
+    local_layers=alternating(24),
+    experts=Experts(32, ACTIVE, biases=True, clamp=Clamp()),
+    feed_forward=EXPERTS,
+)
+
+GPT_OSS = FamilyText(
+    model_types=("gpt_oss",),
+    hub="gpt-?oss",
+    template="chatml",
+    architecture="GptOssForCausalLM",
+    classifier="GptOssForSequenceClassification",
+    read=read_gpt_oss,
+    write=write,
+    tensors={
+        **SHARED,
+        **TWO_NORMS,
+        **in_layers(
+            {
+                "sinks": ("self_attn.sinks", "N", "N"),
+                "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
+                "k/b": ("self_attn.k_proj.bias", "(K H)", "K H"),
+                "v/b": ("self_attn.v_proj.bias", "(K H)", "K H"),
+                "o/b": ("self_attn.o_proj.bias", "D", "D"),
+                "router/w": ("mlp.router.weight", "E D", "D E"),
+                "router/b": ("mlp.router.bias", "E", "E"),
+                "gates/w": ("mlp.experts.{expert}.gate_proj.weight", "D F", "E D F"),
+                "gates/b": ("mlp.experts.{expert}.gate_proj.bias", "F", "E F"),
+                "ups/w": ("mlp.experts.{expert}.up_proj.weight", "D F", "E D F"),
+                "ups/b": ("mlp.experts.{expert}.up_proj.bias", "F", "E F"),
+                "downs/w": ("mlp.experts.{expert}.down_proj.weight", "F D", "E F D"),
+                "downs/b": ("mlp.experts.down_proj_bias", "E D", "E D"),
+            }
+        ),
+    },
+    stacked=STACKED,
+    alternate=True,
+    writes_stacked=True,
+    packed=("mxfp4",),
+    presets={"gpt-oss-20b": _20B},
+    small=replace(_20B, local_layers=alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **SMALL),
+    local=alternating,
+)
