@@ -31,6 +31,6 @@ def refuse_rounding(decoder: DecoderConfig, what: str) -> None:
     """
     if decoder.experts is not None and decoder.experts.biases:
         raise UserError(
-            f"{what}: the {decoder.experts.number} experts of each layer of {decoder.family}, which have biases, cannot "
-            "be rounded yet; use another model, or leave it unrounded"
+            f"{what}: the {decoder.experts.number} experts of each layer of {decoder.family}, which have biases, "
+            "cannot be rounded yet; use another model, or leave it unrounded"
         )
