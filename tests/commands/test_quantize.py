@@ -89,6 +89,7 @@ def test_rounded_inputs_are_read_back(dtype, tmp_path):
     assert np.abs(their_logits(tmp_path / "out") - own).max() > 1e-3
 
 
+@pytest.mark.slow  # tests/models/quantization/test_qat.py rounds without a run around it
 def test_a_run_rounds_evaluates_and_exports(tmp_path, capsys):
     model_folder(tmp_path / "base")
     # Token ids: a run on strings and a folder with a chat template would render them differently.

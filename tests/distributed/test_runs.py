@@ -75,6 +75,7 @@ def write_judged(folder: Path, **changes: Any) -> None:
     write_policy(folder, **{"reward__functions": functions, "data__eval": "held.jsonl", "eval": {"rows": 4}, **changes})
 
 
+@pytest.mark.slow  # the one before starts processes too; tests/distributed/test_exchange.py deals prompts
 def test_prompts_are_dealt_and_rewards_of_all_answers_see_all_of_them(tmp_path: Path):
     write_judged(tmp_path)
     one, two = alone_and_together(tmp_path, 2)

@@ -177,7 +177,7 @@ def test_fields_that_are_not_understood_are_refused(fields, message, folder):
 
 def test_what_its_experts_cannot_be_is_refused(folder, tmp_path, capsys):
     assert main(["quantize", str(folder), str(tmp_path / "out"), "--rules", ".*=int8"]) == 2
-    assert "the 5 experts of each layer of gpt_oss, which gives them biases" in capsys.readouterr().err
+    assert "the 5 experts of each layer of gpt_oss, which have biases" in capsys.readouterr().err
     config = read_folder(folder)
     with pytest.raises(UserError, match=r"gpt_oss has no experts\.down_proj; it has q_proj, k_proj, v_proj, o_proj$"):
         AdapterConfig(targets=("q_proj", "experts.down_proj")).targeted_in(config)

@@ -74,6 +74,7 @@ def test_fields_of_qwen35_that_are_not_understood_are_refused(fields, message, t
         from_hf(raw, tmp_path / "config.json")
 
 
+@pytest.mark.slow  # others here export folders with one
 def test_a_run_takes_the_drafting_head_along(tmp_path):
     reference_folder(CASES["qwen3_5-three-to-one"], tmp_path / "base")
     head = torch.randn(32, 64)

@@ -61,10 +61,8 @@ ADAPTERS = {
 experts: both of their parameters, or one."""
 FOR_ALL = (
     "llama-multiquery-linear-wide-heads",
-    "gemma2-windows-caps",
     "qwen2-biases-grouped",
     "qwen3_5-wide-values-tied",
-    "gemma4-keys-are-values",
     "qwen3_moe-seven-of-three",
 )
 parity = pytest.mark.parametrize("name", [*FOR_ALL, *slow(name for name in ADAPTERS if name not in FOR_ALL)])

@@ -28,6 +28,7 @@ def numbers(run: str | Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(IGNORED)} for row in metrics(run)]
 
 
+@pytest.mark.slow  # tests/trainer/test_resharding.py hands over without a run
 def test_devices_of_its_own_change_nothing(tmp_path: Path):
     """As with all devices for both, where the mesh of training is the same."""
     write_policy(tmp_path, mesh={"fsdp": 4}, rollout__mesh={"devices": 4})

@@ -245,6 +245,7 @@ def test_stages_have_a_folder_each(tmp_path: Path):
         Recipe.load(tmp_path / "r.yaml")
 
 
+@pytest.mark.slow  # tests/run/test_kill.py kills a run that saves to a disk
 def test_killed_before_a_checkpoint_is_complete_it_ends_like_the_uninterrupted_run(store: FakeStore, tmp_path: Path):
     """Between the state and the file that makes it a checkpoint; the uninterrupted run saves on a disk."""
     for name in ("disk", "store"):

@@ -159,6 +159,7 @@ def test_an_adapter_goes_to_peft_and_to_a_whole_model(tmp_path, base):
     assert not any("vision" in name for name, _ in adapted.named_modules() if "lora_A" in name)
 
 
+@pytest.mark.slow  # a run above learns from pictures
 @pytest.mark.parametrize("adapter", [*slow([None]), {"kind": "lora", "rank": 4, "alpha": 8}], ids=["all", "lora"])
 def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, adapter):
     """A reference that saw other pictures than the policy, or none, would give another loss than ln 2 at the start."""

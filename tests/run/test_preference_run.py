@@ -165,6 +165,7 @@ def online(folder: Path, **changes) -> str:
     )
 
 
+@pytest.mark.slow  # others here learn from given pairs, and tests/run/test_rl_run.py from drawn answers
 def test_online_pairs_are_drawn_ranked_and_learned_from(tmp_path):
     train(online(tmp_path))
     rows = [row for row in metrics("run") if "train/loss" in row]

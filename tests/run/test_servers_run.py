@@ -74,6 +74,7 @@ def test_an_adapter_alone_is_handed_over(servers: Servers, capsys: pytest.Captur
         assert fake.version == "default"
 
 
+@pytest.mark.slow  # the others here hand over too
 def test_a_merged_adapter_is_handed_over_where_servers_could_not_apply_it(servers: Servers):
     servers.recipe(adapter={"rank": 4, "dora": True}, steps=2)
     train("r.yaml")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.fake_vllm import FakeVLLM
+from tests.marks import slow
 from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, engine, flat, scored
 from tunix.errors import UserError
 from tunix.types import Begun, Completion, Sampling
@@ -170,7 +171,7 @@ def misbehave(fake: FakeVLLM, how: str) -> None:
         fake.manners.sick = True
 
 
-@pytest.mark.parametrize("how", ["hangs", "dies", "fails", "sick"])
+@pytest.mark.parametrize("how", ["hangs", "fails", *slow(["dies", "sick"])])
 def test_what_a_server_does_not_answer_is_asked_elsewhere_once(
     policy: Policy, start: Any, how: str, caplog: pytest.LogCaptureFixture
 ):
@@ -211,7 +212,7 @@ def test_a_failure_that_passes_is_repeated_under_the_same_id(policy: Policy, sta
     assert len(fake.asked) == 12
 
 
-@pytest.mark.parametrize("how", ["twice", "swaps"])
+@pytest.mark.parametrize("how", ["twice", *slow(["swaps"])])
 def test_answers_that_come_twice_or_to_another_request_are_dropped(policy: Policy, start: Any, how: str):
     whole = expect(policy, start)
     sampler, (fake,) = start()
