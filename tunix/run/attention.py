@@ -65,7 +65,7 @@ def _specs(
             for heads in (config.num_heads, kind.kv_heads)
         )
         view = Segments(ids, ids, ids if branched else None, kind.window, pictures=ids if config.vision else None)
-        return spec_of(q, k, view, config.attention_softcap, sinks=config.sinks)
+        return spec_of(q, k, view, config.attention_softcap)
 
     with jax.set_mesh(mesh):
         return list(map(one, config.paged_kinds))

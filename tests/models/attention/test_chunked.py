@@ -41,7 +41,7 @@ def results(module, view: Segments, dtype: str, softcap: float | None) -> tuple[
     q, k, v, pull = inputs(dtype)
     settings = {"scale": 0.4, "softcap": softcap}
     result = module.forward(q, k, v, view, **settings)
-    return *result, *module.backward(q, k, v, view, result, (pull, None), **settings)
+    return *result, *module.backward(q, k, v, view, result, pull, **settings)
 
 
 @pytest.mark.parametrize("parents", [False, True], ids=["documents", "shared prompts"])
@@ -121,7 +121,7 @@ def test_memory_grows_with_a_row_and_not_with_its_square():
         def both(q, k, v, ids, positions):
             view, settings = Segments(ids, positions), {"scale": 0.5, "softcap": None}
             result = chunked.forward(q, k, v, view, **settings)
-            return chunked.backward(q, k, v, view, result, (result[0], None), **settings)
+            return chunked.backward(q, k, v, view, result, result[0], **settings)
 
         compiled = jax.jit(both).lower(heads, heads, heads, tokens, tokens).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.trainers import RICH
@@ -15,24 +16,27 @@ from tunix.models.attention import attend as table
 from tunix.models.attention import chunked, gate
 from tunix.models.attention.attend import Implementation, spec_of
 from tunix.models.attention.inputs import Segments
-from tunix.run.attention import attention_line, attention_of
+from tunix.run.attention import attention_of
 
 MODEL = ModelConfig(init="random", family="llama", dtype="float32")
 
 
-def spec(*, branched: bool = False, window: int | None = None, sinks: bool = False):
+def spec(*, branched: bool = False, window: int | None = None):
     q, k = (jax.ShapeDtypeStruct((1, 8, heads, 8), jnp.float32) for heads in (2, 1))
     ids = jnp.zeros((1, 8), jnp.int32)
-    return spec_of(q, k, Segments(ids, ids, ids if branched else None, window), 20.0, sinks=sinks)
+    return spec_of(q, k, Segments(ids, ids, ids if branched else None, window), 20.0)
 
 
 def kernel(forget: str | None = None) -> Implementation:
     """Chunks under another name, which forget a part of what they are told."""
 
     def told(compute, q, k, v, view, *more, **settings):
-        if forget == "lse":
-            more = (more[0], (more[1][0], None)) if more else ()
-            return compute(q, k, v, view, *more, **settings)
+        if forget == "base":  # of the logarithm, in both directions alike
+            if more:
+                (mixed, lse), pull = more
+                return compute(q, k, v, view, (mixed, lse * np.log(2)), pull, **settings)
+            mixed, lse = compute(q, k, v, view, **settings)
+            return mixed, lse / np.log(2)
         view = view._replace(**{forget: jnp.ones_like(view.ids) if forget == "ids" else None}) if forget else view
         return compute(q, k, v, view, *more, **settings)
 
@@ -46,7 +50,7 @@ def kernel(forget: str | None = None) -> Implementation:
         ("ids", spec()),
         ("window", spec(window=40)),
         ("parents", spec(branched=True)),
-        ("lse", spec(sinks=True)),
+        ("base", spec()),
     ],
 )
 def test_what_forgets_a_part_of_the_mask_is_far_off(forget, call):
@@ -78,11 +82,3 @@ def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):
     with pytest.raises(UserError, match=r"model\.attention: kernel is off .* Leave it at auto, which takes chunked"):
         of(MODEL.model_copy(update={"attention": "kernel"}))
     assert of(MODEL.model_copy(update={"attention": "einsum"}))[1] == "attention: einsum"
-
-
-def test_a_model_with_sinks_asks_for_them(monkeypatch):
-    without = kernel()._replace(lacks=lambda spec: "it has no sinks" if spec.sinks else None)
-    monkeypatch.setattr(table, "IMPLEMENTATIONS", (without, *table.IMPLEMENTATIONS))
-    how = {"mesh": build_mesh(MeshConfig(fsdp=1), jax.devices()[:1]), "length": 64, "branched": False}
-    assert "kernel: it has no sinks" in attention_line(replace(RICH, sinks=True), MODEL, **how)
-    assert attention_line(RICH, MODEL, **how) == "attention: kernel"

@@ -13,7 +13,7 @@ from tests.marks import slow
 from tests.models.attention.test_chunked import B, H, K, N, T, inputs, rows
 from tunix.models.attention import einsum, mosaic
 from tunix.models.attention.attend import implementation, spec_of
-from tunix.models.attention.inputs import Segments
+from tunix.models.attention.inputs import Segments, past_sinks
 
 
 def reference(parents: bool) -> Any:
@@ -66,11 +66,13 @@ def as_the_kernel(residuals, out, dout, q, k, v, *, mask, logits_scale, logits_s
     }
 
 
-def results(module, view: Segments, dtype: str, softcap: float | None, **settings) -> tuple[jax.Array, ...]:
+def results(
+    module, view: Segments, dtype: str, softcap: float | None, sinks: jax.Array | None = None, **settings
+) -> tuple[jax.Array, ...]:
     q, k, v, pull = inputs(dtype)
     settings = {"scale": 0.4, "softcap": softcap, **settings}
-    result = module.forward(q, k, v, view, **settings)
-    return *result, *module.backward(q, k, v, view, result, (pull, None), **settings)
+    result = past_sinks(module.forward(q, k, v, view, **settings), sinks)
+    return *result, *module.backward(q, k, v, view, result, pull, **settings)
 
 
 CASES = [(False, None, None, "float32"), (True, 11, 2.0, "float32")]
@@ -91,6 +93,15 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
+
+
+def test_sinks_are_keys_without_values():
+    view = rows(parents=True)._replace(window=11)
+    sinks = jnp.linspace(-1, 3, N)
+    found = jax.jit(partial(results, mosaic, view, "float32", 2.0, sinks, op=reference(True)))()
+    expected = jax.jit(partial(results, einsum, view, "float32", 2.0, sinks))()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(*(x[np.asarray(view.ids > 0)] for x in (one, other)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("parents", [False, True], ids=["documents", "shared prompts"])
@@ -120,5 +131,3 @@ def test_what_the_kernel_lacks():
         assert implementation(found).name == expected
     assert "bfloat16, not float32" in str(mosaic.lacks(replace(hopper, dtype="float32")))
     assert "heads of 512 numbers" in str(mosaic.lacks(replace(hopper, head_dim=512)))
-    assert "sinks" in str(mosaic.lacks(replace(hopper, sinks=True)))
-    assert implementation(replace(hopper, sinks=True, keys=4096)).name == "chunked"

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from tests.marks import slow
 from tunix.models.attention import einsum, splash
 from tunix.models.attention.attend import spec_of
-from tunix.models.attention.inputs import Segments
+from tunix.models.attention.inputs import Segments, past_sinks
 
 B, T, N, K, H = 1, 256, 4, 2, 128
 
@@ -31,13 +31,15 @@ def rows(parents: bool) -> Segments:
     return Segments(*map(jnp.asarray, (ids, positions)), jnp.asarray(above) if parents else None)
 
 
-def results(module, view: Segments, dtype: str, softcap: float | None, **settings) -> tuple[jax.Array, ...]:
+def results(
+    module, view: Segments, dtype: str, softcap: float | None, sinks: jax.Array | None = None, **settings
+) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     q, k, v, pull = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
     settings = {"scale": 0.1, "softcap": softcap, **settings}
-    result = module.forward(q, k, v, view, **settings)
-    return *result, *module.backward(q, k, v, view, result, (pull, None), **settings)
+    result = past_sinks(module.forward(q, k, v, view, **settings), sinks)
+    return *result, *module.backward(q, k, v, view, result, pull, **settings)
 
 
 CASES = [(True, None, None, "float32")]
@@ -60,6 +62,14 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
 
 
+def test_sinks_are_keys_without_values():
+    view = rows(parents=True)
+    found = results(splash, view, "float32", None, jnp.linspace(-1, 3, N), interpret=True)
+    expected = jax.jit(partial(results, einsum, view, "float32", None, jnp.linspace(-1, 3, N)))()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(*(x[np.asarray(view.ids > 0)] for x in (one, other)), rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("window", [40, *slow([None])])
 def test_parts_of_the_queries_have_their_part(window):
     """A row over two devices: each has half of the queries, and its share of the gradients of all keys."""
@@ -73,7 +83,7 @@ def test_parts_of_the_queries_have_their_part(window):
         mine = view._replace(first=first)
         mq, mp = (jax.lax.dynamic_slice_in_dim(x, first, half, 1) for x in (q, pull))
         result = splash.forward(mq, k, v, mine, **settings, interpret=True)
-        return *result, *splash.backward(mq, k, v, mine, result, (mp, None), **settings, interpret=True)
+        return *result, *splash.backward(mq, k, v, mine, result, mp, **settings, interpret=True)
 
     one, other = (jax.jit(of_part)(jnp.int32(first)) for first in (0, half))
     found = [jnp.concatenate(each, 1) for each in zip(one[:3], other[:3], strict=True)]

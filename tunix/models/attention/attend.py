@@ -25,7 +25,17 @@ from jaxtyping import Array, Float
 from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
 from tunix.models.attention.decoding import of_slots
-from tunix.models.attention.inputs import LANES, AttentionSpec, ByKind, Gradients, Mixed, Segments, merged, past_sinks
+from tunix.models.attention.inputs import (
+    LANES,
+    AttentionSpec,
+    ByKind,
+    Gradients,
+    Mixed,
+    Segments,
+    inner_products,
+    merged,
+    past_sinks,
+)
 from tunix.models.attention.layouts import Pages, placed, rounded
 from tunix.models.attention.pages import CachedView, PieceView
 from tunix.models.attention.tokamax_ops import capability
@@ -51,8 +61,9 @@ class Implementation(NamedTuple):
     forward: Callable[..., Mixed]
     """Called as `forward(q, k, v, view, scale=..., softcap=...)` with `Segments`."""
     backward: Callable[..., Gradients]
-    """Called as `backward(q, k, v, view, result, d_result, scale=..., softcap=...)`: the result of `forward`, and the
-    gradients by it."""
+    """Called as `backward(q, k, v, view, result, d_mixed, scale=..., softcap=...)`: the result of `forward`, past the
+    sinks where there are some, and the gradient by what it mixed. A sink is a key without a value, so that weights made
+    again from its log-sum-exp have the right gradients."""
     local: bool = False
     """Whether each device calls it for its own rows and heads; else it is written for all, and XLA splits it."""
     kernel: bool = False
@@ -68,8 +79,6 @@ class _Call(NamedTuple):
     """How many layers there are of each kind; nothing where there is one."""
     scale: float
     softcap: float | None
-    sinks: bool
-    """Whether the log-sum-exp is read, and so has a gradient."""
     ahead: int
     """As in `Segments`."""
 
@@ -98,7 +107,7 @@ def attend(
     Raises:
         ValueError: the implementation that the view names cannot compute the call.
     """
-    return past_sinks(_within_rows(q, k, v, view, scale, softcap, sinks=sinks is not None), sinks)
+    return _within_rows(q, k, v, view, scale, softcap, sinks)[0]
 
 
 def attend_cached(
@@ -139,8 +148,8 @@ def attend_cached(
     cache, found = at_each_device(part, cache, q, new, view, mixes=True)
     if isinstance(view, PieceView):
         k, v = new.exact(q.dtype)
-        found = merged(_within_rows(q, k, v, view.segments, **how, sinks=sinks is not None), found)
-    return past_sinks(found, sinks), cache
+        found = merged(_within_rows(q, k, v, view.segments, **how), found)
+    return past_sinks(found, sinks)[0], cache
 
 
 def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: Any, mixes: bool = False) -> Any:
@@ -184,18 +193,17 @@ def _within_rows(
     view: Segments | ByKind,
     scale: float,
     softcap: float | None,
-    *,
-    sinks: bool,
+    sinks: jax.Array | None = None,
 ) -> Mixed:
-    """Attention within packed rows by the implementation that the view names, with a derivative."""
+    """Attention within packed rows by the implementation that the view names; what it mixed has a derivative."""
     views, kind, layers = view if isinstance(view, ByKind) else ((view,), None, ())
-    specs = [spec_of(q, k, one, softcap, sinks=sinks) for one in views]
+    specs = [spec_of(q, k, one, softcap) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
-    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, sinks, views[0].ahead)
+    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, views[0].ahead)
     tokens, length = (views[0].ids, views[0].positions, views[0].parents, views[0].pictures), q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         (q, k, v), tokens = _filled((q, k, v), tokens)
-    mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind))
+    mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind, sinks))
     return mixed[:, :length], lse[:, :length]
 
 
@@ -253,8 +261,6 @@ def spec_of(
     k: jax.Array | jax.ShapeDtypeStruct,
     view: Segments,
     softcap: float | None,
-    *,
-    sinks: bool = False,
 ) -> AttentionSpec:
     """The spec of a call of `attend`, on the mesh in use."""
     return AttentionSpec(
@@ -268,15 +274,14 @@ def spec_of(
         pictures=view.pictures is not None,
         window=view.window,
         softcap=softcap,
-        sinks=sinks,
         platform=platform(),
         capability=capability(),
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, q, k, v, tokens, kind) -> Mixed:
-    return _by_kind(call, "forward", kind, q, k, v, tokens)
+def _attend(call: _Call, q, k, v, tokens, kind, sinks) -> Mixed:
+    return past_sinks(_by_kind(call, "forward", kind, q, k, v, tokens), sinks)
 
 
 def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, tokens, *more):
@@ -340,17 +345,19 @@ def parts_of(length: int) -> int:
     return shards("time") if length % shards("time") == 0 else 1
 
 
-def _forward(call: _Call, q, k, v, tokens, kind):
-    result = _by_kind(call, "forward", kind, q, k, v, tokens)
-    result = tuple(map(checkpoint_name, result, KEPT))
-    return result, (q, k, v, tokens, kind, result)
+def _forward(call: _Call, q, k, v, tokens, kind, sinks):
+    result = tuple(map(checkpoint_name, _attend(call, q, k, v, tokens, kind, sinks), KEPT))
+    return result, (q, k, v, tokens, kind, sinks, result)
 
 
 def _backward(call: _Call, saved, d_result):
-    q, k, v, tokens, kind, result = saved
-    d_mixed, d_lse = d_result
-    gradients = _by_kind(call, "backward", kind, q, k, v, tokens, result, (d_mixed, d_lse if call.sinks else None))
-    return *gradients, None, None
+    q, k, v, tokens, kind, sinks, (mixed, lse) = saved
+    d_mixed, _ = d_result  # nobody differentiates the log-sum-exp
+    gradients = _by_kind(call, "backward", kind, q, k, v, tokens, (mixed, lse), d_mixed)
+    if sinks is None:
+        return *gradients, None, None, None
+    d_sinks = -jnp.sum(jnp.exp(sinks - lse) * inner_products(mixed, d_mixed), axis=(0, 1))
+    return *gradients, None, None, d_sinks.astype(sinks.dtype)
 
 
 _attend.defvjp(_forward, _backward)

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.attention.inputs import (
     HIDDEN,
     AttentionSpec,
-    DMixed,
     Gradients,
     Mixed,
     Segments,
@@ -94,7 +93,7 @@ def backward(
     v: Float[Array, "B keys K H"],
     view: Segments,
     result: Mixed,
-    d_result: DMixed,
+    d_mixed: Float[Array, "B T N H"],
     *,
     scale: float,
     softcap: float | None,
@@ -103,8 +102,8 @@ def backward(
     size, kv_heads = block_size(q.shape[1], k.shape[1]), k.shape[2]
     blocks = _cut(scaled(q, scale), k, v, view, size)
     order, counts = met(blocks, view, size)
-    d_mixed_blocks = _queries(d_result[0], kv_heads, size)
-    per_query = (result[1], inner_products(result, d_result))
+    d_mixed_blocks = _queries(d_mixed, kv_heads, size)
+    per_query = (result[1], inner_products(result[0], d_mixed))
     mass_blocks, inner_blocks = (_queries(x[..., None], kv_heads, size)[..., 0] for x in per_query)
 
     def of_queries(sums: tuple[jax.Array, jax.Array], i: Int[Array, ""]):

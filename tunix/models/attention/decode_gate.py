@@ -77,7 +77,7 @@ def _of_window(one: Reader, spec: DecodeSpec, window: int | None) -> float:
         return jax.lax.fori_loop(0, len(k), put, pages)
 
     def mixed(reader: Callable[..., Mixed], pages: Pages, places: SlotsView, q: jax.Array) -> jax.Array:
-        return past_sinks(reader(q, pages, places, **how), sinks)
+        return past_sinks(reader(q, pages, places, **how), sinks)[0]
 
     found = jit(lambda q: mixed(one.of_slots, filled(one.layout, order), view(order, None), q))(q)
     every = np.arange(len(k), dtype=np.int32)

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from tunix.models.attention.inputs import (
     HIDDEN,
-    DMixed,
     Gradients,
     Mixed,
     Segments,
@@ -59,18 +58,21 @@ def backward(
     v: Float[Array, "B T K H"],
     view: Segments,
     result: Mixed,
-    d_result: DMixed,
+    d_mixed: Float[Array, "B T N H"],
     *,
     scale: float,
     softcap: float | None,
 ) -> Gradients:
     """The gradients of `forward`, which is computed again; as `attend.Implementation.backward`."""
 
-    def again(q: jax.Array, k: jax.Array, v: jax.Array) -> DMixed:
-        mixed, lse = forward(q, k, v, view, scale=scale, softcap=softcap)
-        return mixed, None if d_result[1] is None else lse
+    def again(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mixed, own = forward(q, k, v, view, scale=scale, softcap=softcap)
+        # The result's log-sum-exp, sinks included, moves with that of the keys by the keys' share of it.
+        now = jax.lax.stop_gradient(own)
+        whole = result[1] + jnp.exp(now - result[1]) * (own - now)
+        return (mixed * jnp.exp(own - whole)[..., None]).astype(mixed.dtype)
 
-    return jax.vjp(again, q, k, v)[1](d_result)
+    return jax.vjp(again, q, k, v)[1](d_mixed)
 
 
 def _block(

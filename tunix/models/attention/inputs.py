@@ -20,8 +20,6 @@ HIDDEN = -1e30
 Mixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 """Each query's mean of the values it sees, and the log-sum-exp of its scores in float32: with it two such results over
 different keys are merged, and a backward pass makes the weights again."""
-DMixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]
-"""Gradients by the two; None where nobody reads the log-sum-exp."""
 Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B keys K H"], Float[Array, "B keys K H"]]
 """Gradients by q, k and v, in their dtypes."""
 
@@ -50,8 +48,6 @@ class AttentionSpec:
     """Positions that a query sees, itself included; None for all."""
     softcap: float | None
     """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
-    sinks: bool
-    """Whether sinks take part in the softmax."""
     platform: str
     """cpu, gpu or tpu."""
     capability: float | None
@@ -119,15 +115,12 @@ class ByKind(NamedTuple):
     """How many layers there are of each kind."""
 
 
-def inner_products(result: Mixed, d_result: DMixed) -> Float[Array, "B T N"]:
+def inner_products(mixed: Float[Array, "B T N H"], d_mixed: Float[Array, "B T N H"]) -> Float[Array, "B T N"]:
     """What the gradient of a softmax takes off the gradient of each weight: `d_scores = weights (d_weights - this)`.
 
-    The sum of weights times their gradients over the keys is that of `mixed` times its gradient over the head; a score
-    moves the log-sum-exp by its weight.
+    The sum of weights times their gradients over the keys is that of `mixed` times its gradient over the head.
     """
-    (mixed, _), (d_mixed, d_lse) = result, d_result
-    inner = jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
-    return inner if d_lse is None else inner - d_lse
+    return jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
 
 
 def merged(one: Mixed, other: Mixed) -> Mixed:
@@ -138,10 +131,12 @@ def merged(one: Mixed, other: Mixed) -> Mixed:
     return (first + second).astype(one[0].dtype), lse
 
 
-def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Float[Array, "B T N H"]:
-    """What remains of a result when its weights are shared with the sinks; all of it where there are none."""
+def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Mixed:
+    """What remains of a result when its weights are shared with the sinks, whose scores are in the log-sum-exp then."""
+    if sinks is None:
+        return result
     mixed, lse = result
-    return mixed if sinks is None else mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype)
+    return mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype), jnp.logaddexp(lse, sinks)
 
 
 def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.attention.inputs import LANES, AttentionSpec, DMixed, Gradients, Mixed, Segments, merged
+from tunix.models.attention.inputs import LANES, AttentionSpec, Gradients, Mixed, Segments, merged
 from tunix.models.attention.tokamax_ops import for_the_device_in_use, installed, operation
 
 CAPABILITIES = range(9, 11)
@@ -57,8 +57,6 @@ def unfit(spec: AttentionSpec) -> str | None:
         return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.head_dim > WIDEST:
         return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
-    if spec.sinks:
-        return "its backward pass takes no gradient by the log-sum-exp, which sinks have"
     return None
 
 
@@ -91,7 +89,7 @@ def backward(
     v: Float[Array, "B keys K H"],
     view: Segments,
     result: Mixed,
-    d_result: DMixed,
+    d_mixed: Float[Array, "B T N H"],
     *,
     scale: float,
     softcap: float | None,
@@ -108,7 +106,7 @@ def backward(
         with for_the_device_in_use():
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
-            found = op.vjp(residuals, mixed, d_result[0], *call.args, **settings)
+            found = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
         return found["q"], found["k"], found["v"]
 
     d_q, d_k, d_v = (reduce(jnp.add, parts) for parts in zip(*map(one, intervals(view, q.shape[1])), strict=True))

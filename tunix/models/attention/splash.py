@@ -22,7 +22,6 @@ from jaxtyping import Array, Float
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
-    DMixed,
     Gradients,
     Mixed,
     Segments,
@@ -144,7 +143,7 @@ def backward(
     v: Float[Array, "B keys K H"],
     view: Segments,
     result: Mixed,
-    d_result: DMixed,
+    d_mixed: Float[Array, "B T N H"],
     *,
     scale: float,
     softcap: float | None,
@@ -178,7 +177,7 @@ def backward(
         )
         return d_q, d_k, d_v
 
-    rest = _heads(result[1], d_result[0], inner_products(result, d_result))
+    rest = _heads(result[1], d_mixed, inner_products(result[0], d_mixed))
     parts = [jax.vmap(one)(ids, *_heads(scaled(q, scale), k, v), *rest) for ids in _segments(view, q.shape[1])]
     d_q, d_k, d_v = _heads(*(reduce(jnp.add, part) for part in zip(*parts, strict=True)))
     return scaled(d_q, scale).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
