@@ -19,7 +19,7 @@ SLOW = (
     *("dpo_llama_lora", "dpo_pydoc", "orpo_gemma", "simpo_qwen", "lora_gemma", "sft_llama", "sft_qwen"),
     *("sft_gemma", "qlora_gemma", "online_dpo_gemma", "grpo_gemma", "ppo_gemma", "tool_use_qwen"),
     *("grpo_qwen_16k", "qat_gemma", "kto_llama", "quickstart", "reward_qwen", "dpo_gemma"),
-    *("sft_qwen3_moe", "dpo_qwen3_moe", "grpo_qwen3_moe", "grpo_gemma3_pictures"),
+    *("sft_qwen3_moe", "dpo_qwen3_moe", "grpo_qwen3_moe", "grpo_gemma3_pictures", "sft_gpt_oss"),
     *("sft_gemma3_pictures", "sft_gemma4", "grpo_gemma4", "dpo_qwen35"),
     *("sft_llama_70b", "grpo_llama_70b", "sft_qwen_64k"),
 )
