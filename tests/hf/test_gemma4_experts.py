@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from tests.hf.test_model_folder import rewrite
+from tests.marks import slow
 from tests.tiny_models import CASES, load, randomise, reference_folder
 from tunix.cli import main
 from tunix.errors import UserError
@@ -78,8 +79,7 @@ def cut(tensors: dict[str, torch.Tensor], key: str, rows: int) -> None:
     tensors[key] = tensors[key][:rows].contiguous()
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("weights", "packed"), [("fp8", True), *slow([("fp8", False), ("int8", True)])])
 def test_a_rounded_folder_is_read_back(weights, packed, folder, tmp_path, capsys):
     """Of every expert by its own scales: what a folder holds in few bits is what one holds in many."""
     words = ["quantize", str(folder), str(tmp_path / "out"), "--rules", f"experts.*={weights}"]

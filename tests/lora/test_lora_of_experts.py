@@ -164,7 +164,8 @@ def test_adapters_learn_and_the_rest_stays(settings):
         assert np.any(ours.state.params[name] != value), name
 
 
-@pytest.mark.parametrize("kind", ["nf4", *slow(["int8"])])
+@pytest.mark.slow  # tests/lora/test_qlora.py has the same of dense models
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_rounded_base_computes_as_its_dequantized_one(kind):
     settings = QLORA.model_copy(update={"base": kind})
     rounded = Model(CONFIG, adapt=adapt(settings, CONFIG), quantization=quantization(settings))

@@ -56,6 +56,7 @@ def test_the_next_steps_are_sampled_meanwhile_within_the_bound(tmp_path: Path, k
     assert all(row["compile/count"] == 0 for row in metrics("run") if row["step"] > 1)
 
 
+@pytest.mark.slow  # the one before samples ahead too; tests/rollout/test_ahead.py has the order of all
 def test_of_one_process_and_device_it_needs_no_other(tmp_path: Path):
     write_policy(tmp_path, **ahead(1))
     with no_process_left() as runs:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import servers
+from tests.marks import slow
 from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, model_folder, train
@@ -189,7 +190,7 @@ def alike(one: str, other: str) -> None:
             assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), name
 
 
-@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize("adapter", [True, *slow([False])])
 def test_a_run_samples_there_and_two_servers_are_one(model: Path, serve: Serve, adapter: bool):
     urls = [serve(adapter)[1] for _ in range(2)]
     changes: dict[str, Any] = {"adapter": {"rank": 4, "alpha": 16}} if adapter else {}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.trainers import sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -54,7 +55,7 @@ def whole():
 
 
 @pytest.mark.parametrize(
-    "layout", [{"rows": 2}, {"devices": 4, "mesh": MeshConfig(data=1, fsdp=2, expert=2), "rows": 8}], ids=repr
+    "layout", [{"devices": 4, "mesh": MeshConfig(data=1, fsdp=2, expert=2), "rows": 8}, *slow([{"rows": 2}])], ids=repr
 )
 def test_micro_batches_padding_and_devices_do_not_change_the_metrics(whole, layout):
     """Rows of padding go in front: a micro-batch of them alone is all padding, or the tokens differ in their number."""
