@@ -303,9 +303,8 @@ CASES |= {
         },
     ),
 }
-HEAVY = ("gpt_oss-five-of-two",)
+HEAVY = ("gpt_oss-five-of-two", "qwen3_5_moe-five-of-two", "mixtral-five", "gemma4_moe-five-of-three")
 """Cases of which the fast tests compare logits and gradients alone: what else they would show, others do."""
-
 EACH = (
     "llama-multiquery-linear-wide-heads",
     "gemma-multiquery",
@@ -315,10 +314,7 @@ EACH = (
     "qwen3-wide-heads-tied",
     "qwen3_5-wide-values-tied",
     "qwen3_moe-seven-of-three",
-    "qwen3_5_moe-five-of-two",
-    "mixtral-five",
     "gemma4-keys-are-values",
-    "gemma4_moe-five-of-three",
 )
 """A case of each family, for what logits and gradients of all of them imply for the others."""
 

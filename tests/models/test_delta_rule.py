@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
+from tests.marks import slow
 from tunix.models.delta_rule import Begins, Chunks, Gates, chunked, convolved, convolved_after, recurrent, unit
 
 HK, JV, DK, DV = 2, 2, 8, 12
@@ -56,7 +57,7 @@ def at(inputs: tuple[jax.Array, ...], index: list[int]) -> tuple[jax.Array, ...]
     return tuple(x[:, np.array(index)] for x in inputs)
 
 
-@pytest.mark.parametrize("size", [1, 4, 16, 64])
+@pytest.mark.parametrize("size", [1, 16, *slow([4, 64])])
 def test_chunks_and_steps_are_those_of_transformers(size):
     inputs = drawn(23)
     q, k, v, decay, beta = (torch.from_numpy(np.array(x)) for x in inputs)
@@ -67,7 +68,9 @@ def test_chunks_and_steps_are_those_of_transformers(size):
         np.testing.assert_allclose(alone(inputs), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1, 2), (3, 4, 5), (7, 8, 9), (8, 8), (15, 1, 17), (16, 16, 3), (2, 31)])
+@pytest.mark.parametrize(
+    "lengths", [(3, 4, 5), (7, 8, 9), (2, 31), *slow([((1, 1, 2),), ((8, 8),), ((15, 1, 17),), ((16, 16, 3),)])]
+)
 def test_packed_segments_equal_separate_ones_around_the_chunk(lengths):
     """Chunks of 8: segments that end before, at and behind a chunk's end, several in one chunk, one over several."""
     inputs, ids = drawn(sum(lengths) + 3), np.repeat(range(1, len(lengths) + 1), lengths)
@@ -78,7 +81,7 @@ def test_packed_segments_equal_separate_ones_around_the_chunk(lengths):
         np.testing.assert_allclose(found[:, index], alone(at(inputs, index)), atol=2e-6, err_msg=str(segment))
 
 
-@pytest.mark.parametrize("lengths", [(7, 8), (3, 4, 5), (16, 16, 3)])
+@pytest.mark.parametrize("lengths", [(7, 8), *slow([((3, 4, 5),), ((16, 16, 3),)])])
 def test_gradients_of_packed_segments_equal_separate_ones(lengths):
     inputs, ids = drawn(sum(lengths)), np.repeat(range(1, len(lengths) + 1), lengths)[None]
     wanted = jnp.asarray(np.random.default_rng(1).normal(size=(1, sum(lengths), HK, JV, DV)), jnp.float32)
@@ -101,7 +104,10 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+QUICK = ("branches within a chunk", "a prompt that ends with a chunk", "between sequences")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(name for name in TREES if name not in QUICK)])
 def test_branches_equal_their_whole_sequences(name):
     tree = TREES[name]
     lengths, parents = [length for length, _ in tree], [parent + 1 for _, parent in tree]
