@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.run.test_ahead_run import does_what_is_recorded
 from tests.run.test_kill import Run, assert_same_end, no_process_left
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import RECIPE, metrics, train
@@ -27,17 +28,16 @@ def test_replay_brings_trainer_and_sampler_together(tmp_path: Path, monkeypatch:
     train(str(write_policy(tmp_path, "with.yaml", **MIXTURE, output="with")))
     assert all(row["train/grad_norm"] > 0 for row in metrics("with") if "train/loss" in row)
     monkeypatch.setattr(request, "of_sequence", lambda *_: None)
-    train(str(write_policy(tmp_path, "without.yaml", **MIXTURE, output="without")))
+    # Near ties fall to other experts: the largest difference was 0.34, at which a run stops.
+    train(str(write_policy(tmp_path, "without.yaml", **MIXTURE, rollout__mismatch_tolerance=9.0, output="without")))
     assert mean_mismatch("with") < 0.7 * mean_mismatch("without")
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_killed_it_ends_like_the_uninterrupted_run(staleness: int, tmp_path: Path):
-    late = {"rollout__max_staleness": 1} if staleness else {}
+def test_killed_it_ends_like_the_uninterrupted_run(tmp_path: Path):
     with no_process_left() as runs:
         for name in ("whole", "killed"):
             (tmp_path / name).mkdir()
-            write_policy(tmp_path / name, **MIXTURE, **late, steps=24, checkpoint__every=4)
+            write_policy(tmp_path / name, **MIXTURE, steps=24, checkpoint__every=4)
             runs.append(Run(tmp_path / name))
             if name == "whole":
                 assert runs[0].wait() == 0, runs[0].log
@@ -48,6 +48,18 @@ def test_killed_it_ends_like_the_uninterrupted_run(staleness: int, tmp_path: Pat
         runs.append(Run(tmp_path / "killed"))
         assert runs[-1].wait() == 0, runs[-1].log
         assert_same_end(killed.run, whole.run)
+
+
+def test_killed_while_it_samples_ahead_it_does_what_is_recorded(tmp_path: Path):
+    write_policy(tmp_path, **MIXTURE, rollout__max_staleness=1, steps=14, checkpoint__every=4)
+    with no_process_left() as runs:
+        runs.append(Run(tmp_path))
+        runs[0].until(lambda: runs[0].steps >= 6)
+        runs[0].process.send_signal(signal.SIGKILL)
+        runs[0].wait()
+        runs.append(Run(tmp_path))
+        assert runs[-1].wait() == 0, runs[-1].log
+    does_what_is_recorded(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
