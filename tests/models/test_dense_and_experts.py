@@ -132,7 +132,7 @@ def test_gemma_4_26b_a4b_has_the_published_number_of_weights():
     assert idle_weights(config) == 30 * 120 * 3 * 2816 * 704
 
 
-def test_a_real_shape_is_built_and_only_the_dense_ffn_has_projections():
+def test_a_real_shape_is_built_and_both_ffns_have_matrices():
     config = with_sizes(preset("gemma4-26b-a4b"), {"num_layers": 6})
     shapes = Model(config).shapes
     assert shapes["layers/gates/w"] == (6, 128, 2816, 704)
@@ -140,6 +140,7 @@ def test_a_real_shape_is_built_and_only_the_dense_ffn_has_projections():
     assert set(projections_of(config)) == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
+        *("experts.gate_up_proj", "experts.down_proj"),
     }
     assert decays("layers/router/w")
     assert not decays("layers/router/norm/w")
