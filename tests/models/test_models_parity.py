@@ -36,7 +36,9 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 
-parity = pytest.mark.parametrize("name", CASES)
+LONG = ("qwen3_5_moe-three-of-four-tied", "qwen3_5-three-to-one", "gemma4-shared-keys")
+"""Cases that take long to compile, each of a family that has another here."""
+parity = pytest.mark.parametrize("name", [*(name for name in CASES if name not in LONG), *slow(LONG)])
 light = pytest.mark.parametrize("name", [*(name for name in CASES if name not in HEAVY), *slow(HEAVY)])
 
 
