@@ -38,8 +38,14 @@ from tunix.models.model import Model
 
 LONG = ("qwen3_5_moe-three-of-four-tied", "qwen3_5-three-to-one", "gemma4-shared-keys")
 """Cases that take long to compile, each of a family that has another here."""
-parity = pytest.mark.parametrize("name", [*(name for name in CASES if name not in LONG), *slow(LONG)])
-light = pytest.mark.parametrize("name", [*(name for name in CASES if name not in HEAVY), *slow(HEAVY)])
+
+
+def but(*those: str) -> pytest.MarkDecorator:
+    """All cases, of which these are slow."""
+    return pytest.mark.parametrize("name", [*(name for name in CASES if name not in those), *slow(those)])
+
+
+parity, light = but(*LONG), but(*LONG, *HEAVY)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ MIXTURE: dict[str, Any] = {
 pytestmark = pytest.mark.slow
 
 
-def mean_mismatch(run: str) -> float:
-    return sum(row["mismatch/mean"] for row in metrics(run) if "train/loss" in row)
+def largest(run: str, metric: str) -> float:
+    return max(row[metric] for row in metrics(run) if "train/loss" in row)
 
 
 def test_replay_brings_trainer_and_sampler_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -28,9 +28,10 @@ def test_replay_brings_trainer_and_sampler_together(tmp_path: Path, monkeypatch:
     train(str(write_policy(tmp_path, "with.yaml", **MIXTURE, output="with")))
     assert all(row["train/grad_norm"] > 0 for row in metrics("with") if "train/loss" in row)
     monkeypatch.setattr(request, "of_sequence", lambda *_: None)
-    # Near ties fall to other experts: the largest difference was 0.34, at which a run stops.
+    # Near ties fall to other experts: few tokens, and by so much that a run would stop.
     train(str(write_policy(tmp_path, "without.yaml", **MIXTURE, rollout__mismatch_tolerance=9.0, output="without")))
-    assert mean_mismatch("with") < 0.7 * mean_mismatch("without")
+    assert largest("with", "mismatch/mean") < largest("without", "mismatch/mean")
+    assert largest("with", "mismatch/max") < 0.2 * largest("without", "mismatch/max")
 
 
 def test_killed_it_ends_like_the_uninterrupted_run(tmp_path: Path):

@@ -1,11 +1,9 @@
 """Matrices of experts in MXFP4, as gpt-oss is published: numbers of 4 bits, and a power of two for 32 of them.
 
-A tensor `X` of all experts is `X_blocks`, `[E R G 16]` bytes of two numbers each, the first in the low bits, and
-`X_scales`, `[E R G]` exponents raised by 127. They stand for `[E R C]` with C = 32 G, which is the other way round than
-transformers has `X`: an expert's inputs are the columns. Format: OCP Microscaling, https://arxiv.org/abs/2310.10537.
-Loads without jax.
-
-Axes: E experts.
+A tensor `X` of all experts is `X_blocks`, `[experts rows groups 16]` bytes of two numbers each, the first in the low
+bits, and `X_scales`, `[experts rows groups]` exponents raised by 127. They stand for `[experts rows columns]`, 32
+columns for each group, which is the other way round than transformers has `X`: an expert's inputs are the columns.
+Format: OCP Microscaling, https://arxiv.org/abs/2310.10537. Loads without jax.
 """
 
 from collections.abc import Mapping
@@ -23,14 +21,14 @@ from tunix.hf.safetensors_io import Stored
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127
 """What exponents are raised by."""
-HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What 4 bits stand for, of which the highest is the sign."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What 3 bits stand for, two of an exponent and one of a mantissa; a fourth, the highest, is the sign."""
 
 
 @cache
 def _pairs() -> UInt8[np.ndarray, "codes 4"]:
     """The two bfloat16 numbers of each byte at each exponent, at 256 times the exponent plus the byte."""
-    numbers = np.array([*HALF, *(-x for x in HALF)], np.float32)
+    numbers = np.array([*E2M1, *(-x for x in E2M1)], np.float32)
     byte, exponent = np.arange(256), np.arange(256)[:, None]
     both = np.stack([numbers[byte & 15], numbers[byte >> 4]], axis=-1)
     with np.errstate(over="ignore"):
@@ -52,9 +50,9 @@ class OfExpert(Stored):
     """One of the matrices of an expert in a file of MXFP4, `[rows columns]`: each `step`-th row of the file's."""
 
     blocks: Stored
-    """`[R G 16]` of the expert."""
+    """`[rows groups 16]` of the expert."""
     scales: Stored
-    """`[R G]` of the expert."""
+    """`[rows groups]` of the expert."""
     row: int
     """The first row of the file that is its own."""
     step: int
@@ -74,7 +72,7 @@ class OfExpert(Stored):
 
 @dataclass(frozen=True)
 class OfAll(Stored):
-    """A tensor of all experts in MXFP4, `[E C R]` as transformers has it: it is taken apart before it is read."""
+    """A tensor of all experts in MXFP4, `[experts columns rows]` as in transformers, taken apart before it is read."""
 
     blocks: Stored
     scales: Stored

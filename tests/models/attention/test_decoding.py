@@ -13,12 +13,15 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import static_validate_inputs
 
+from tests.tiny_models import one_device
+from tests.trainers import RICH
 from tunix.models.attention import decode_gate, decode_ragged, decode_triton, pages
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.decoding import BY_NAME, described, reader, reader_of, unsaved
 from tunix.models.attention.gate import LIMIT
 from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
 from tunix.models.attention.pages import NOWHERE, Gathered, SlotsView, Table, Writes
+from tunix.models.kv_cache import decode_specs
 from tunix.rollout.engine.holdings import Reads
 
 HELD = np.array([1, 40, 100, 64, 0])
@@ -147,6 +150,12 @@ def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, mon
 )
 def test_a_kernel_reads_what_it_can(spec: DecodeSpec, name: str):
     assert reader([spec]).name == name
+
+
+def test_a_model_with_sinks_says_so_to_its_readers():
+    for sinks in (True, False):
+        specs = decode_specs(replace(RICH, sinks=sinks), one_device(), "float32", "float32", PAGE)
+        assert {spec.sinks for spec in specs} == {sinks}
 
 
 def test_layers_whose_heads_differ_are_read_by_one_implementation():
