@@ -29,6 +29,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import from_hf, preset, to_hf
 from tunix.models.model import Model
 from tunix.trainer.mesh_choice import state_bytes
+from tunix.trainer.optimizer import decays
 from tunix.trainer.perf import matmul_weights
 
 NAME = "gpt_oss-five-of-two"
@@ -116,6 +117,9 @@ def test_the_preset_has_its_weights_and_is_read_back_from_what_an_export_writes(
     config = preset("gpt-oss-20b")
     assert state_bytes(config, "bfloat16", None) / 2 == pytest.approx(20.91e9, rel=1e-3)
     assert matmul_weights(config) == pytest.approx(3.6e9, rel=0.02)
+    shapes = Model(config).shapes
+    exempt = {name for name in shapes if not decays(name)}
+    assert exempt == {name for name in shapes if name.endswith(("/b", "norm/w", "/sinks"))}
     assert from_hf(json.loads(json.dumps(to_hf(config))), tmp_path / "config.json") == config
 
 

@@ -49,6 +49,20 @@ def test_moments_of_bfloat16_weights_still_move():
     np.testing.assert_allclose(m, 0.5 * 0.1 * 0.9**10, rtol=1e-5)
 
 
+def test_muon_takes_each_experts_matrix_for_itself():
+    axes = MATRIX | {"layers/ups/w": ("layers", "expert", "embed", "ffn")}
+    many = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8, 6)), jnp.float32)
+
+    def moved(name: str, gradient: jax.Array) -> jax.Array:
+        tx = build_optimizer(OptimizerConfig(name="muon"), 10, {name: axes[name]})
+        params = {name: jnp.ones_like(gradient)}
+        return tx.update({name: gradient}, tx.init(params), params)[0][name]
+
+    alone = jnp.stack([moved("layers/up/w", many[:, expert]) for expert in range(3)], axis=1)
+    assert np.any(alone)
+    np.testing.assert_allclose(moved("layers/ups/w", many), alone, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_moments_are_kept_in_what_the_recipe_says(name):
     """And nothing else is: counters stay whole numbers, Muon's coefficients what they are."""

@@ -176,11 +176,10 @@ def _matrix(name: str, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
     """The axes of a stacked parameter that are a matrix's rows and columns; None if it is no matrix of a layer."""
     if axes[0] != "layers" or len(axes) < 3 or "embed" not in axes or not decays(name):
         return None  # also the taps of a convolution, which mix no channels
-    # Contracted axes come first; `o` contracts heads and head, all others one axis.
-    contracted = 2 if axes[1:3] == ("heads", "head") else 1
-    return optax.contrib.MuonDimensionNumbers(
-        reduction_axis=tuple(range(1, 1 + contracted)), output_axis=tuple(range(1 + contracted, len(axes)))
-    )
+    # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others one axis.
+    first = 2 if axes[1] == "expert" else 1
+    end = first + (2 if axes[first : first + 2] == ("heads", "head") else 1)
+    return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(axes))))
 
 
 def learning_rate(schedule: optax.Schedule, step: jax.Array) -> jax.Array:
