@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
@@ -27,6 +28,8 @@ ALIGNED = 8
 """Rows that its copies take at once."""
 TILES = (BLOCK, 512, 512)
 """Rows, inputs and outputs that `tgmm` multiplies at once."""
+AS_STORED = Layout((0, 1, 2))
+"""Rows of a matrix follow each other, as those of its layer do."""
 TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -50,6 +53,9 @@ def grouped_products(
     if kernel is None:
         return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, sizes)
     numbers = {"ragged_dot_dimension_numbers": TRANSPOSED} if transposed else {}
+    if transposed:
+        # The kernel has them transposed first. XLA would do so with the stack of all layers, before its loop over them.
+        matrices = with_layout_constraint(matrices, AS_STORED)
     with for_the_device_in_use():
         return kernel(rows, matrices, group_sizes=sizes, **numbers)
 
