@@ -1,7 +1,8 @@
 """`python -m benchmarks.mixers`: a Gated DeltaNet in chunks, beside its plain recurrence and beside attention.
 
 One row of T tokens, forward and backward, of one layer's mixing alone (no projections). All take turns; medians, ratios
-to the chunks, and the memory that each program takes besides its arguments.
+to the chunks, and the memory that each program takes besides its arguments. With `--cycles TOPOLOGY`, what a TPU's
+compiler (`pip install 'tunix[plan-tpu]'`) expects of them on a device that is not here: nothing is run.
 
 Axes: T time, N query heads, K kv heads, H head dim, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv
 width of a value.
@@ -15,14 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import experts
+from benchmarks.programs import cycles
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.delta_rule import CHUNKS, Chunks, Gates, chunked, recurrent
+from tunix.plan import topology as topologies
 from tunix.util.exact import jit
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -68,7 +72,7 @@ def inputs_of(length: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]
     return (q, k, v, -jnp.exp(decay), jax.nn.sigmoid(beta)), others
 
 
-def step_of(mixer: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> jax.stages.Compiled:
+def step_of(mixer: Callable[..., jax.Array], inputs: tuple[Any, ...]) -> jax.stages.Compiled:
     """The compiled gradient of a mixer by all of its inputs."""
 
     def loss(*inputs: jax.Array) -> jax.Array:
@@ -102,6 +106,27 @@ def measured(length: int, sizes: list[int], rounds: int, most: float) -> tuple[s
     return f"{length}", *cells, *(f"{memory[name]:.0f}" for name in mixers)
 
 
+def expected(topology: str, lengths: list[int], sizes: list[int]) -> Table:
+    """Cycles that a TPU's compiler expects, in float32 as the model has it; our own kernel of attention is in none.
+
+    Args:
+        topology: one device, e.g. `v6e:1x1`.
+    """
+    topologies.prepare()
+    topologies.hasten("tpu")
+    place = SingleDeviceSharding(topologies.devices_of(topology)[0])
+    mixers = {**{f"chunks of {size}": partial(in_chunks, size) for size in sizes}, "steps": by_steps}
+    heads = [f"{name} {what}" for name in mixers for what in ("cycles", "MB")]
+    table = Table("tokens", *heads, title=f"{HK * JV} heads of {WIDTH}, forward and backward, compiled for {topology}")
+    for length in lengths:
+        shapes, _ = jax.eval_shape(partial(inputs_of, length))
+        own = tuple(x.update(sharding=place) for x in shapes)
+        steps = [step_of(mixer, own) for mixer in mixers.values()]
+        cells = [(f"{cycles(step.as_text() or ''):,}", f"{_memory(step) / 1e6:.0f}") for step in steps]
+        table.add_row(f"{length}", *(cell for pair in cells for cell in pair))
+    return table
+
+
 def _run(step: jax.stages.Compiled, inputs: tuple[jax.Array, ...]) -> None:
     jax.block_until_ready(step(*inputs))
 
@@ -121,7 +146,11 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=6.0, help="GB beyond which nothing is run")
     parser.add_argument("--experts", action="store_true", help="the products of experts in their place")
     parser.add_argument("--decode", action="store_true", help="a mixture's engine beside a dense model's")
+    parser.add_argument("--cycles", metavar="TOPOLOGY", help="what a TPU's compiler expects of each, e.g. on v6e:1x1")
     arguments = parser.parse_args()
+    if arguments.cycles:
+        Console(width=200).print(expected(arguments.cycles, arguments.lengths, arguments.sizes))
+        return
     if arguments.experts or arguments.decode:
         measure = experts.measured if arguments.experts else experts.decoded
         Console(width=200).print(measure(arguments.rounds))
