@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.mesh import platform
 from tunix.models.grouped_products import grouped_gradients, grouped_products
 from tunix.models.rounded_bank import RoundedBank
+from tunix.util.loops import loop
 
 LEAST, MOST = 8, 32
 """Bounds of what numbers of rows are rounded up to on a CPU; between them, an eighth of the mean of an expert."""
@@ -233,13 +234,17 @@ def _rows_of(x: jax.Array, by_token: bool, where: Routes) -> Callable[[jax.Array
 def _over_experts(
     expert: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array], where: Routes, so_far: jax.Array
 ) -> jax.Array:
-    """`expert(number, start, end, so_far)` for each expert, which has the rows from `start` to `end`."""
+    """`expert(number, start, end, so_far)` for each expert that has rows: those from `start` to `end`."""
     ends = jnp.cumsum(where.sizes)
+    # Few tokens, as a sampler has them, use few experts: a turn in which nothing is multiplied takes time too.
+    busy = jnp.argsort(where.sizes == 0, stable=True)
 
-    def one(number: jax.Array, so_far: jax.Array) -> jax.Array:
+    def one(turn: jax.Array, so_far: jax.Array) -> jax.Array:
+        number = busy[turn]
         return expert(number, ends[number] - where.sizes[number], ends[number], so_far)
 
-    return jax.lax.fori_loop(0, len(where.sizes), one, so_far)
+    most = min(len(where.sizes), where.places.size)
+    return loop(jnp.sum(where.sizes > 0, dtype=jnp.int32), one, so_far, usual=most)
 
 
 def _over_blocks(
