@@ -426,6 +426,7 @@ print(sum(array.nbytes for array in params.values()))
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", *slow(["bfloat16"])])
 def test_loading_needs_little_more_memory_than_the_model(dtype, tmp_path):

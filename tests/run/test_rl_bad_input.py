@@ -160,6 +160,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path: Path, capsys: pytest
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_a_reward_broke_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_policy(tmp_path, reward__functions=["odd.py:once"])
     assert main(["run", "r.yaml"]) == 2
@@ -282,6 +283,7 @@ def test_an_environment_that_never_ends_stops_the_run(tmp_path: Path, capsys: py
     assert "the environment Endless had not ended after 1 turns" in told
 
 
+@pytest.mark.slow
 def test_an_environments_prompt_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     write_prompts(tmp_path, "a" * 5, "b" * 60)

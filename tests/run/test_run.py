@@ -260,6 +260,7 @@ def lasting(run: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in one.items() if not k.startswith(("time/", "perf/"))} for one in metrics(run)]
 
 
+@pytest.mark.slow
 def test_a_stage_starts_from_the_one_before_and_is_resumed_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -105,7 +105,7 @@ def test_company_slots_and_steps_change_nothing(engine, params, slots, steps):
         same(a, b)
 
 
-@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+@pytest.mark.parametrize("model", [MODEL, *slow([Model(RICH)])], ids=["plain", "rich"])
 def test_requests_that_make_room_for_others_are_continued_as_they_were(model, monkeypatch):
     """Six slots with pages for one and a half of the longest: prompts kept for later go, then the last to come."""
     params = random_params(model)
@@ -138,6 +138,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     assert any(len(one.turns) > 1 for one in plenty)
 
 
+@pytest.mark.slow
 def test_a_sampler_over_a_pipe_is_the_engine(here, elsewhere):
     """Weights, settings, an environment's replies, completions and errors all cross."""
     assert isinstance(here, Sampler)
@@ -407,7 +408,7 @@ def test_the_next_dispatch_is_sent_before_the_last_is_read(params, monkeypatch, 
     assert events == (["sent", "sent", "read", "sent", "read", "read"] if ahead else ["sent", "read"] * 3)
 
 
-@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+@pytest.mark.parametrize("model", [MODEL, *slow([Model(RICH)])], ids=["plain", "rich"])
 def test_short_dispatches_behind_long_ones_have_their_pages(model):
     """A request with stop strings, for which dispatches are short, is admitted while a long one is on its way.
 
