@@ -116,7 +116,7 @@ def test_our_adapter_loads_in_peft(name, tmp_path):
         np.testing.assert_array_equal(array, fresh[key])
 
 
-@parity
+@pytest.mark.parametrize("name", [*FOR_ALL[:2], *slow(name for name in ADAPTERS if name not in FOR_ALL[:2])])
 @patterns_of_experts
 def test_an_adapter_of_peft_loads_here_and_merges(name, tmp_path):
     reference_folder(CASES[name], tmp_path / "base")

@@ -169,6 +169,7 @@ def assert_same_as_full_forward(ours, prompts, drawn, atol=1e-4):
         np.testing.assert_allclose(found.logprobs, logprobs[len(prompt) :], atol=atol)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_alone(tmp_path):
     ours = trainer(adapter=QLORA)
     ours.step(batch(), LOSS)

@@ -250,6 +250,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(whole: Path, started: Call
     assert_same_end(run.run, whole / "run")
 
 
+@pytest.mark.slow
 def test_the_clients_state_is_saved_and_loaded_bit_for_bit_on_another_mesh(tmp_path: Path):
     batch = pack(sequences(8), 8, 24, packing=True)
     first = trainer(mesh=MeshConfig(fsdp=4, tensor=2), devices=8)

@@ -227,6 +227,7 @@ class Endless(Odd):
 """
 
 
+@pytest.mark.slow
 def test_episodes_that_break_or_never_end_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Capitals end it with a reward, digits break it, and small letters would go on for ever; one turn is allowed."""
     (tmp_path / "env.py").write_text(ENVIRONMENT)

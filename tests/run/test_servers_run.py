@@ -37,6 +37,7 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
         yield Servers(tmp_path, 2, stack)
 
 
+@pytest.mark.slow
 def test_all_weights_are_handed_over_at_each_step(servers: Servers, capsys: pytest.CaptureFixture[str]):
     servers.recipe(data__eval="held.jsonl", eval__every=3)
     train("r.yaml")

@@ -79,6 +79,7 @@ def test_it_computes_with_the_same_bits_where_the_computation_is_in_bfloat16(rul
     same_bits(learning.sampler, there)
 
 
+@pytest.mark.slow
 def test_under_an_adapter_the_base_moves_once(monkeypatch: pytest.MonkeyPatch):
     learning = trainer(mesh=MeshConfig(fsdp=4), devices=4, dtype="bfloat16", adapter=AdapterConfig(rank=4))
     there = elsewhere(learning, 1)

@@ -301,7 +301,7 @@ def two_turns(engine, prompt, observation, sampling, seed=2) -> Completion:
     return engine.run([Request(prompt, sampling, seed)], reply)[0]
 
 
-@pytest.mark.parametrize("observed", [0, 1, 9, 20])
+@pytest.mark.parametrize("observed", [0, 1, 9, *slow([20])])
 @pytest.mark.parametrize("by_text", [False, True], ids=["id", "string"])
 def test_a_turn_after_a_reply_is_that_of_the_whole_context(engine, observed, by_text):
     """Greedy, against a fresh request whose prompt is everything so far; a stop string leaves tokens to be undone."""
@@ -435,6 +435,7 @@ def test_a_turn_that_ended_takes_no_step_of_the_dispatch_that_was_sent_ahead(par
     assert engine.usage.tokens == sum(len(completion.tokens) for completion in found)
 
 
+@pytest.mark.slow
 def test_a_slot_that_waits_for_an_environment_makes_room_for_nobody(params, monkeypatch):
     """It would be sampled on without the answer. The other one leaves, and only then the answer comes."""
     left = threading.Event()

@@ -30,10 +30,7 @@ from tunix.types import Completion, Sampling
 LENGTHS = (3, 17, 37, 9)
 """Of the prompts: within a piece of 16, two, three."""
 EOS = 2
-GREEDY = (
-    *("qwen2-biases-grouped", "gemma3-dual-rope", "qwen3_5-wide-values-tied", "qwen3_moe-seven-of-three"),
-    "gemma4-keys-are-values",
-)
+GREEDY = ("qwen2-biases-grouped", "gemma3-dual-rope", "qwen3_5-wide-values-tied", "qwen3_moe-seven-of-three")
 """A case of each kind of cache and mixer."""
 SINKS = replace(RICH, sinks=True)
 """A sink starts at 0, and takes its share there."""
@@ -175,7 +172,7 @@ def test_a_mesh_gives_the_same_logprobs(devices, shape):
     assert_logprobs_of_full_forward(model, local, engine)
 
 
-@pytest.mark.parametrize(("guesses", "config"), [(0, RICH), (2, RICH), *slow([(0, SINKS)])])
+@pytest.mark.parametrize(("guesses", "config"), [(2, RICH), *slow([(0, RICH), (0, SINKS)])])
 def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch, guesses, config):
     """The kernel for GPUs, interpreted: with windows, soft caps and shared kv heads, and pages of 16."""
     monkeypatch.setattr(engine_file, "reader_here", lambda spec, mesh: BY_NAME["triton"])
