@@ -75,6 +75,7 @@ def test_dpo_learns_from_its_reference(adapter, tmp_path):
     assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
+@pytest.mark.slow
 def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
     monkeypatch.setattr(tunix.trainer.reference, "snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "simpo"}, steps=3))

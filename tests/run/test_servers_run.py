@@ -119,6 +119,7 @@ def test_where_all_die_one_line_says_so_and_the_same_command_goes_on(
     assert all(row["mismatch/max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_gate_stops_a_run_whose_servers_lie_later(servers: Servers, capsys: pytest.CaptureFixture[str]):
     servers.recipe(rollout__mismatch_tolerance=0.2)
 

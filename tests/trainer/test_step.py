@@ -104,9 +104,9 @@ def reduced_by_hand(batch: Batch, over) -> float:
 @pytest.mark.parametrize(
     ("config", "reduction"),
     [
-        pytest.param(RICH, "tokens", id="tokens-rich"),
+        pytest.param(RICH, "tokens", id="tokens-rich", marks=pytest.mark.slow),
         pytest.param(PLAIN, "sequences", id="sequences-plain", marks=pytest.mark.slow),
-        pytest.param(PLAIN, "tokens", id="tokens-plain", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "tokens", id="tokens-plain"),
         pytest.param(RICH, "sequences", id="sequences-rich", marks=pytest.mark.slow),
     ],
 )
@@ -270,6 +270,7 @@ def test_evaluation_has_no_noise():
     assert float(client.forward_backward(batch, noisy)["train/loss"]) != client.evaluate([batch], noisy)["eval/loss"]
 
 
+@pytest.mark.slow
 def test_rematerialised_layers_give_the_same_gradients():
     batch = pack(sequences(6), 6, 24, packing=True)
     assert_close(gradients(trainer(RICH, remat="block"), batch)[1], gradients(trainer(RICH), batch)[1], 1e-5)

@@ -184,6 +184,7 @@ def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     assert Counter(computed) == Counter([*range(20), *range(9), *[19] * 4, *[8] * 5])
 
 
+@pytest.mark.slow
 def test_slots_at_work_wait_for_a_long_piece_at_most(params, monkeypatch):
     """Short pieces are of 2 tokens, a long one of 16. Seven prompts of 1 are 4 pieces; one of 40 is more than it."""
     events = []
@@ -217,6 +218,7 @@ def test_sampled_frequencies_are_those_of_the_model(engine):
     )
 
 
+@pytest.mark.slow
 def test_warming_up_compiles_each_program_once(params):
     """In threads, for the mesh of the calls: else each would be compiled again when it is called."""
     engine, compilations = small_engine(MODEL, params, slots=6, length=88, page=4, steps=7), Compilations()
@@ -408,7 +410,8 @@ def test_the_next_dispatch_is_sent_before_the_last_is_read(params, monkeypatch, 
     assert events == (["sent", "sent", "read", "sent", "read", "read"] if ahead else ["sent", "read"] * 3)
 
 
-@pytest.mark.parametrize("model", [MODEL, *slow([Model(RICH)])], ids=["plain", "rich"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
 def test_short_dispatches_behind_long_ones_have_their_pages(model):
     """A request with stop strings, for which dispatches are short, is admitted while a long one is on its way.
 
@@ -573,6 +576,7 @@ def test_each_token_has_the_version_that_it_was_sampled_from(params):
     np.testing.assert_array_equal(found.tokens, first[1].tokens)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_window_reads_no_more_than_that():
     """Of 5 + 6 tokens the layers with a window of 5 read five a step, from the first on."""
     model = Model(RICH)

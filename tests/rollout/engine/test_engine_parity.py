@@ -113,6 +113,7 @@ def test_pages_that_a_piece_reads_are_not_given_to_those_that_share_its_prompt()
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_has_a_bfloat16_cache_and_stays_near():
     model = Model(RICH, dtype="bfloat16")
     params = random_params(model)
