@@ -34,6 +34,13 @@ from jaxtyping import install_import_hook
 
 install_import_hook("tunix", "beartype.beartype")
 
+from tunix.models import expert_products  # noqa: E402 (after the hook, which checks it)
+
+if os.environ["XLA_FLAGS"] == QUICKLY:
+    # A branch of the program for each number of rows, in each of the nine products of a mixture of experts: with a
+    # quarter of them it compiles in a third of the time and computes the same (tests/models/test_moe.py has all).
+    expert_products.STEPS = 4
+
 # What a shell starts in the background ignores ctrl-c, and so would what these tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -59,7 +59,7 @@ def _named(text: str) -> str | None:
 
 
 RUN = [page for page in PAGES if any(block.title is None for block in blocks(page, "python"))]
-BRIEF = ("README.md", "docs/guide/extending.md")
+BRIEF = ("README.md",)
 """Pages whose Python `make test` runs too."""
 RECIPES = [(page, block.title) for page in PAGES for block in blocks(page, "yaml") if block.title]
 

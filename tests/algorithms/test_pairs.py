@@ -136,6 +136,7 @@ def test_a_shared_prompt_changes_nothing(config):
     assert metrics["eval/sum"] == pytest.approx(float((weights * by_hand).sum() / weights.sum()), abs=2e-5)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_start_and_stays():
     sides = pairs(4)
     batch = pack(sides, 8, 48, sequences_per_example=2)

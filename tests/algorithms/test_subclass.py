@@ -134,6 +134,7 @@ class Reinforce(GRPO):
         return LossOutputs({"reinforce": Term(-jnp.asarray(inputs.batch.per_token["advantages"]) * inputs.logprobs)})
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_gated_too(tmp_path: Path):
     loaded = Recipe.load(recipe(tmp_path))
     own, clipped = in_process(loaded, Reinforce), in_process(loaded, GRPO)

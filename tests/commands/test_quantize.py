@@ -252,6 +252,7 @@ def test_what_cannot_be_quantized(words, told, tmp_path, capsys):
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_a_rounded_folder_is_not_trained_as_if_it_were_not(tmp_path, capsys):
     model_folder(tmp_path / "base")
     assert main(["quantize", "base", "weights"]) == 0

@@ -66,6 +66,7 @@ def test_half_a_place_is_refused(given: tuple[str, int | None, int | None], says
     assert says in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_not_there_is_named_within_the_deadline():
     address, began = f"127.0.0.1:{free_port()}", time.monotonic()
     with pytest.raises(UserError, match=f"process 1 of 2: no coordinator answers at {address} .* Start process 0"):
@@ -74,6 +75,7 @@ def test_a_coordinator_that_is_not_there_is_named_within_the_deadline():
     assert processes.number() == 1
 
 
+@pytest.mark.slow
 def test_processes_that_never_come_are_waited_for_no_longer_than_the_deadline():
     with pytest.raises(UserError, match=r"process 0 of 2: not all processes came to .* Start them with the same"):
         join(Place(f"127.0.0.1:{free_port()}", 2, 0), deadline=3.0)

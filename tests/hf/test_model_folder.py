@@ -236,7 +236,7 @@ def test_every_small_shape_exports_and_returns(family, tmp_path):
 @pytest.mark.parametrize(
     "sizes", [{"data": 1, "fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
 )
-@pytest.mark.parametrize("name", ["gemma2-windows-caps", "qwen2-biases-grouped"])
+@pytest.mark.parametrize("name", [*slow(["gemma2-windows-caps"]), "qwen2-biases-grouped"])
 def test_loading_onto_a_mesh_gives_the_same_weights_in_their_places(name, sizes, tmp_path):
     reference_folder(CASES[name], tmp_path)
     model, plain = load(tmp_path)
@@ -426,6 +426,7 @@ print(sum(array.nbytes for array in params.values()))
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", *slow(["bfloat16"])])
 def test_loading_needs_little_more_memory_than_the_model(dtype, tmp_path):

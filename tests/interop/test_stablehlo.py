@@ -13,6 +13,7 @@ from jax import export
 from safetensors.numpy import load_file, save_file
 
 import tunix
+from tests.marks import slow
 from tests.tiny_models import CASES, EACH, HEAVY, reference_folder
 from tests.tiny_runs import model_folder
 from tunix.errors import UserError
@@ -23,8 +24,6 @@ from tunix.interop.stablehlo import export_stablehlo
 SHAPES = Shapes(batch=3, prompt=64, length=96)
 PROMPTS = [[5, 6, 7, 8, 9, 3, 4], [11, 4, 30] * 20, [1]]
 """Shorter than a chunk of the states and longer than one, longer than the windows; the last as short as can be."""
-FAST = ("qwen3_5-alone-key-heads",)
-"""Windows and whole sequences; states and keys."""
 flatbuffers = pytest.importorskip("flatbuffers", reason="jax writes exported programs with it: pip install '.[test]'")
 
 
@@ -45,9 +44,7 @@ def greedy(folder: Path, dtype="float32") -> list[list[int]]:
     return [answer.completion.tokens.tolist() for answer in answers]
 
 
-@pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in (*EACH, *HEAVY) if case not in FAST)]
-)
+@pytest.mark.parametrize("case", slow((*EACH, *HEAVY, "qwen3_5-alone-key-heads")))
 def test_the_same_tokens_without_tunix(case, tmp_path):
     folder, out = tmp_path / "here", tmp_path / "out"
     reference_folder(CASES[case], folder)

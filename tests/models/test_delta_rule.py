@@ -3,6 +3,8 @@
 Axes: B rows, T time, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv width of a value.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,7 @@ def drawn(length: int, rows: int = 1, seed: int = 0) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v, decay, beta))
 
 
+@partial(jax.jit, static_argnames="size")
 def mixed(inputs: tuple[jax.Array, ...], ids: np.ndarray, size: int, parents: np.ndarray | None = None) -> jax.Array:
     """What tokens of packed rows read, with chunks of `size`."""
     over = -inputs[0].shape[1] % size
@@ -36,6 +39,7 @@ def mixed(inputs: tuple[jax.Array, ...], ids: np.ndarray, size: int, parents: np
     return found[:, : found.shape[1] - over]
 
 
+@jax.jit
 def stepped(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """What tokens of one sequence read, token by token, and the state after them."""
     q, k, *rest = inputs
@@ -49,8 +53,11 @@ def stepped(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 def alone(inputs: tuple[jax.Array, ...]) -> jax.Array:
-    """What tokens of one sequence read, token by token."""
-    return stepped(inputs)[0]
+    """What tokens of one sequence read, token by token. One program serves all lengths: the tokens that are added read
+    what came before them, and change nothing of it."""
+    length = inputs[0].shape[1]
+    padded = tuple(jnp.pad(x, ((0, 0), (0, 64 - length), *((0, 0),) * (x.ndim - 2))) for x in inputs)
+    return stepped(padded)[0][:, :length]
 
 
 def at(inputs: tuple[jax.Array, ...], index: list[int]) -> tuple[jax.Array, ...]:

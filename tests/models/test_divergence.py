@@ -151,8 +151,8 @@ def test_values_and_gradients_equal_the_dense_ones(arrays, monkeypatch, how, tok
         values = jax.tree.map(lambda x: jnp.where(needed, x, 0), values)
         return jnp.sum(pull * values.divergence), values
 
-    (_, found), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(student, table)
-    (_, values), wanted = jax.value_and_grad(theirs, (0, 1), has_aux=True)(student, table)
+    (_, found), gradients = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(student, table)
+    (_, values), wanted = jax.jit(jax.value_and_grad(theirs, (0, 1), has_aux=True))(student, table)
     for one, other_ in zip(jax.tree.leaves((found, gradients)), jax.tree.leaves((values, wanted)), strict=True):
         np.testing.assert_allclose(one, other_, rtol=2e-5, atol=2e-5)
 
@@ -212,7 +212,7 @@ def test_the_teacher_gets_no_gradient_and_extreme_logits_are_finite(arrays):
             found = compared(Side(student, table, None), Side(teacher, other, None), targets, needed, how)
             return found.divergence.sum() + found.teacher_logprobs.sum()
 
-        value, (own, theirs) = jax.value_and_grad(loss, (0, 1))(200 * student, 200 * teacher)
+        value, (own, theirs) = jax.jit(jax.value_and_grad(loss, (0, 1)))(200 * student, 200 * teacher)
         assert np.isfinite(value)
         assert np.all(np.isfinite(own))
         assert not np.any(theirs)

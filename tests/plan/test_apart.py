@@ -67,6 +67,7 @@ def test_weights_that_arrive_meanwhile_are_there_twice():
     assert sum(shapes.values()) < other["newer weights"] < 2 * (sum(shapes.values()) + max(shapes.values())) < COPY
 
 
+@pytest.mark.slow
 def test_each_place_is_compiled_for_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "KEPT", tmp_path)
     made = subject(**APART)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.rollout import test_oversample as oversampled
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
@@ -472,7 +473,7 @@ class First(Client):
 
 
 @pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("staleness", [2, 4])
+@pytest.mark.parametrize("staleness", [*slow([2]), 4])
 def test_long_completions_go_on_in_the_next_step_within_the_bound(tmp_path: Path, staleness: int, stops: bool):
     """Whatever the clocks say nothing is older than the bound, which `Ahead` checks, and all prompts are trained on."""
     for seed in range(3):

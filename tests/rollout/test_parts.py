@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.trainers import trainer
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.on_policy import PolicyGradient
@@ -93,7 +94,7 @@ def one_step(make: Callable[[], PolicyGradient], together: int, spare: int = 0) 
     return client, list(prepared.batches)
 
 
-@pytest.mark.parametrize("make", [ppo, grpo])
+@pytest.mark.parametrize("make", [*slow([ppo]), grpo])
 def test_parts_give_what_all_at_once_gives(make: Callable[[], PolicyGradient]):
     """The real decoder and the real engine; four completions a part."""
     (apart, found), (whole, expected) = one_step(make, 4), one_step(make, 64)

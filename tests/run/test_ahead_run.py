@@ -39,6 +39,7 @@ def test_devices_of_its_own_change_nothing(tmp_path: Path):
             assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "how"), [(1, None), *slow([(1, "continue"), (4, "continue"), (4, "finish")])])
 def test_the_next_steps_are_sampled_meanwhile_within_the_bound(tmp_path: Path, k: int, how: str | None):
     write_policy(tmp_path, **APART, **ahead(k, how))

@@ -136,6 +136,7 @@ def test_a_damaged_checkpoint_is_named(store: FakeStore):
             restored(saved, 1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_store_without_its_folder_and_is_exported(store: FakeStore, tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", {"checkpoint": {"folder": URL, "every": 2}})
     write_recipe(tmp_path / "disk.yaml", {"checkpoint": {"every": 2}})

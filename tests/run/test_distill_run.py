@@ -54,6 +54,7 @@ def measured(run: str = "run") -> list[float]:
     return [row["eval/distill/divergence"] for row in metrics(run) if "eval/distill/divergence" in row]
 
 
+@pytest.mark.slow
 def test_on_given_text_the_student_comes_nearer_on_held_out_rows(tmp_path: Path, teacher: Path, capsys):
     train(recipe(tmp_path, GIVEN, data__eval="held.jsonl", eval__every=10, steps=20))
     found = measured()

@@ -24,6 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
+@pytest.mark.slow
 def test_to_maxtext_and_back(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["export", str(run / "run"), str(run / "there"), "--format", "maxtext", "--step", "2"]) == 0
     assert f"load_parameters_path={run / 'there'}/0/items scan_layers=true vocab_size=272" in capsys.readouterr().out

@@ -3,14 +3,13 @@
 They take the paths of any other run; what is theirs alone is what a layer holds, reads and has no part of.
 """
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.run.test_kill import Run, assert_killed_it_ends_alike, no_process_left
 from tests.tiny_runs import EVAL, RECIPE, losses, metrics, write_recipe
 from tests.tiny_runs import train as train_here
 
@@ -23,7 +22,12 @@ MODELS: dict[str, dict[str, Any]] = {
 MIXTURES: dict[str, dict[str, Any]] = {
     # Local and global layers, sinks, and experts that adapters and rounding leave as they are.
     "gpt_oss": {"init": "random", "family": "gpt_oss", "sizes": {**SIZES, "window": 8}},
+    "mixtral": {"init": "random", "family": "mixtral", "sizes": {**SIZES, "ffn": 16}},
+    "qwen3_5_moe": {"init": "random", "family": "qwen3_5_moe", "sizes": {**SIZES, "num_layers": 4, "ffn": 16}},
+    # 128 experts beside an ffn.
+    "gemma4_moe": {"init": "random", "preset": "gemma4-26b-a4b", "sizes": {**SIZES, "num_layers": 6, "ffn": 16}},
 }
+MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2})
 every_family = pytest.mark.parametrize("family", MODELS)
 pytestmark = pytest.mark.slow
 
@@ -33,27 +37,19 @@ def write(folder: Path, family: str, **changes: Any) -> None:
     write_recipe(folder / "r.yaml", {"model": model, "steps": 8, "checkpoint": {"every": 2}, **EVAL, **changes})
 
 
-@every_family
-def test_killed_it_ends_like_the_uninterrupted_run(family: str, tmp_path: Path):
-    with no_process_left() as runs:
-        for name in ("whole", "killed"):
-            (tmp_path / name).mkdir()
-            write(tmp_path / name, family, **{"steps": 60, "checkpoint.every": 10, "eval.every": 30})
-            runs.append(Run(tmp_path / name))
-            if name == "whole":
-                assert runs[0].wait() == 0, runs[0].log
-        whole, killed = runs
-        killed.until(lambda: killed.steps >= 15)
-        killed.process.send_signal(signal.SIGKILL)
-        killed.wait()
-        runs.append(Run(tmp_path / "killed"))
-        assert runs[-1].wait() == 0, runs[-1].log
-        assert "going on from step" in runs[-1].log
-        assert_same_end(killed.run, whole.run)
-
-
 @pytest.mark.parametrize("family", [*MODELS, *MIXTURES])
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "context": 2}])
+def test_killed_it_ends_like_the_uninterrupted_run(family: str, tmp_path: Path):
+    changes = {"steps": 60, "checkpoint.every": 10, "eval.every": 30}
+    assert_killed_it_ends_alike(tmp_path, lambda folder: write(folder, family, **changes), at=15)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        *((family, mesh) for family in (*MODELS, "gpt_oss") for mesh in MESHES),
+        *((family, {"fsdp": 2, "expert": 2, "tensor": 2}) for family in MIXTURES),
+    ],
+)
 def test_eight_devices_have_the_losses_of_one(family: str, mesh: dict[str, int], tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     for name, sizes in (("one", {"fsdp": 1}), ("eight", mesh)):

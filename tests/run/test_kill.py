@@ -180,6 +180,30 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert sorted(os.listdir(one / "checkpoints")) == sorted(os.listdir(other / "checkpoints"))
 
 
+def assert_killed_it_ends_alike(folder: Path, write: Callable[[Path], object], at: int) -> None:
+    """Two runs: one that nobody interrupts, and one that is killed after a step and started again.
+
+    Args:
+        folder: where each of them gets a folder of its own.
+        write: writes `r.yaml`, and what it reads, into a folder.
+        at: the step; a checkpoint has to lie before it.
+    """
+    whole, killed = folder / "whole", folder / "killed"
+    with no_process_left() as runs:
+        for place in (whole, killed):
+            place.mkdir()
+            write(place)
+        runs.append(Run(whole))
+        assert runs[-1].wait() == 0, runs[-1].log
+        runs.append(Run(killed))
+        runs[-1].until(lambda: runs[-1].steps >= at)
+        runs[-1].kill()
+        runs.append(Run(killed))
+        assert runs[-1].wait() == 0, runs[-1].log
+        assert "going on from step" in runs[-1].log
+    assert_same_end(killed / "run", whole / "run")
+
+
 def test_killed_while_it_saves_it_ends_like_the_uninterrupted_run(whole: Path, started: Callable[[], Run]):
     """While one of the last checkpoints is written, so that there are others to go on from."""
     run = started()
@@ -250,6 +274,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(whole: Path, started: Call
     assert_same_end(run.run, whole / "run")
 
 
+@pytest.mark.slow
 def test_the_clients_state_is_saved_and_loaded_bit_for_bit_on_another_mesh(tmp_path: Path):
     batch = pack(sequences(8), 8, 24, packing=True)
     first = trainer(mesh=MeshConfig(fsdp=4, tensor=2), devices=8)

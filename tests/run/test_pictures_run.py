@@ -1,6 +1,7 @@
 """Runs with pictures, from rows to folders that transformers and PEFT load, and what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.marks import slow
+from tests.run.test_kill import assert_killed_it_ends_alike
 from tests.tiny_models import randomise
 from tests.tiny_runs import files, losses, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
@@ -138,6 +140,20 @@ def test_packing_and_stopping_change_nothing(tmp_path):
     train(recipe, "output=stopped")
     assert losses("stopped") == losses("run")
     assert files(tmp_path / "stopped/export") == files(tmp_path / "run/export")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, GRPO], ids=["sft", "grpo"])
+def test_killed_it_ends_like_the_uninterrupted_run(tmp_path, changes):
+    def write(folder: Path) -> None:
+        for name in ("base", "seen"):
+            shutil.copytree(tmp_path / name, folder / name)
+        for name in ("train.jsonl", "held.jsonl"):
+            shutil.copy(tmp_path / name, folder)
+        held = {"data.eval": "held.jsonl", "eval": {"every": 10, "samples": 1}}
+        write_recipe(folder / "r.yaml", {**CHANGES, **changes, **held, "steps": 20, "checkpoint": {"every": 5}})
+
+    assert_killed_it_ends_alike(tmp_path, write, at=7)
 
 
 @pytest.mark.slow

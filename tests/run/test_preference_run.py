@@ -75,6 +75,7 @@ def test_dpo_learns_from_its_reference(adapter, tmp_path):
     assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
+@pytest.mark.slow
 def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
     monkeypatch.setattr(tunix.trainer.reference, "snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "simpo"}, steps=3))
@@ -106,6 +107,7 @@ def test_micro_batches_and_padding_change_nothing(tmp_path):
         np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_offset_needs_margins(tmp_path, capfd):
     recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "offset": 0.5}, steps=2)
     assert main(["run", recipe]) == 2
@@ -131,6 +133,7 @@ def test_kto_learns_from_labels(loss, tmp_path):
     assert row["compile/count"] == lines(Path("run/metrics.jsonl"))[2]["compile/count"]  # of the second step
 
 
+@pytest.mark.slow
 def test_kto_on_one_label_alone_leaves_the_other_ones_metrics_out(tmp_path):
     def good(number: int, seed: int = 0) -> list[dict[str, object]]:
         return [row for row in labelled(2 * number, seed) if row["label"]]
@@ -184,6 +187,7 @@ def test_online_pairs_are_drawn_ranked_and_learned_from(tmp_path):
             assert (worth["chosen"], worth["rejected"]) == (max(every), min(every))
 
 
+@pytest.mark.slow
 def test_online_without_a_difference_says_so_and_updates_nothing(tmp_path, capfd):
     train(online(tmp_path, **{"reward.functions": ["rewards.py:same"], "steps": 1}))
     (row,) = (row for row in metrics("run") if "reward/signal" in row)
@@ -220,6 +224,7 @@ def test_a_reference_asked_beforehand_is_the_same(adapter, tmp_path, monkeypatch
     assert [file.name for file in folder.iterdir()] == ["00000.safetensors"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_computation_goes_on(tmp_path, monkeypatch, capfd):
     """64 + 16 pairs are 160 sequences: shards of 64, 64 and 32, of which one is missing."""
     monkeypatch.setattr(tunix.run.reference_cache, "CHUNK", 64)
@@ -239,6 +244,7 @@ def test_an_interrupted_computation_goes_on(tmp_path, monkeypatch, capfd):
     assert "reference: " not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_shards_of_something_else_are_not_taken(tmp_path, capfd):
     recipe = write_preferences(tmp_path, **PRECOMPUTE)
     train(recipe)

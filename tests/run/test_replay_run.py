@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.run.test_ahead_run import does_what_is_recorded
-from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.run.test_kill import Run, assert_killed_it_ends_alike, no_process_left
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import RECIPE, metrics, train
 from tunix.rollout.engine import request
@@ -35,20 +35,8 @@ def test_replay_brings_trainer_and_sampler_together(tmp_path: Path, monkeypatch:
 
 
 def test_killed_it_ends_like_the_uninterrupted_run(tmp_path: Path):
-    with no_process_left() as runs:
-        for name in ("whole", "killed"):
-            (tmp_path / name).mkdir()
-            write_policy(tmp_path / name, **MIXTURE, steps=24, checkpoint__every=4)
-            runs.append(Run(tmp_path / name))
-            if name == "whole":
-                assert runs[0].wait() == 0, runs[0].log
-        whole, killed = runs
-        killed.until(lambda: killed.steps >= 6)
-        killed.process.send_signal(signal.SIGKILL)
-        killed.wait()
-        runs.append(Run(tmp_path / "killed"))
-        assert runs[-1].wait() == 0, runs[-1].log
-        assert_same_end(killed.run, whole.run)
+    changes = {**MIXTURE, "steps": 24, "checkpoint__every": 4}
+    assert_killed_it_ends_alike(tmp_path, lambda folder: write_policy(folder, **changes), at=6)
 
 
 def test_killed_while_it_samples_ahead_it_does_what_is_recorded(tmp_path: Path):

@@ -54,6 +54,7 @@ def test_a_reward_model_learns_and_transformers_scores_alike(tmp_path):
     assert scores[1::2].mean() == pytest.approx(last["eval/rewards/rejected"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_gone_on_from(tmp_path, capfd):
     """From a language model's folder with a new head, said so; from there with the head that there is."""
     model_folder(tmp_path / "causal")

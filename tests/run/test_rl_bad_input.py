@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slow
 from tests.tiny_rl import write_policy, write_prompts
 from tests.tiny_runs import lines, losses, metrics, train
 from tunix.cli import main
@@ -160,6 +161,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path: Path, capsys: pytest
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_a_reward_broke_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_policy(tmp_path, reward__functions=["odd.py:once"])
     assert main(["run", "r.yaml"]) == 2
@@ -171,6 +173,7 @@ def test_what_was_trained_before_a_reward_broke_is_kept(tmp_path: Path, capsys: 
     assert [row["step"] for row in metrics("run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_equal_rewards_and_a_stop_that_never_comes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_policy(tmp_path, reward__functions=["odd.py:equal"], rollout__stop=["THE END"], steps=2)
     train("r.yaml")
@@ -187,7 +190,7 @@ def test_equal_rewards_and_a_stop_that_never_comes_are_told(tmp_path: Path, caps
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "drop"])
+@pytest.mark.parametrize("overflow", [*slow(["truncate"]), "drop"])
 def test_prompts_that_are_too_long(overflow: str, tmp_path: Path):
     """Twenty tokens are left for a prompt: BOS and 19 bytes."""
     write_prompts(tmp_path, "a" * 40, "b" * 19, "c" * 20, "d" * 3, "e" * 3, "f" * 3, "g" * 3)
@@ -226,6 +229,7 @@ class Endless(Odd):
 """
 
 
+@pytest.mark.slow
 def test_episodes_that_break_or_never_end_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Capitals end it with a reward, digits break it, and small letters would go on for ever; one turn is allowed."""
     (tmp_path / "env.py").write_text(ENVIRONMENT)
@@ -282,6 +286,7 @@ def test_an_environment_that_never_ends_stops_the_run(tmp_path: Path, capsys: py
     assert "the environment Endless had not ended after 1 turns" in told
 
 
+@pytest.mark.slow
 def test_an_environments_prompt_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     write_prompts(tmp_path, "a" * 5, "b" * 60)

@@ -102,6 +102,7 @@ def test_a_sampler_with_other_weights_stops_the_run(
     assert "more than 0.001" in told
 
 
+@pytest.mark.slow
 def test_a_sampler_with_another_temperature_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

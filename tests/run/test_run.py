@@ -260,6 +260,7 @@ def lasting(run: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in one.items() if not k.startswith(("time/", "perf/"))} for one in metrics(run)]
 
 
+@pytest.mark.slow
 def test_a_stage_starts_from_the_one_before_and_is_resumed_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -388,6 +389,7 @@ def test_an_adapter_trains_alone_and_goes_to_peft_and_back(tmp_path: Path):
         np.testing.assert_allclose(their_logprobs(hf, ids), lines(Path("run.jsonl"))[0]["logprobs"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path):
     model_folder(tmp_path / "base", tokenizer=False)
     ids = [list(range(first, first + 12)) for first in range(24)]

@@ -37,6 +37,7 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
         yield Servers(tmp_path, 2, stack)
 
 
+@pytest.mark.slow
 def test_all_weights_are_handed_over_at_each_step(servers: Servers, capsys: pytest.CaptureFixture[str]):
     servers.recipe(data__eval="held.jsonl", eval__every=3)
     train("r.yaml")
@@ -61,6 +62,7 @@ def test_all_weights_are_handed_over_at_each_step(servers: Servers, capsys: pyte
     assert len(list(Path("run/weights").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_handed_over(servers: Servers, capsys: pytest.CaptureFixture[str]):
     servers.recipe(adapter={"rank": 4, "alpha": 16})
     train("r.yaml")
@@ -95,6 +97,7 @@ def test_a_server_dies_and_the_run_goes_on(servers: Servers, caplog: pytest.LogC
     assert all(count == 1 for fake in servers.fakes for count in fake.asked.values())
 
 
+@pytest.mark.slow
 def test_where_all_die_one_line_says_so_and_the_same_command_goes_on(
     servers: Servers, capsys: pytest.CaptureFixture[str]
 ):
@@ -116,6 +119,7 @@ def test_where_all_die_one_line_says_so_and_the_same_command_goes_on(
     assert all(row["mismatch/max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_gate_stops_a_run_whose_servers_lie_later(servers: Servers, capsys: pytest.CaptureFixture[str]):
     servers.recipe(rollout__mismatch_tolerance=0.2)
 

@@ -190,6 +190,7 @@ def alike(one: str, other: str) -> None:
             assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [True, *slow([False])])
 def test_a_run_samples_there_and_two_servers_are_one(model: Path, serve: Serve, adapter: bool):
     urls = [serve(adapter)[1] for _ in range(2)]

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.trainer.test_step import SFT_LOSS
 from tests.trainers import PLAIN, sequences, trainer
 from tunix.config import MeshConfig
@@ -36,7 +37,7 @@ def elsewhere(learning: Trainer, tensor: int) -> Engine:
     return Engine(model, mesh_there, slots=8, length=64, moving=moving, bring=bring_of(model, mesh, mesh_there))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [*slow([1]), 2])
 def test_a_sampler_on_other_devices_samples_alike_after_each_update(tensor: int):
     here = trainer(mesh=MeshConfig(fsdp=4), devices=4)
     there = elsewhere(here, tensor)
@@ -78,6 +79,7 @@ def test_it_computes_with_the_same_bits_where_the_computation_is_in_bfloat16(rul
     same_bits(learning.sampler, there)
 
 
+@pytest.mark.slow
 def test_under_an_adapter_the_base_moves_once(monkeypatch: pytest.MonkeyPatch):
     learning = trainer(mesh=MeshConfig(fsdp=4), devices=4, dtype="bfloat16", adapter=AdapterConfig(rank=4))
     there = elsewhere(learning, 1)

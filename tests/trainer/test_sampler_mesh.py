@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN
@@ -78,7 +79,7 @@ def test_what_does_not_divide_is_refused():
         check_slots(3, mesh)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [*slow([1]), 2])
 def test_weights_of_another_mesh_are_sampled_alike(tensor: int):
     trained = build_mesh(EIGHT)
     params = random_params(MODEL, trained)

@@ -28,7 +28,7 @@ from tunix.util.loops import loop
 LEAST, MOST = 8, 32
 """Bounds of what numbers of rows are rounded up to on a CPU; between them, an eighth of the mean of an expert."""
 STEPS = 16
-"""How many numbers of rows there are: experts with more rows than the largest take several turns."""
+"""How many numbers of rows there are at most: experts with more rows than the largest take several turns."""
 
 
 class Routes(NamedTuple):
@@ -51,10 +51,11 @@ class Routes(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The numbers of rows that a CPU multiplies at once."""
+        """The numbers of rows that a CPU multiplies at once. An expert has no more than one of each token: larger ones
+        are compiled for nothing, which for the few slots of a sampler would be most of the time."""
         mean = self.places.size // len(self.sizes)
         step = min(max(mean // 8, LEAST), MOST) // LEAST * LEAST
-        return tuple(step * (number + 1) for number in range(STEPS))
+        return tuple(step * (number + 1) for number in range(min(STEPS, -(-len(self.places) // step))))
 
 
 def routes(experts: Int[Array, "n k"], number: int, here: Bool[Array, "n k"]) -> Routes:

@@ -69,7 +69,7 @@ def pictured(view: Segments, length: int = 6) -> Segments:
 
 
 @pytest.mark.parametrize("parents", [False, True], ids=["documents", "shared prompts"])
-@pytest.mark.parametrize(("window", "length"), [(None, 6), (None, 18), (4, 6), *slow([(11, 18), (1, 6)])])
+@pytest.mark.parametrize(("window", "length"), [(None, 18), (4, 6), *slow([(None, 6), (11, 18), (1, 6)])])
 def test_tokens_of_a_picture_see_all_of_it(monkeypatch, parents, window, length):
     """By chunks and by einsums, and by the definition: within the window, what is before or of the same picture."""
     monkeypatch.setattr(chunked, "BLOCK", BLOCK)

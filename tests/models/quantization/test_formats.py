@@ -203,6 +203,7 @@ def test_decoding_holds_one_matrix_at_a_time():
     assert largest <= account.temp_size_in_bytes < 2 * largest < whole / 6
 
 
+@pytest.mark.slow
 def test_matrices_made_together_or_alone_are_the_same(monkeypatch):
     model = Model(PLAIN, quantization=Quantization("nf4", 16))
     dtypes = dict.fromkeys(model.shapes, "float32")

@@ -93,6 +93,7 @@ def test_the_first_rule_counts():
     assert how["up"].weights == how["gate"].weights == Quantization("int4", 16)
 
 
+@pytest.mark.slow
 def test_a_model_computes_with_its_weights_on_their_grid():
     model = Model(RICH, simulated=simulated(MIXED))
     plain = replace(model, simulated=())

@@ -105,7 +105,7 @@ def test_company_slots_and_steps_change_nothing(engine, params, slots, steps):
         same(a, b)
 
 
-@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+@pytest.mark.parametrize("model", [MODEL, *slow([Model(RICH)])], ids=["plain", "rich"])
 def test_requests_that_make_room_for_others_are_continued_as_they_were(model, monkeypatch):
     """Six slots with pages for one and a half of the longest: prompts kept for later go, then the last to come."""
     params = random_params(model)
@@ -138,6 +138,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     assert any(len(one.turns) > 1 for one in plenty)
 
 
+@pytest.mark.slow
 def test_a_sampler_over_a_pipe_is_the_engine(here, elsewhere):
     """Weights, settings, an environment's replies, completions and errors all cross."""
     assert isinstance(here, Sampler)
@@ -183,6 +184,7 @@ def test_a_groups_prompt_is_computed_once(here, monkeypatch):
     assert Counter(computed) == Counter([*range(20), *range(9), *[19] * 4, *[8] * 5])
 
 
+@pytest.mark.slow
 def test_slots_at_work_wait_for_a_long_piece_at_most(params, monkeypatch):
     """Short pieces are of 2 tokens, a long one of 16. Seven prompts of 1 are 4 pieces; one of 40 is more than it."""
     events = []
@@ -216,6 +218,7 @@ def test_sampled_frequencies_are_those_of_the_model(engine):
     )
 
 
+@pytest.mark.slow
 def test_warming_up_compiles_each_program_once(params):
     """In threads, for the mesh of the calls: else each would be compiled again when it is called."""
     engine, compilations = small_engine(MODEL, params, slots=6, length=88, page=4, steps=7), Compilations()
@@ -300,7 +303,7 @@ def two_turns(engine, prompt, observation, sampling, seed=2) -> Completion:
     return engine.run([Request(prompt, sampling, seed)], reply)[0]
 
 
-@pytest.mark.parametrize("observed", [0, 1, 9, 20])
+@pytest.mark.parametrize("observed", [0, 1, 9, *slow([20])])
 @pytest.mark.parametrize("by_text", [False, True], ids=["id", "string"])
 def test_a_turn_after_a_reply_is_that_of_the_whole_context(engine, observed, by_text):
     """Greedy, against a fresh request whose prompt is everything so far; a stop string leaves tokens to be undone."""
@@ -407,6 +410,7 @@ def test_the_next_dispatch_is_sent_before_the_last_is_read(params, monkeypatch, 
     assert events == (["sent", "sent", "read", "sent", "read", "read"] if ahead else ["sent", "read"] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
 def test_short_dispatches_behind_long_ones_have_their_pages(model):
     """A request with stop strings, for which dispatches are short, is admitted while a long one is on its way.
@@ -434,6 +438,7 @@ def test_a_turn_that_ended_takes_no_step_of_the_dispatch_that_was_sent_ahead(par
     assert engine.usage.tokens == sum(len(completion.tokens) for completion in found)
 
 
+@pytest.mark.slow
 def test_a_slot_that_waits_for_an_environment_makes_room_for_nobody(params, monkeypatch):
     """It would be sampled on without the answer. The other one leaves, and only then the answer comes."""
     left = threading.Event()
@@ -571,6 +576,7 @@ def test_each_token_has_the_version_that_it_was_sampled_from(params):
     np.testing.assert_array_equal(found.tokens, first[1].tokens)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_window_reads_no_more_than_that():
     """Of 5 + 6 tokens the layers with a window of 5 read five a step, from the first on."""
     model = Model(RICH)

@@ -4,6 +4,7 @@ A picture of 9 soft tokens is computed in one piece of 16 tokens, whatever comes
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import hidden_of
-from tunix.types import Begun, Completion, Pictures, Sampling, Sequence, Workload
+from tunix.types import Batch, Begun, Completion, Pictures, Sampling, Sequence, Workload
 
 __all__ = ["made"]
 
@@ -44,6 +45,12 @@ def sample(engine: Engine, prompts: tuple[Sequence, ...], n: int, sampling: Samp
     return engine.sample([one.tokens for one in prompts], n, sampling, 7, begun=begun(prompts, n))
 
 
+@partial(jax.jit, static_argnums=0)
+def forward(model: Model, params: Params, batch: Batch) -> jax.Array:
+    read = batch.tokens, batch.positions, batch.loss_mask
+    return model.logprobs_of(params, hidden_of(model, params, batch), *read)[0]
+
+
 def full_logprobs(model: Model, params: Params, prompt: Sequence, one: Completion) -> np.ndarray:
     """What the trainer computes of the completion's tokens."""
     number, pictures = len(one.tokens), prompt.pictures
@@ -52,10 +59,8 @@ def full_logprobs(model: Model, params: Params, prompt: Sequence, one: Completio
         np.concatenate([np.zeros(len(prompt.tokens), bool), np.ones(number, bool)]),
         pictures=Pictures(pictures.pixels, np.pad(pictures.places, (0, number))),
     )
-    batch = pack([whole], 1, len(whole.tokens), pictures=2)
-    hidden = hidden_of(model, params, batch)
-    read = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
-    return np.asarray(model.logprobs_of(params, hidden, *read)[0])[0, -number:]
+    batch = jax.tree.map(jnp.asarray, pack([whole], 1, 64, pictures=2))
+    return np.asarray(forward(model, params, batch))[0, len(prompt.tokens) : len(whole.tokens)]
 
 
 def assert_trainers_logprobs(model: Model, params: Params, prompts: tuple[Sequence, ...], groups) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.rollout.engine.test_engine import MIXED, MODEL, text_of
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.trainers import RICH
@@ -67,7 +68,7 @@ def repeating(params):
     return {name: x * 0.05 if name.startswith("layers/") and name.endswith("/w") else x for name, x in params.items()}
 
 
-@pytest.mark.parametrize("model", [MODEL, Model(RICH)], ids=["plain", "rich"])
+@pytest.mark.parametrize("model", [MODEL, *slow([Model(RICH)])], ids=["plain", "rich"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_guesses_change_no_sample(model, ahead):
     """Neither tokens nor log-probs, alternatives, turns and ends; with every setting, replies, and few pages."""
@@ -89,6 +90,7 @@ def test_guesses_change_no_sample(model, ahead):
             np.testing.assert_array_equal(one.top[0], other.top[0])
 
 
+@pytest.mark.slow
 def test_no_guess_stands_behind_a_stop_id(params, monkeypatch):
     """Of one greedy prompt, a request that runs on is ahead of one that stops: the book knows what follows the stop."""
     weights, (prompt,) = repeating(params), prompts(MODEL.config.vocab_size, (5,))
@@ -125,6 +127,7 @@ def test_right_guesses_save_steps(params, monkeypatch):
     assert taken[1] <= first + GRAM + -(-(55 - first) // 4)
 
 
+@pytest.mark.slow
 def test_frequencies_with_guesses_are_those_of_the_model(params):
     """Chi-square of the third sampled token over many seeds: expected counts by the model's own distribution."""
     prompt = prompts(MODEL.config.vocab_size, (6,))[0]

@@ -1,6 +1,7 @@
 """The sampling transform against hand-made numbers, and draws against the distribution that it names."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -150,10 +151,9 @@ def test_the_trainers_head_gives_the_same_logprobs():
     hidden, table = jnp.asarray(hidden, jnp.float32), jnp.asarray(table, jnp.float32)
     targets = jnp.asarray(rng.integers(0, 50, (1, 30)), jnp.int32)
     needed = jnp.ones((1, 30), bool)
+    trainers = jax.jit(partial(token_logprobs, softcap=None, entropy=False), static_argnames="temperature")
     for temperature in (1.0, 0.7, 2.5):
-        trained, _ = token_logprobs(
-            hidden, table, targets, needed, softcap=None, entropy=False, temperature=temperature
-        )
+        trained, _ = trainers(hidden, table, targets, needed, temperature=temperature)
         settings = Transform.of([Sampling(temperature=temperature)] * 30)
         np.testing.assert_allclose(logprobs(hidden[0] @ table.T, targets[0], settings), trained[0], atol=1e-4)
 

@@ -52,7 +52,7 @@ def test_logprobs_in_pieces_and_steps_are_those_in_chunks(model, params):
     assert_logprobs_of_full_forward(model, params, small_engine(model, params), temperature=0.8, atol=1e-5)
 
 
-@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("slots", [*slow([2]), 8])
 def test_completions_of_one_prompt_begin_with_copies_of_its_state(model, params, slots):
     """With 8 slots all five of a prompt enter at once and one computes it, with 2 later ones compute it again."""
     engine = small_engine(model, params, slots=slots)
@@ -96,8 +96,9 @@ def test_few_pages_make_room_and_states_are_computed_again(model, params):
         np.testing.assert_allclose(one.logprobs, full_logprobs(model, params, prompt, one)[len(prompt) :], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "shape"), [*slow([(2, MeshConfig(tensor=2))]), (8, MeshConfig(data=2, fsdp=2, tensor=2))], ids=repr
+    ("devices", "shape"), [(2, MeshConfig(tensor=2)), (8, MeshConfig(data=2, fsdp=2, tensor=2))], ids=repr
 )
 def test_a_mesh_samples_the_same(model, devices, shape):
     mesh = build_mesh(shape, jax.devices()[:devices])
@@ -107,6 +108,7 @@ def test_a_mesh_samples_the_same(model, devices, shape):
     assert_logprobs_of_full_forward(model, local, engine, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_all_matrices_is_sampled():
     config = AdapterConfig(rank=2)
     model = Model(CONFIG, adapt=adapt(config, CONFIG))
@@ -122,6 +124,7 @@ def test_an_adapter_on_all_matrices_is_sampled():
     assert_logprobs_of_full_forward(model, params, small_engine(model, params))
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_stays_near(params):
     model = Model(CONFIG, dtype="bfloat16")
     rounded = {name: x.astype("bfloat16") for name, x in params.items()}

@@ -59,6 +59,7 @@ def error_of(act: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_weights_are_written_and_loaded_once_and_draws_are_those_of_one_process(
     policy: Policy, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

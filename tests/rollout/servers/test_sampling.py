@@ -171,7 +171,7 @@ def misbehave(fake: FakeVLLM, how: str) -> None:
         fake.manners.sick = True
 
 
-@pytest.mark.parametrize("how", ["hangs", "fails", *slow(["dies", "sick"])])
+@pytest.mark.parametrize("how", ["fails", *slow(["hangs", "dies", "sick"])])
 def test_what_a_server_does_not_answer_is_asked_elsewhere_once(
     policy: Policy, start: Any, how: str, caplog: pytest.LogCaptureFixture
 ):
