@@ -22,6 +22,7 @@ from tests.tiny_models import CASES, Case, load, one_device, our_logits, referen
 from tests.tiny_runs import VOCAB, losses, train, write_recipe
 from tunix.cli import main
 from tunix.commands.quantize import read_words
+from tunix.config import DType
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf import tensor_loading
@@ -113,7 +114,7 @@ def test_gate_and_up_are_read_together_where_a_base_is_rounded(sizes, host, both
     """Each byte once, in MXFP4 and not, where the host transposes and where the devices do; and the same numbers."""
     config, how = read_folder(both[0]), Quantization("nf4", 16)
     model = Model(config, dtype="bfloat16", quantization=how)
-    dtypes = dict.fromkeys(model.shapes, "bfloat16")
+    dtypes: dict[str, DType] = dict.fromkeys(model.shapes, "bfloat16")
     expected = load_params(model, both[1], dtypes, one_device())
     monkeypatch.setattr(tensor_loading, "_host_turns", lambda mesh: host)
     for folder in both:
@@ -127,10 +128,10 @@ def test_gate_and_up_are_read_together_where_a_base_is_rounded(sizes, host, both
 @pytest.mark.parametrize("name", ["gates", "ups"])
 def test_one_of_those_that_take_turns_is_loaded_alone(name, both):
     config = read_folder(both[0])
-    model, wanted = Model(config), {f"layers/{name}/w": "float32"}
-    one, all = load_params(model, both[0], wanted, one_device()), load(both[1])[1]
-    assert set(one) == set(wanted)
-    np.testing.assert_array_equal(one[f"layers/{name}/w"], all[f"layers/{name}/w"])
+    wanted: dict[str, DType] = {f"layers/{name}/w": "float32"}
+    found, expected = load_params(Model(config), both[0], wanted, one_device()), load(both[1])[1]
+    assert set(found) == set(wanted)
+    np.testing.assert_array_equal(found[f"layers/{name}/w"], expected[f"layers/{name}/w"])
 
 
 def test_its_logits_are_those_of_transformers_and_its_export_is_plain(both, tmp_path):

@@ -147,7 +147,8 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
         stored: the folder's tensors, among them those of the parameters.
         dtypes: dtype by name of the wanted parameters; scales come with their values.
     """
-    table, together = tensors_of(model.config), dict[Any, list[tuple[str, Stored, Place]]]()
+    table = tensors_of(model.config)
+    together = dict[Any, list[tuple[str, Stored, Place]]]()
     for name in (name for name in dtypes if not is_scale(name)):
         for key, place in _places(model.config, table[name], model.shapes[name]).items():
             own = stored[key]
@@ -160,7 +161,7 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
         if kind not in targets:
             tensor = table[names[0]].turned if own.turned else table[names[0]]
             number = own.number if isinstance(own, Turns) else 1
-            wanted = {name: dtypes[name] for name in names}
+            wanted: dict[str, DType] = {name: dtypes[name] for name in names}
             targets[kind] = _target_of(model, wanted, tensor, len(place), mesh, taken, number)
         stacks = tuple(one for name in names for one in _stacks_of(model, name))
         reads.append(Read(stacks, own.whole if isinstance(own, Turns) else own, targets[kind], place))
