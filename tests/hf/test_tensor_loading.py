@@ -31,19 +31,6 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
     return build_mesh(MeshConfig(**{"data": 1, "fsdp": 1, "tensor": 1, **sizes}), jax.devices()[:number])
 
 
-@pytest.fixture
-def ranges(monkeypatch) -> list[tuple[int, int]]:
-    """The ranges of bytes that are read, as they are read."""
-    found, read = [], safetensors_io.read_range
-
-    def counting(file, begin, into):
-        found.append((begin, begin + len(into)))
-        read(file, begin, into)
-
-    monkeypatch.setattr(safetensors_io, "read_range", counting)
-    return found
-
-
 def data_of(file: Path) -> tuple[int, int]:
     """The bytes of a safetensors file that are tensors."""
     data = file.read_bytes()
@@ -51,6 +38,15 @@ def data_of(file: Path) -> tuple[int, int]:
     ends = [held["data_offsets"][1] for key, held in json.loads(data[8 : 8 + header]).items() if key[:2] != "__"]
     assert 8 + header + max(ends) == len(data)
     return 8 + header, len(data)
+
+
+def assert_read_once(ranges: list[tuple[int, int]], file: Path) -> None:
+    """Each byte of its tensors, and none twice."""
+    ranges.sort()
+    start, end = data_of(file)
+    assert ranges[0][0] == start
+    assert all(one[1] == after[0] for one, after in pairwise(ranges))
+    assert ranges[-1][1] == end
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +63,7 @@ def test_each_byte_is_read_once_whatever_the_mesh(sizes, host, folder, ranges, m
     """And the numbers are the same where the host transposes, as for a CPU, and where the devices do."""
     monkeypatch.setattr(tensor_loading, "_host_turns", lambda mesh: host)
     model, spread = load(folder, mesh=mesh_of(sizes))
-    start, end = data_of(folder / "model.safetensors")
-    ranges.sort()
-    assert ranges[0][0] == start
-    assert all(one[1] == after[0] for one, after in pairwise(ranges))
-    assert ranges[-1][1] == end
+    assert_read_once(ranges, folder / "model.safetensors")
     theirs = load_file(folder / "model.safetensors")
     ours = by_hf_name(model, spread)
     assert ours.keys() == theirs.keys()

@@ -55,6 +55,9 @@ ADAPTERS = {
     "gemma4_moe-five-of-three": AdapterConfig(
         rank=2, alpha=4.0, ranks={"experts.down_proj": 3, "mlp.down_proj": 1}, targets=("down_proj", "experts.*")
     ),
+    "gpt_oss-five-of-two": AdapterConfig(
+        rank=2, alpha=4.0, rslora=True, ranks={"experts.down_proj": 3}, targets=("o_proj", "experts.*")
+    ),
     "mixtral-five": AdapterConfig(rank=2, alpha=4.0, targets=("v_proj", "experts.down_proj")),
 }
 """One of every family: plain, rank-stabilised and with magnitudes, patterns of ranks and alphas, tables that train,

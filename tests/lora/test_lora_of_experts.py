@@ -30,7 +30,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import Mixture
 from tunix.mesh import build_mesh
 from tunix.models.banks import Bank
-from tunix.models.config import DENSE_AND_EXPERTS, Experts
+from tunix.models.config import DENSE_AND_EXPERTS, Clamp, Experts
 from tunix.models.families.table import small
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
@@ -51,6 +51,16 @@ BESIDE = replace(
     feed_forward=DENSE_AND_EXPERTS,
 )
 """Experts beside a dense ffn, in layers of two kinds."""
+BIASED = replace(
+    small("gpt_oss"),
+    vocab_size=96,
+    d_model=16,
+    ffn=16,
+    num_layers=1,
+    local_layers=(False,),
+    experts=Experts(4, 2, biases=True, clamp=Clamp(limit=1.0)),
+)
+"""Experts with biases, and factors of which some are clamped."""
 LORA = AdapterConfig(rank=2, alpha=6.0, ranks={"experts.down_proj": 3}, targets=("q_proj", "experts.*"))
 QLORA = LORA.model_copy(update={"kind": "qlora", "base": "int8", "tile": 8})
 SHAPES = {
@@ -66,9 +76,9 @@ def batch(seed=0, rows=4):
 
 
 def spread(params, seed=3):
-    """The same with random values in the adapters' matrices."""
-    rng = np.random.default_rng(seed)
-    return {n: x + 0.2 * rng.standard_normal(x.shape, np.float32) if is_adapter(n) else x for n, x in params.items()}
+    """The same with random values in the adapters' matrices, and biases."""
+    rng, moved = np.random.default_rng(seed), [n for n in params if is_adapter(n) or n.endswith("/b")]
+    return {**params, **{n: params[n] + 0.2 * rng.standard_normal(params[n].shape, np.float32) for n in moved}}
 
 
 def test_gate_and_up_share_an_a_and_the_start_is_the_base():
@@ -86,8 +96,9 @@ def test_gate_and_up_share_an_a_and_the_start_is_the_base():
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_peft(tmp_path):
-    case = CASES["qwen3_moe-seven-of-three"]
+@pytest.mark.parametrize("name", ["qwen3_moe-seven-of-three", "gpt_oss-five-of-two"])
+def test_gradients_are_those_of_peft(name, tmp_path):
+    case = CASES[name]
     reference_folder(case, tmp_path / "base")
     settings = AdapterConfig(rank=2, alpha=4.0, targets=("experts.*",))
     model, params, fresh = adapted(tmp_path / "base", settings)
@@ -129,8 +140,9 @@ def test_gradients_are_those_of_peft(tmp_path):
     ],
     ids=repr,
 )
-def test_a_mesh_computes_the_same(settings, sizes):
-    model, mesh = Model(CONFIG, adapt=adapt(settings, CONFIG), quantization=quantization(settings)), build_mesh(sizes)
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=lambda config: config.family)
+def test_a_mesh_computes_the_same(config, settings, sizes):
+    model, mesh = Model(config, adapt=adapt(settings, config), quantization=quantization(settings)), build_mesh(sizes)
     params = spread(model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device()))
     ids = np.random.default_rng(0).integers(0, 96, (4, 16)).astype(np.int32)
     real = np.where(np.arange(16) < np.asarray([[16], [9], [3], [15]]), 1, 0).astype(np.int32)
@@ -165,15 +177,19 @@ def test_adapters_learn_and_the_rest_stays(settings):
 
 
 @pytest.mark.slow  # tests/lora/test_qlora.py has the same of dense models
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_rounded_base_computes_as_its_dequantized_one(kind):
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("nf4", CONFIG), ("int8", CONFIG), *((kind, BIASED) for kind in ("nf4", "int8", "int4", "fp8"))],
+    ids=lambda one: one if isinstance(one, str) else one.family,
+)
+def test_a_rounded_base_computes_as_its_dequantized_one(kind, config):
     settings = QLORA.model_copy(update={"base": kind})
-    rounded = Model(CONFIG, adapt=adapt(settings, CONFIG), quantization=quantization(settings))
+    rounded = Model(config, adapt=adapt(settings, config), quantization=quantization(settings))
     params = spread(rounded.init(jax.random.key(0), dict.fromkeys(rounded.shapes, "float32"), one_device()))
     assert params["layers/downs/w_scale"].shape == (1, 4, 2, 16)  # of each expert, two tiles of 8 inputs
     assert params["layers/downs/w"].shape == (1, 4, 16, 16)
     wide = {name: plain(params, name) for name in params if not is_scale(name)}
-    whole = Model(CONFIG, adapt=adapt(LORA, CONFIG))
+    whole = Model(config, adapt=adapt(LORA, config))
     rows = rows_of(*([row % 96] for row in tokens()))
 
     def loss(model, base, mine):
@@ -186,7 +202,7 @@ def test_a_rounded_base_computes_as_its_dequantized_one(kind):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(np.abs(other).max()))
     merged, error = merge_rounded(params, settings, "float32")
     assert error == 0
-    logprobs = quick_jit(Model(CONFIG).logprobs)(merged, *rows)[0]
+    logprobs = quick_jit(Model(config).logprobs)(merged, *rows)[0]
     assert float(logprobs.sum()) == pytest.approx(float(expected[0]), abs=2e-3)
 
 
@@ -211,7 +227,7 @@ def test_a_rounded_expert_is_as_near_as_its_type_allows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, BESIDE], ids=lambda config: config.feed_forward)
+@pytest.mark.parametrize("config", [CONFIG, BESIDE, BIASED], ids=lambda config: config.family)
 @pytest.mark.parametrize("settings", [LORA, QLORA], ids=["lora", "qlora"])
 def test_what_is_sampled_is_what_is_trained_and_a_checkpoint_resumes(settings, config, tmp_path):
     ours = trainer(config, adapter=settings, length=24)

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from tunix.commands.eval_tasks import EvalResult, loss
 from tunix.commands.evaluate import EvalOptions, Setting, has_held_out_rows, prepare
 from tunix.errors import UserError
-from tunix.hf.expert_limits import refuse_rounding
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.on_grid import rounded
@@ -62,7 +61,6 @@ def quantize(
             f"{inference.source.folder} is rounded already ({RULES_FILE}), and a second rounding would move its "
             "weights again: quantize the model that it was made of"
         )
-    refuse_rounding(inference.source.decoder, "quantize")
     simulated = supported(parsed)
     before = None if setting is None else loss(setting.inference, setting.table, setting.train_on)
     moved = _written(inference, out, parsed, simulated, packed)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Shaped
 
-from tunix.hf.mxfp4 import OfAll
+from tunix.hf.compressed_tensors import Rounded
 from tunix.hf.safetensors_io import Entry, Sent, Stored
 from tunix.models.families.base import FamilyText
 
@@ -23,7 +23,8 @@ WHOLE = ("F32", "BF16")
 
 @dataclass(frozen=True)
 class Turns(Stored):
-    """A matrix, or a bias, whose columns take turns in a file with those of others."""
+    """A matrix, or a bias, whose outputs take turns in a file with those of others. Not read by itself: all of them are
+    read together, each byte once, and taken apart where they belong (`tensor_loading.py`)."""
 
     whole: Stored
     """What they take turns in."""
@@ -32,16 +33,9 @@ class Turns(Stored):
     number: int
     """How many take turns."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of its numbers, and of all that are read for them."""
-        return (1 + self.number) * super().size
-
     def read_into(self, rows: Shaped[np.ndarray, "r ..."], start: int) -> None:
-        """Fills `rows`, of the file's dtype, from row `start` on; of a bias, rows are what takes turns."""
-        each = self.number if len(self.shape) == 1 else 1
-        found = self.whole.read(start * each, (start + len(rows)) * each)
-        rows[...] = found[..., self.place :: self.number]
+        """Never called: whoever reads takes `whole`."""
+        raise AssertionError(f"{self.key} is read with what takes turns in it")
 
 
 def apart(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stored]]:
@@ -50,6 +44,9 @@ def apart(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stor
     Args:
         family: whose folder has it.
     """
+    if isinstance(tensor, Rounded):
+        # Rounded matrices have outputs before inputs in every family.
+        return [(name, replace(tensor, turned=family.alternate and _of_an_expert(family, name) is not None))]
     end = next((end for end in family.stacked if name.endswith(end)), None)
     if end is None or len(tensor.shape) != (2 if family.stacked[end][0].endswith(".bias") else 3):
         return [(name, tensor)]
@@ -65,15 +62,15 @@ def apart(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stor
 
 def _part(tensor: Stored, expert: int, place: int, number: int, alternate: bool) -> Stored:
     """One matrix of an expert, which has so many in a tensor."""
-    if isinstance(tensor, OfAll):
-        return tensor.matrix(expert, place, number)
-    shape, size = tensor.shape[1:], tensor.size // tensor.shape[0]
-    if not alternate or number == 1:
-        begin = tensor.begin + expert * size + place * size // number
-        return replace(tensor, shape=(shape[0] // number, *shape[1:]), begin=begin)
-    whole = replace(tensor, shape=shape, begin=tensor.begin + expert * size)
-    own = (*shape[:-1], shape[-1] // number)
-    return Turns(tensor.file, tensor.key, own, tensor.dtype, whole.begin, whole, place, number)
+    whole = tensor.part(expert)
+    if number == 1:
+        return whole
+    shape = list(whole.shape)
+    shape[-1 if alternate and not whole.turned else 0] //= number
+    if not alternate:
+        return replace(whole, shape=tuple(shape), begin=whole.begin + place * whole.size // number)
+    about = (whole.file, whole.key, tuple(shape), whole.dtype, whole.begin)
+    return Turns(*about, whole, place, number, turned=whole.turned)
 
 
 def together(entries: Iterable[Entry], family: FamilyText) -> Iterator[Entry]:
@@ -85,10 +82,9 @@ def together(entries: Iterable[Entry], family: FamilyText) -> Iterator[Entry]:
         family: whose folder is written.
     """
     whole = {own: (end, place) for end, parts in family.stacked.items() for place, own in enumerate(parts)}
-    each = re.compile(rf"(.*)\.(\d+)({'|'.join(map(re.escape, whole))})")
     stacks: dict[str, dict[tuple[int, int], Entry]] = {}
     for entry in entries:
-        if entry.dtype not in WHOLE or (found := each.fullmatch(entry.key)) is None:
+        if entry.dtype not in WHOLE or (found := _of_an_expert(family, entry.key)) is None:
             yield entry
             continue
         end, place = whole[found[3]]
@@ -99,6 +95,12 @@ def together(entries: Iterable[Entry], family: FamilyText) -> Iterator[Entry]:
         shape[axis] *= number
         send = partial(_sent, ordered, (len(parts) // number, *shape), number if family.alternate else 1)
         yield Entry(key, (len(parts) // number, *shape), ordered[0].dtype, send)
+
+
+def _of_an_expert(family: FamilyText, name: str) -> re.Match[str] | None:
+    """The parts of an expert's name: what is before its number, the number, and which of its matrices or biases."""
+    ends = "|".join(re.escape(own) for parts in family.stacked.values() for own in parts)
+    return re.fullmatch(rf"(.*)\.(\d+)({ends})", name) if ends else None
 
 
 def _sent(entries: list[Entry], shape: tuple[int, ...], turns: int) -> Sent:

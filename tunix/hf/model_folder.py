@@ -31,10 +31,10 @@ from tunix.hf.picture_settings import write_settings
 from tunix.hf.remote_folder import local_copy
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_folder, write_shards
 from tunix.hf.sending import sent, sent_scales, sent_values
-from tunix.hf.tensor_loading import Place, Read, load, target_of
+from tunix.hf.tensor_loading import load, reads_of
 from tunix.hf.tensor_names import rename, spelling
 from tunix.models.config import DecoderConfig
-from tunix.models.families.base import SCORE, Tensor
+from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, tensors_of, to_hf
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter, is_own
@@ -124,31 +124,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     """
     stored = named_tensors(folder, model.config.family, pictures=model.config.vision is not None)
     _check(model, stored, dtypes, folder)
-    table = tensors_of(model.config)
-    reads: list[Read] = []
-    for name, dtype in dtypes.items():
-        if is_scale(name):
-            continue  # loaded with its values
-        places = _places(model.config, table[name], name, model.shapes[name])
-        depth = len(next(iter(places.values())))
-        targets = {
-            turned: target_of(model, name, table[name].turned if turned else table[name], depth, dtype, mesh)
-            for turned in {stored[key].turned for key in places}
-        }
-        reads += [Read(name, stored[key], targets[stored[key].turned], place) for key, place in places.items()]
-    return load(reads)
-
-
-def _places(config: DecoderConfig, tensor: Tensor, name: str, shape: tuple[int, ...]) -> dict[str, Place]:
-    """The tensors that hold a parameter, and where each belongs in it."""
-    if not tensor.layered:
-        return dict.fromkeys(tensor.keys(None, shape), ())
-    keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
-    return {
-        key: (place, expert) if tensor.by_expert else (place,)
-        for place, found in keys.items()
-        for expert, key in enumerate(found)
-    }
+    return load(reads_of(model, stored, dtypes, mesh))
 
 
 def has_score(folder: Path) -> bool:
@@ -352,7 +328,7 @@ def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rule
         name = f"layers/{ours}/w"
         if name not in params:
             continue  # a matrix of another family
-        outputs, inputs = table[name].their_shape(params[name].shape[1:])
+        outputs, inputs = table[name].outputs_first.their_shape(params[name].shape[1:])
         assert how.weights is not None
         found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
     return found
@@ -370,7 +346,8 @@ def _entries(
         for number, key in enumerate(tensor.keys(layer, shape)):
             own = (*place, number) if tensor.by_expert else place
             if name in packed:
-                parts = (partial(send, params[name], own, tensor, packed[name]) for send in (sent_values, sent_scales))
+                about = (params[name], own, tensor.outputs_first, packed[name])
+                parts = (partial(send, *about) for send in (sent_values, sent_scales))
                 yield from entries(key.removesuffix(VALUES), packed[name], *parts)
             else:
                 send = partial(sent, params[name], own, tensor.write, written)

@@ -9,7 +9,6 @@ Format: OCP Microscaling, https://arxiv.org/abs/2310.10537. Loads without jax.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -47,16 +46,12 @@ def dequantized(
 
 @dataclass(frozen=True)
 class OfExpert(Stored):
-    """One of the matrices of an expert in a file of MXFP4, `[rows columns]`: each `step`-th row of the file's."""
+    """The numbers of an expert in a tensor in MXFP4, `[rows columns]`."""
 
     blocks: Stored
     """`[rows groups 16]` of the expert."""
     scales: Stored
     """`[rows groups]` of the expert."""
-    row: int
-    """The first row of the file that is its own."""
-    step: int
-    turned: ClassVar[bool] = True
 
     @property
     def size(self) -> int:
@@ -65,8 +60,7 @@ class OfExpert(Stored):
 
     def read_into(self, rows: Shaped[np.ndarray, "rows columns"], start: int) -> None:
         """Fills `rows`, bfloat16, from row `start` on."""
-        span = start * self.step, (start + len(rows)) * self.step
-        blocks, scales = (one.read(*span)[self.row :: self.step] for one in (self.blocks, self.scales))
+        blocks, scales = (one.read(start, start + len(rows)) for one in (self.blocks, self.scales))
         rows[...] = dequantized(blocks, scales)
 
 
@@ -77,17 +71,11 @@ class OfAll(Stored):
     blocks: Stored
     scales: Stored
 
-    def matrix(self, expert: int, row: int, step: int) -> OfExpert:
-        """One matrix of an expert: the rows `row`, `row + step`, ... of the file."""
-        columns, rows = self.shape[1:]
-        blocks, scales = (_of_expert(one, expert) for one in (self.blocks, self.scales))
-        shape = (rows // step, columns)
-        return OfExpert(self.file, self.key, shape, "BF16", blocks.begin, blocks, scales, row, step)
-
-
-def _of_expert(stored: Stored, expert: int) -> Stored:
-    size = stored.size // stored.shape[0]
-    return Stored(stored.file, stored.key, stored.shape[1:], stored.dtype, stored.begin + expert * size)
+    def part(self, number: int) -> OfExpert:
+        """The numbers of one expert."""
+        blocks, scales = self.blocks.part(number), self.scales.part(number)
+        shape = self.shape[:0:-1]
+        return OfExpert(self.file, self.key, shape, "BF16", blocks.begin, blocks, scales, turned=True)
 
 
 def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -3,8 +3,10 @@
 Our A and B keep the axes of the weight that they adapt (`[L D r]` and `[L r N H]` for q); PEFT flattens them
 (`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. Of experts, PEFT's pair is
 that of a parameter that holds all of them (`target_parameters`): `[(E r) D]` and `[(2 F) (r E)]` for gate and up, whose
-wrapper is within that of down where both are adapted. A reward model's adapter
-includes its scalar head, as PEFT's does for sequence classifiers, and tables that train are saved whole.
+wrapper is within that of down where both are adapted; `[(F 2) (r E)]` where gate and up take turns in the parameter
+(`FamilyText.alternate`). That such a parameter has inputs before outputs changes nothing: A's inputs are the product's.
+A reward model's adapter includes its scalar head, as PEFT's does for sequence classifiers, and tables that train are
+saved whole.
 
 Axes: L layers, r rank, D model width, N query heads, H head dim, E experts, F ffn width; 2 is gate and up.
 """
@@ -178,8 +180,9 @@ def _parts_of_experts(adapter: AdapterConfig, config: DecoderConfig, sizes: Mapp
     """The tensors of A and B of experts. PEFT wraps the parameters of a module one after the other, down last."""
     lows, found, sizes = adapter.modules_of(config), {}, {**sizes, "F": config.ffn, "2": 2}
     inner = "base_layer." if "gates" in lows and "downs" in lows else ""
+    both = "(F 2)" if FAMILIES[config.family].alternate else "(2 F)"
     layouts = {
-        "gates": (inner, {"A": ("(E r) D", "E D r"), "B": ("(2 F) (r E)", "E r 2 F")}),
+        "gates": (inner, {"A": ("(E r) D", "E D r"), "B": (f"{both} (r E)", "E r 2 F")}),
         "downs": ("", {"A": ("(E r) F", "E F r"), "B": ("D (r E)", "E r D")}),
     }
     for name, (wrapper, layout) in layouts.items():

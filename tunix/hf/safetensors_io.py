@@ -12,10 +12,10 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -56,7 +56,7 @@ class Stored:
     """The dtype as safetensors spells it, e.g. `BF16`."""
     begin: int
     """The byte of the file at which its values begin."""
-    turned: ClassVar[bool] = False
+    turned: bool = field(default=False, kw_only=True)
     """Whether `shape` is that of the transposed matrix: the file has it the other way round than its family's table."""
 
     @property
@@ -68,6 +68,11 @@ class Stored:
     def size(self) -> int:
         """Bytes of memory that reading all of it takes."""
         return math.prod(self.shape) * np.dtype(WRITTEN[self.dtype]).itemsize
+
+    def part(self, number: int) -> "Stored":
+        """One of the tensors that it is a stack of along its first axis."""
+        size = self.size // self.shape[0]
+        return replace(self, shape=self.shape[1:], begin=self.begin + number * size)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Reads the rows from `start` to before `stop`, all of them by default.

@@ -290,8 +290,7 @@ def adapted(
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    rounds = "adapter.base" if rounding is not None else None if rules is None else "quantization"
-    check_experts(decoder, config, rounds)
+    check_experts(decoder, config)
     settings = config.model_dump(include={"dtype", "attention", "gradient_sums", "router_aux_loss_coef"})
     return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
 

@@ -8,7 +8,7 @@ them into the stack of the layers, in place. Readers are threads, and how far th
 Axes: D model width, N query heads, H head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,11 +20,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType
+from tunix.hf.expert_stacks import Turns
 from tunix.hf.safetensors_io import WRITTEN, Stored
 from tunix.mesh import sharding
+from tunix.models.config import DecoderConfig
 from tunix.models.families.base import Tensor
+from tunix.models.families.table import tensors_of
 from tunix.models.model import Model, Params
-from tunix.models.quantization.formats import SCALE, Quantization, quantize
+from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize
 from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
@@ -50,11 +53,14 @@ class Target:
     single: NamedSharding
     """Where such a weight belongs."""
     places: tuple[NamedSharding, ...]
-    """Where the stack belongs, or the stacks of rounded values and of their scales."""
+    """Where the stacks belong: a parameter's, or those of its rounded values and of their scales, then the next's."""
     stacked: tuple[jax.ShapeDtypeStruct, ...]
     """Shapes and dtypes of the stacks."""
     rounding: tuple[Quantization, int] | None = None
     """How the weight is rounded, and the number of its axes that are inputs."""
+    taken: tuple[int, ...] = ()
+    """Which of the weights that take turns in the file become the stacks, e.g. gates and ups `(0, 1)`; `shape` then has
+    an axis for all of them in front. Empty where the file has one weight."""
 
     @property
     def rows(self) -> int:
@@ -96,8 +102,9 @@ class Target:
 class Read:
     """One tensor of a file that is to be read, and where it goes."""
 
-    name: str
-    """Our parameter, e.g. `layers/q/w`."""
+    names: tuple[str, ...]
+    """The stacks of the target by our names, e.g. `("layers/q/w",)`, `("layers/q/w", "layers/q/w_scale")` or
+    `("layers/gates/w", "layers/ups/w")`."""
     stored: Stored
     target: Target
     place: Place
@@ -113,46 +120,105 @@ def load(reads: Sequence[Read]) -> Params:
     """Reads tensors onto their mesh.
 
     Args:
-        reads: the tensors; those of one parameter follow each other, on every host in the same order.
+        reads: the tensors, on every host in the same order.
 
     Raises:
         UserError: a file cannot be read.
     """
-    loaded: dict[str, tuple[jax.Array, ...]] = {}
+    loaded = Params()
     limit = limit_of(read.size for read in reads)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
         try:
             for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
-                stacks = loaded.pop(read.name, None) or _empty(read.target)
-                loaded[read.name] = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
+                stacks = _stacks(read, loaded)
+                stacks = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
                 # Without waiting, what was read would be held until the device gets to it.
-                jax.block_until_ready(loaded[read.name])
+                loaded |= zip(read.names, jax.block_until_ready(stacks), strict=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return {name + end: x for name, stacks in loaded.items() for end, x in zip(("", SCALE), stacks, strict=False)}
+    return loaded
 
 
-def target_of(model: Model, name: str, tensor: Tensor, depth: int, dtype: DType, mesh: Mesh) -> Target:
-    """What the tensors of one of our parameters become.
+def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType], mesh: Mesh) -> list[Read]:
+    """What is read of a folder: each tensor once, also where parts of several parameters take turns in it.
 
     Args:
-        depth: how many of our axes number the tensors: layers, experts.
-        dtype: of the parameter, where it is not quantized.
+        stored: the folder's tensors, among them those of the parameters.
+        dtypes: dtype by name of the wanted parameters; scales come with their values.
     """
-    quantized = name in model.quantized
-    names = (name, name + SCALE) if quantized else (name,)
+    table = tensors_of(model.config)
+    together = dict[Any, list[tuple[str, Stored, Place]]]()
+    for name in (name for name in dtypes if not is_scale(name)):
+        for key, place in _places(model.config, table[name], model.shapes[name]).items():
+            own = stored[key]
+            together.setdefault(own.whole if isinstance(own, Turns) else (name, key), []).append((name, own, place))
+    targets, reads = dict[Any, Target](), list[Read]()
+    for parts in together.values():
+        names, (_, own, place) = tuple(name for name, _, _ in parts), parts[0]
+        taken = tuple(one.place for _, one, _ in parts if isinstance(one, Turns))
+        kind = names, own.turned, taken
+        if kind not in targets:
+            tensor = table[names[0]].turned if own.turned else table[names[0]]
+            number = own.number if isinstance(own, Turns) else 1
+            wanted: dict[str, DType] = {name: dtypes[name] for name in names}
+            targets[kind] = _target_of(model, wanted, tensor, len(place), mesh, taken, number)
+        stacks = tuple(one for name in names for one in _stacks_of(model, name))
+        reads.append(Read(stacks, own.whole if isinstance(own, Turns) else own, targets[kind], place))
+    return reads
+
+
+def _places(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> dict[str, Place]:
+    """The tensors that hold a parameter, and where each belongs in it."""
+    if not tensor.layered:
+        return dict.fromkeys(tensor.keys(None, shape), ())
+    keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
+    return {
+        key: (place, expert) if tensor.by_expert else (place,)
+        for place, found in keys.items()
+        for expert, key in enumerate(found)
+    }
+
+
+def _stacks_of(model: Model, name: str) -> tuple[str, ...]:
+    """The names of a parameter's arrays: with its scales, where it is quantized."""
+    return (name, name + SCALE) if name in model.quantized else (name,)
+
+
+def _target_of(
+    model: Model,
+    wanted: Mapping[str, DType],
+    tensor: Tensor,
+    depth: int,
+    mesh: Mesh,
+    taken: tuple[int, ...],
+    number: int,
+) -> Target:
+    """What the tensors of one of our parameters become, or of several that take turns in them.
+
+    Args:
+        wanted: their names, and the dtypes of those that are not quantized. All are alike.
+        depth: how many of our axes number the tensors: layers, experts.
+        taken: which of those that take turns they are; empty where none do.
+        number: how many take turns.
+    """
+    name, *_ = wanted
     shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
     plain = replace(tensor.single, name="")
     turned = plain.is_transposed and _host_turns(mesh)
+    read = plain.turned if turned else plain
+    if taken:
+        read, shape, axes = read.in_turns(number), (number, *shape), (None, *axes)
+    stacks = [(one, dtype) for own, dtype in wanted.items() for one in _stacks_of(model, own)]
     return Target(
-        plain.turned if turned else plain,
+        read,
         turned,
         shape,
         sharding(axes, shape, mesh),
-        tuple(sharding(model.axes[one], model.shapes[one], mesh) for one in names),
-        tuple(jax.ShapeDtypeStruct(model.shapes[one], model.kinds.get(one, dtype)) for one in names),
-        model.rounding(name) if quantized else None,
+        tuple(sharding(model.axes[one], model.shapes[one], mesh) for one, _ in stacks),
+        tuple(jax.ShapeDtypeStruct(model.shapes[one], model.kinds.get(one, dtype)) for one, dtype in stacks),
+        model.rounding(name) if name in model.quantized else None,
+        taken,
     )
 
 
@@ -191,12 +257,14 @@ def _whole(read: Read, parts: dict[Any, Part]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)
 
 
-def _empty(target: Target) -> tuple[jax.Array, ...]:
-    """Stacks to be written into; none for a table, which is no stack."""
-    if len(target.shape) == len(target.stacked[0].shape):
+def _stacks(read: Read, loaded: Params) -> tuple[jax.Array, ...]:
+    """The stacks to be written into, taken out of what is loaded, or new ones; none for a table, which is no stack."""
+    if not read.place:
         return ()
+    kinds = zip(read.names, read.target.stacked, read.target.places, strict=True)
     return tuple(
-        jnp.zeros(one.shape, one.dtype, device=place) for one, place in zip(target.stacked, target.places, strict=True)
+        loaded.pop(name) if name in loaded else jnp.zeros(one.shape, one.dtype, device=place)
+        for name, one, place in kinds
     )
 
 
@@ -216,7 +284,8 @@ def _put(target: Target) -> Callable[..., tuple[jax.Array, ...]]:
         there = jax.lax.slice_in_dim(read, 0, target.rows, axis=target.axis)
         there = jax.lax.with_sharding_constraint(there, NamedSharding(target.single.mesh, target.split))
         weight = target.tensor.read(there, target.shape)
-        parts = quantize(weight, *target.rounding) if target.rounding else (weight,)
+        weights = [weight[one] for one in target.taken] if target.taken else [weight]
+        parts = [part for one in weights for part in (quantize(one, *target.rounding) if target.rounding else (one,))]
         cast = [part.astype(one.dtype) for part, one in zip(parts, target.stacked, strict=True)]
         if not stacks:
             return tuple(cast)

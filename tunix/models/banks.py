@@ -1,8 +1,9 @@
 """The matrices of a mixture's experts, stacked over them, with adapters: what they are, and what rows become by them.
 
 An expert's adapter adds `s x A_e B_e` to its product (LoRA). Gate and up share an A, and their B's are one, as in PEFT,
-for which both are one parameter of the model: so an adapter means the same in both. Its products are grouped by expert
-as the experts' own are (`expert_products.py`); `A_e B_e`, which is as large as the matrix, is never computed.
+for which both are one parameter of the model: so an adapter means the same in both. Biases stay as they are. Its
+products are grouped by expert as the experts' own are (`expert_products.py`); `A_e B_e`, which is as large as the
+matrix, is never computed.
 
 Axes: E experts, D model width, F ffn width; n tokens, r rows, k chosen experts of a token; in shapes of weights r is
 the rank, and 2 is gate and up.

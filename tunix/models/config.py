@@ -103,7 +103,7 @@ class Experts:
     """Width of a further expert that all tokens use, with a gate of its own, or of the dense ffn beside the experts
     (`DENSE_AND_EXPERTS`); 0 for none."""
     biases: bool = False
-    """Whether the router and the experts' matrices have biases; such experts are neither adapted nor rounded."""
+    """Whether the router and the experts' matrices have biases."""
     clamp: Clamp | None = None
     """gpt-oss: how gates are applied; None for `DecoderConfig.activation`."""
 
@@ -291,7 +291,7 @@ class DecoderConfig:
         """The parts of its layers that have projections, as Hugging Face calls them, e.g. `("self_attn", "mlp")`;
         empty where a projection is the layer's own."""
         dense = self.experts is None or self.feed_forward == DENSE_AND_EXPERTS
-        mixture = () if self.experts is None or self.experts.biases else (self.experts_module,)
+        mixture = () if self.experts is None else (self.experts_module,)
         shared = ("mlp.shared_expert",) if self.experts is not None and self.experts.shared else ()
         linear = () if self.delta is None else ("linear_attn",)
         inputs = ("",) if self.layer_inputs else ()

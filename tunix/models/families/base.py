@@ -118,6 +118,16 @@ class Tensor:
         return replace(self, theirs=f"{inner} {outer}")
 
     @property
+    def outputs_first(self) -> "Tensor":
+        """The same matrix in the layout of a linear layer, which packed folders keep to: outputs before inputs."""
+        return self.turned if self._order == self.single.ours.split() else self
+
+    def in_turns(self, number: int) -> "Tensor":
+        """So many weights alike along a first axis, from a file where their outputs take turns: `D F` as `D (F 2)`."""
+        outputs = self.ours.split()[-1]
+        return replace(self, theirs=self.theirs.replace(outputs, f"({outputs} {number})"), ours=f"{number} {self.ours}")
+
+    @property
     def is_transposed(self) -> bool:
         """Whether the file holds a matrix the other way round than we do."""
         return len(self.groups) == 2 and self.turned._order == self.single.ours.split() != self._order
