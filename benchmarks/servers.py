@@ -17,12 +17,16 @@ from pathlib import Path
 VARIABLE = "TUNIX_VLLM"
 PYTHON = os.environ.get(VARIABLE)
 WHY = f"set {VARIABLE} to the Python of an environment with vLLM"
+LACKING = Path(__file__).parents[1] / "tests" / "vllm_on_cpu"
+"""On the path of a vLLM, for what it lacks on a CPU."""
 UP = 300.0
 """Seconds in which a server has to be up."""
 
 
 @contextmanager
-def real(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "float32") -> Iterator[str]:
+def real(
+    folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "float32", experts: bool = False
+) -> Iterator[str]:
     """The address of a vLLM that serves a folder, while it does.
 
     Args:
@@ -31,6 +35,7 @@ def real(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "
         words: further arguments.
         length: tokens of a prompt and its completion at most.
         dtype: of its computation.
+        experts: whether it returns the experts of a mixture's tokens; slow on a CPU (`tests/vllm_on_cpu`).
     """
     assert PYTHON is not None, WHY
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", dtype]
@@ -38,7 +43,10 @@ def real(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "
     # A prompt is computed in one piece: with seeds, 0.32 on a CPU ends where one is divided.
     command += ["--max-num-batched-tokens", str(max(4096, length)), "--logprobs-mode", "processed_logprobs", *words]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    own |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    own |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(LACKING)}
+    if experts:
+        command += ["--enable-return-routed-experts"]
+        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
     rest = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
     with _process(command, {**rest, **own}, log) as address:
         yield address

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +20,7 @@ import numpy as np
 
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.engine.request import Request
+from tunix.rollout.servers.routing import FIELD
 from tunix.serving.body import CompletionBody
 from tunix.serving.service import Refusal, Service
 from tunix.types import Sampling
@@ -59,6 +60,8 @@ class Manners:
     """Its tokenizer has other ids."""
     delay: float = 0.0
     """Seconds before each answer."""
+    routed: Callable[[str], str | None] = str
+    """What it makes of the experts that it returns, written as they are sent."""
 
 
 class FakeVLLM:
@@ -139,8 +142,11 @@ class FakeVLLM:
             found = replace(found, logprobs=again.prompt_logprobs[len(prompt) :])
         moved = replace(found, logprobs=found.logprobs + np.float32(self.manners.offset))
         answer = self.service.answer(asked, prompt, moved)
+        (choice,) = answer["choices"]
+        if FIELD in choice:
+            choice[FIELD] = self.manners.routed(choice[FIELD])
         if self.manners.keeps_ids:
-            del answer["choices"][0]["token_ids"], answer["choices"][0]["prompt_token_ids"]
+            del choice["token_ids"], choice["prompt_token_ids"]
         return answer
 
     def get(self, path: str) -> Any:

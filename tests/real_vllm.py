@@ -16,6 +16,29 @@ FAMILIES: dict[str, tuple[TemplateName, dict[str, Any]]] = {
     "gemma3_text": ("gemma", {"sliding_window": 16, "query_pre_attn_scalar": 32}),
     "qwen3": ("chatml", {}),
 }
+WIDE = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 64}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LAYERS = ["sliding_attention", "full_attention"]
+MIXTURES: dict[str, tuple[TemplateName, dict[str, Any]]] = {
+    "qwen3_moe": ("chatml", {**WIDE, "norm_topk_prob": True}),
+    "mixtral": ("chatml", {"num_local_experts": 8}),
+    "gpt_oss": ("chatml", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}),
+    "gemma4_text": (
+        "gemma",
+        {
+            **WIDE,
+            "layer_types": LAYERS,
+            "global_head_dim": 64,
+            "sliding_window": 16,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+        },
+    ),
+}
+"""The same of families with experts."""
 """transformers' name of a family -> the special tokens of its tokenizer, and fields besides the sizes."""
 # vLLM's attention on a CPU has no heads of 8 or 16 numbers.
 SIZES = {
@@ -32,7 +55,7 @@ SIZES = {
 
 def family_folder(folder: Path, model_type: str, **fields: Any) -> Path:
     """A random model of a family as transformers saves it, with a tokenizer of bytes."""
-    template, usual = FAMILIES[model_type]
+    template, usual = (FAMILIES | MIXTURES)[model_type]
     config = AutoConfig.for_model(model_type, **{**SIZES, **usual, **fields})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model, 0)

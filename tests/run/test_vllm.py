@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.servers import PYTHON, WHY, real
 from tests.real_vllm import FAMILIES, family_folder, greedy
@@ -18,6 +21,9 @@ from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train, write_recipe
 from tunix.cli import main
+from tunix.rollout.engine.experts import of_sequence
+from tunix.rollout.servers import turns
+from tunix.rollout.servers.routing import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=WHY)]
 
@@ -96,17 +102,18 @@ def test_stop_strings(tmp_path: Path):
 # --- Exported folders -----------------------------------------------------------------------------------------------
 
 
-def asked(url: str, model: str, number: int = 12) -> list[list[int]]:
-    """vLLM's most likely continuation of each prompt."""
+def asked(url: str, model: str, prompt: Sequence[int], number: int = 12) -> dict[str, Any]:
+    """vLLM's most likely continuation of a prompt."""
+    body = {"model": model, "prompt": list(prompt), "max_tokens": number, "temperature": 0, "ignore_eos": True}
+    content = json.dumps({**body, "return_token_ids": True, "logprobs": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)["choices"][0]
 
-    def one(prompt: Sequence[int]) -> list[int]:
-        body = {"model": model, "prompt": list(prompt), "max_tokens": number, "temperature": 0, "ignore_eos": True}
-        content = json.dumps({**body, "return_token_ids": True}).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)["choices"][0]["token_ids"]
 
-    return [one(prompt) for prompt in PROMPTS]
+def continued(url: str, model: str) -> list[list[int]]:
+    """The tokens of vLLM's most likely continuations."""
+    return [asked(url, model, prompt)["token_ids"] for prompt in PROMPTS]
 
 
 def sft(model: Path, **changes: Any) -> None:
@@ -124,9 +131,9 @@ def test_exported_folders_and_adapters_give_transformers_tokens(family: str, tmp
     expected = greedy(tmp_path / "merged", PROMPTS, 12)
     assert expected != greedy(model, PROMPTS, 12)
     with real(tmp_path / "merged", tmp_path / "log") as url:
-        assert asked(url, str(tmp_path / "merged")) == expected
+        assert continued(url, str(tmp_path / "merged")) == expected
     with real(model, tmp_path / "log", *LORA, "--lora-modules", f"mine={tmp_path / 'adapter'}") as url:
-        assert asked(url, "mine") == expected
+        assert continued(url, "mine") == expected
 
 
 MISSING = "cpu_gemm_wna16"
@@ -141,9 +148,33 @@ def test_packed_folders_give_transformers_tokens(family: str, tmp_path: Path):
     expected = greedy(tmp_path / "packed", PROMPTS, 12)
     with real(tmp_path / "packed", tmp_path / "log") as url:
         try:
-            found = asked(url, str(tmp_path / "packed"))
+            found = continued(url, str(tmp_path / "packed"))
         except urllib.error.HTTPError:
             if MISSING not in (tmp_path / "log").read_text(errors="replace"):
                 raise
             pytest.skip(f"this vLLM has loaded the folder, and lacks {MISSING} to compute with it")
     assert found == expected
+
+
+# --- Mixtures -------------------------------------------------------------------------------------------------------
+
+
+def test_the_experts_that_vllm_chose_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = family_folder(tmp_path / "model", "qwen3_moe", tie_word_embeddings=False)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with real(model, tmp_path / "log", experts=True) as url:
+        for prompt in PROMPTS:
+            choice = asked(url, str(model), prompt)
+            whole = np.array([*prompt, *choice["token_ids"]], np.int32)
+            logits = reference(torch.from_numpy(whole)[None].long(), output_router_logits=True).router_logits
+            expected = np.stack([one.topk(2).indices.numpy() for one in logits], axis=1)
+            np.testing.assert_array_equal(read(choice["routed_experts"]), expected[:-1])
+        on(url, model)
+        train("r.yaml")
+        alike()
+        # With others in their place the trainer computes something else, so these are what it uses.
+        others = lambda *given: (of_sequence(*given) + 1) % 8  # noqa: E731
+        monkeypatch.setattr(turns, "of_sequence", others)
+        on(url, model, rollout__mismatch_tolerance=9.0)
+        train("r.yaml", "--fresh")
+        assert all(row["mismatch/max"] > 0.1 for row in steps("run"))

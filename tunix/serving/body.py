@@ -3,7 +3,7 @@
 The words are those of vLLM and OpenAI (https://docs.vllm.ai/en/latest/serving/openai_compatible_server). A setting that
 the engine does not compute is refused, not ignored.
 
-Axes: T time.
+Axes: T time, L layers, k chosen experts of a token.
 """
 
 import secrets
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tunix.rollout.engine.request import Request
 from tunix.rollout.servers.protocol import ID
+from tunix.rollout.servers.routing import FIELD, written
 from tunix.types import Completion, Sampling
 
 HALF = 32
@@ -89,6 +90,8 @@ class CompletionBody(BaseModel):
             choice["logprobs"] = _logprobs(found, spell)
         if self.return_token_ids:
             choice |= {"token_ids": found.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
+            if found.experts is not None:
+                choice[FIELD] = written(found.experts[:-1])
         asked, sampled = len(prompt), len(found.tokens)
         usage = {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
         identity = f"cmpl-{self.request_id}"

@@ -31,7 +31,7 @@ from tunix.rollout.engine.request import Decode
 from tunix.rollout.servers.handover import Handover, moves_alone
 from tunix.rollout.servers.probe import Probe
 from tunix.rollout.servers.sampler import ServerSampler
-from tunix.rollout.servers.types import Expected
+from tunix.rollout.servers.types import Expected, Routing
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
 from tunix.trainer.learner import Learner
@@ -274,7 +274,9 @@ def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> S
 
     longest = settings.longest or spec.length
     given = (servers.text, servers.ids, servers.temperature, servers.tolerance)
-    expected = Expected(spec.model.config.vocab_size, longest, *given)
+    config = spec.model.config
+    routing = Routing(*config.routed, config.experts.number) if config.routed and config.experts else None
+    expected = Expected(config.vocab_size, longest, *given, routing)
     probe = Probe(spec.model, spec.mesh, spec.length, expected)
     handover = Handover(servers.folder, write, moves_alone(spec.adapter))
     return ServerSampler(servers.urls, servers.timeout, handover, probe, expected, settings.decode)

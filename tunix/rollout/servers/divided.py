@@ -8,8 +8,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tunix.distributed import processes
 from tunix.rollout.servers.pool import Pool
+from tunix.rollout.servers.routing import FIELD, read, written
 from tunix.rollout.servers.server import Server
 from tunix.rollout.servers.types import Answer, Failed
 from tunix.util.coded import array_of, coded
@@ -47,13 +50,15 @@ def _saved(server: Server, answer: Answer | Exception) -> dict[str, Any]:
     if isinstance(answer, Exception):
         return {**state, "error": str(answer)}
     # The probe asks for no alternatives.
-    return {**state, "tokens": coded(answer.tokens), "logprobs": coded(answer.logprobs), "stopped": answer.stopped}
+    said = {"tokens": coded(answer.tokens), "logprobs": coded(answer.logprobs), "stopped": answer.stopped}
+    return {**state, **said, FIELD: None if answer.experts is None else written(answer.experts)}
 
 
 def _answer(saved: Mapping[str, Any]) -> Answer | Failed:
     if "error" in saved:
         return Failed(saved["error"])
-    return Answer(array_of(saved["tokens"]), array_of(saved["logprobs"]), saved["stopped"])
+    experts = None if saved[FIELD] is None else read(saved[FIELD]).astype(np.int16)
+    return Answer(array_of(saved["tokens"]), array_of(saved["logprobs"]), saved["stopped"], experts=experts)
 
 
 def _take_over(pool: Pool, server: Server, saved: Mapping[str, Any]) -> None:

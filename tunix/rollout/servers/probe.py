@@ -1,9 +1,10 @@
 """Whether a server samples from the model that is trained.
 
 At the start its length, its vocabulary and the ids of a text are compared. After each hand-over it completes a prompt,
-and the log-probs that it reports have to be the trainer's of the same tokens.
+and the log-probs that it reports have to be the trainer's of the same tokens, and of the same experts where it returns
+them.
 
-Axes: B rows, T time.
+Axes: B rows, T time, L layers, k chosen experts of a token.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from tunix.distributed.global_arrays import everywhere, placed
 from tunix.mesh import fast_products, row_shards
 from tunix.models.model import Model, Params
+from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.servers.handover import cards
 from tunix.rollout.servers.protocol import settings
 from tunix.rollout.servers.server import Server
@@ -101,7 +103,8 @@ class Probe:
         prompt = ids[: max(1, min(TOKENS, expected.length // 2))]
         answer = min(TOKENS, expected.length - len(prompt))
         sampling = Sampling(answer, temperature=expected.temperature)
-        self.ask = Ask("tunix-probe", prompt, settings(sampling, answer, 0), expected.vocab_size)
+        what = settings(sampling, answer, 0)
+        self.ask = Ask("tunix-probe", prompt, what, expected.vocab_size, expected.routing)
         self._seen: dict[str, tuple[Answer, np.ndarray]] = {}
         self._first: dict[str, float] = {}
         """The mean difference that each server began with, by its address."""
@@ -150,10 +153,18 @@ class Probe:
         start, end = len(self.ask.prompt), len(self.ask.prompt) + len(answer.tokens)
         row = np.zeros(max(self._length, end), np.int32)
         row[:end] = [*self.ask.prompt, *answer.tokens.tolist()]
-        rows = np.broadcast_to(row, (row_shards(self._mesh), len(row)))
+        experts = None
+        if (given := answer.experts) is not None:
+            unknown = np.full((len(row) - len(given), *given.shape[1:]), UNKNOWN, np.int16)
+            experts = self._rows(np.concatenate([given, unknown]))
         with jax.set_mesh(self._mesh):
-            tokens = placed(rows, NamedSharding(self._mesh, PartitionSpec()))
-            return np.asarray(everywhere(self._compiled(dict(params), tokens, temperature=temperature)))[0, start:end]
+            found = self._compiled(dict(params), self._rows(row), experts, temperature=temperature)
+            return np.asarray(everywhere(found))[0, start:end]
+
+    def _rows(self, row: np.ndarray) -> jax.Array:
+        """The same row `[T ...]` for each shard of the rows."""
+        rows = np.broadcast_to(row, (row_shards(self._mesh), *row.shape))
+        return placed(rows, NamedSharding(self._mesh, PartitionSpec()))
 
     @cached_property
     def _compiled(self) -> Any:
@@ -161,11 +172,19 @@ class Probe:
         return jit(partial(_scored, self._model), static_argnames="temperature", options=options)
 
 
-def _scored(model: Model, params: Params, tokens: Int[Array, "B T"], *, temperature: float) -> Float[Array, "B T"]:
+def _scored(
+    model: Model,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    experts: Int[Array, "B T L k"] | None,
+    *,
+    temperature: float,
+) -> Float[Array, "B T"]:
     """The log-probs of rows that are one sequence each: the pure function that is compiled."""
     positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
     ones = jax.numpy.ones_like(tokens)
-    return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature)[0]
+    how = {"temperature": temperature, "experts": experts}
+    return model.logprobs(params, tokens, positions, ones, ones > 0, **how)[0]
 
 
 def _same(one: Answer, other: Answer) -> bool:

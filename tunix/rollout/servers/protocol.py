@@ -7,12 +7,14 @@ Axes: T time, A alternatives.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tunix.errors import UserError
 from tunix.rollout.engine.sampling import check
+from tunix.rollout.servers.routing import experts_of
 from tunix.rollout.servers.types import Answer, Ask, Failed, Stray, Unfit
 from tunix.types import Sampling
 
@@ -108,7 +110,8 @@ def answered(body: Any, ask: Ask) -> Answer:
         raise Failed(f"it ended a completion with {reason!r}")
     found = Answer(np.array(tokens, np.int32), np.array(logprobs, np.float32), reason == "stop")
     _check(found, ask)
-    return found if not top else Answer(found.tokens, found.logprobs, found.stopped, _top(choice["logprobs"], top))
+    listed = _top(choice["logprobs"], top) if top else None
+    return replace(found, top=listed, experts=experts_of(choice, ask, len(found.tokens)))
 
 
 def _check(answer: Answer, ask: Ask) -> None:

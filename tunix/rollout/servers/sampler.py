@@ -9,6 +9,7 @@ Axes: T time.
 
 import asyncio
 import itertools
+import logging
 import queue
 import secrets
 import threading
@@ -29,11 +30,13 @@ from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.pool import Pool
 from tunix.rollout.servers.probe import Probe, inspect
 from tunix.rollout.servers.protocol import refuse
+from tunix.rollout.servers.routing import FLAG
 from tunix.rollout.servers.server import Server
 from tunix.rollout.servers.turns import Turns
 from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Refused, Unfit, WeightsFolder
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload, requests_of
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 ENDING = 5.0
 """Seconds in which a call that is given up ends."""
@@ -94,6 +97,7 @@ class ServerSampler:
         self._version = 0
         # No two processes give a request the same name.
         self._name, self._calls = f"{secrets.token_hex(4)}-{processes.index()}", itertools.count()
+        self._told = False
         self.usage: Usage | None = None
         """What the last call of `sample` took; None where there was none."""
 
@@ -129,10 +133,23 @@ class ServerSampler:
                     if self._held is None:
                         raise UserError(f"rollout.servers: {server.url}: {error}") from None
                     self._pool.drain(server, str(error))
+            self._tell_of_experts(answers)
             self._handover.forget()
             self._held, self._version = held, version
             if not self._pool.living:
                 raise self._pool.none_left()
+
+    def _tell_of_experts(self, answers: Sequence[Answer | Failed]) -> None:
+        """Tells the user once which servers of a mixture do not say what experts they used."""
+        pairs = zip(self.servers, answers, strict=True)
+        silent = [server.url for server, one in pairs if isinstance(one, Answer) and one.experts is None]
+        if self._expected.routing is None or not silent or self._told:
+            return
+        self._told = True
+        _log.warning(
+            f"{', '.join(silent)}: the experts that a token used are not returned, and the trainer's routers choose "
+            f"themselves, which can make RL on a mixture unstable: start vLLM with {FLAG}"
+        )
 
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
@@ -252,12 +269,12 @@ class ServerSampler:
         done: "queue.SimpleQueue[int | None]",
     ) -> None:
         """Completes one request, in as many turns as its environment answers."""
-        vocab_size, loop = self._expected.vocab_size, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         while True:
             if turns.left <= 0:
                 turns.finish = "length"
                 break
-            turns.take(await self._pool.ask(turns.ask(name, vocab_size)), self._version)
+            turns.take(await self._pool.ask(turns.ask(name, self._expected)), self._version)
             if reply is None or turns.finish != "stop":
                 break
             observation = await loop.run_in_executor(threads, reply, number, turns.completion())

@@ -1,6 +1,6 @@
 """One completion as it grows: what is asked next, and what was sampled and observed so far.
 
-Axes: T time, A alternatives.
+Axes: T time, A alternatives, L layers, k chosen experts of a token.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
+from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
 from tunix.rollout.engine.request import Decode, StopText
 from tunix.rollout.servers.protocol import seed_of, settings
-from tunix.rollout.servers.types import Answer, Ask
+from tunix.rollout.servers.types import Answer, Ask, Expected
 from tunix.types import Begun, Completion, Sampling
 
 
@@ -34,11 +35,14 @@ class Turns:
         self._versions = np.zeros(0, np.int32)
         self._top = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32))]
         self._turns: list[tuple[int, int]] = [(0, 0)]
+        self._experts: list[Known] = []
+        """What is known of the experts of prompt and tokens, from which a token keeps what was recorded first."""
         self.finish: Literal["stop", "length", "paused"] = "paused"
         if before is not None and len(before.tokens):
             self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
             self._turns = list(before.turns)
             self._top += [] if before.top is None else [before.top]
+            self._record(before.experts)
 
     @property
     def left(self) -> int:
@@ -46,17 +50,17 @@ class Turns:
         room = self._length - len(self._prompt) - len(self._tokens)
         return min(self._sampling.max_tokens - self._drawn, room)
 
-    def ask(self, identity: str, vocab_size: int) -> Ask:
+    def ask(self, identity: str, expected: Expected) -> Ask:
         """The request for the rest of the turn.
 
         Args:
             identity: of the call and the completion.
-            vocab_size: V.
+            expected: of the servers.
         """
         seed = seed_of(self._begun.seed, self._begun.index, len(self._tokens))
         prompt = (*self._prompt.tolist(), *self._tokens.tolist())
         what = settings(self._sampling, self.left, seed)
-        return Ask(f"{identity}-{len(self._tokens)}", prompt, what, vocab_size)
+        return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
 
     def take(self, answer: Answer, version: int) -> None:
         """Appends what a server sampled, up to the first token that completes a stop string.
@@ -71,6 +75,7 @@ class Turns:
         if self._stop_text is not None and (end := self._stop_text.find(turn, kept)) is not None:
             kept, stopped = kept - (len(turn) - end), True
         self._append(answer.tokens[:kept], answer.logprobs[:kept], version)
+        self._record(answer.experts)
         if answer.top is not None:
             self._top.append((answer.top[0][:kept], answer.top[1][:kept]))
         self._turns[-1] = (start, len(self._tokens))
@@ -107,11 +112,25 @@ class Turns:
             sampling=self._sampling,
             turns=tuple(self._turns),
             top=(ids, likely) if self._sampling.top_logprobs else None,
+            experts=self._recorded(),
         )
 
     @property
     def _drawn(self) -> int:
         return sum(end - start for start, end in self._turns)
+
+    def _record(self, experts: np.ndarray | None) -> None:
+        """Notes the experts `[T L k]` of prompt and tokens, as far as there are such tokens."""
+        if experts is not None:
+            number = min(len(experts), len(self._prompt) + len(self._tokens))
+            self._experts.append(Known(Recorded(experts[None]), 0, 0, number, 0))
+
+    def _recorded(self) -> np.ndarray | None:
+        """`[T L k]` the experts of prompt and tokens; None where nothing was recorded."""
+        if not self._experts:
+            return None
+        shape = len(self._tokens), *self._experts[0].experts().shape[1:]
+        return of_sequence(len(self._prompt), np.full(shape, UNKNOWN, np.int16), self._experts)
 
     def _append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         self._tokens = np.concatenate([self._tokens, tokens])

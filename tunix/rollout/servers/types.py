@@ -1,6 +1,6 @@
 """What passes between the parts of the sampler on servers.
 
-Axes: T time, A alternatives.
+Axes: T time, A alternatives, L layers, k chosen experts of a token.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,18 @@ from typing import Any
 import numpy as np
 
 from tunix.errors import UserError
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How many experts there are in a mixture."""
+
+    layers: int
+    """L: layers with experts, e.g. 48."""
+    active: int
+    """k: experts of a token in each, e.g. 8."""
+    number: int
+    """Experts of a layer, e.g. 128."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,8 @@ class Ask:
     """What the body of the request has besides prompt and model, e.g. `{"temperature": 0.7, "seed": 5}`."""
     vocab_size: int
     """V: an answer with other ids is of another model, e.g. 151936."""
+    routing: Routing | None = None
+    """Of what experts the answer may tell, e.g. `Routing(48, 8, 128)`; None where they are not read."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,9 @@ class Answer:
     """Whether a stop id or string ended it; else the limit of tokens did."""
     top: tuple[np.ndarray, np.ndarray] | None = None
     """`[T A]` int32 ids and `[T A]` float32 log-probs of the most likely tokens, where they were asked for."""
+    experts: np.ndarray | None = None
+    """`[T L k]` int16 experts of the prompt and of all sampled tokens but the last, e.g. `[[[5, 0]]]`, -1 where not
+    known; None where the server returns none."""
 
 
 class Refused(UserError):
@@ -81,6 +98,8 @@ class Expected:
     """The temperature of the completions that are trained on, e.g. 1.0."""
     tolerance: float
     """Largest difference of its log-probs to the trainer's, e.g. 0.05."""
+    routing: Routing | None = None
+    """The experts of the run's mixture, e.g. `Routing(48, 8, 128)`; None for another model."""
 
 
 @dataclass(frozen=True)
