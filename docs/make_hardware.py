@@ -35,7 +35,6 @@ TARGETS = {
     "sft_qwen3_moe": EIGHT,
     "dpo_qwen3_moe": EIGHT,
     "grpo_qwen3_moe": EIGHT,
-    "sft_gpt_oss": ("h100:2",),
 }
 NAMES = {"h100": "H100 (80 GB)", "h200": "H200 (141 GB)", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 
