@@ -77,6 +77,7 @@ def number(update: Update, name: str) -> float:
     return float(update.metrics[name])
 
 
+@pytest.mark.slow
 def test_three_lines_from_a_recipe_and_in_process(tmp_path: Path):
     (tmp_path / "my_file.py").write_text(THREE_LINES)
     train(str(recipe(tmp_path, name="my_file.py:MyGRPO")), "reward.functions=[my_file.py:patchy]")

@@ -30,6 +30,7 @@ class Told(GatedFFN):
         return super().__call__(*given, **how)[0], {"sum": jnp.sum(self.down.w[...])}
 
 
+@pytest.mark.slow
 def test_terms_of_several_scans_are_in_the_order_of_the_layers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(FEED_FORWARDS, "told", Told)
     model = Model(replace(CONFIG, feed_forward="told"))

@@ -174,6 +174,13 @@ def test_experts_in_turns_are_the_products_of_ragged_dot(monkeypatch, dtype, pro
     assert_near(as_float(found), as_float(expected), 1e-5 if dtype == "float32" else 0.02)
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(5, (8,)), (17, (8, 16, 24)), (200, (8, 16, 24, 32))])
+def test_a_cpu_multiplies_no_more_rows_at_once_than_there_are_tokens(monkeypatch, tokens, blocks):
+    """An expert has one row of each token at most; in steps of 8, and four of them here."""
+    monkeypatch.setattr(expert_products, "STEPS", 4)
+    assert routes(jnp.zeros((tokens, 2), jnp.int32), 7, jnp.ones((tokens, 2), bool)).blocks == blocks
+
+
 @pytest.mark.parametrize(
     ("rows", "sizes", "made"),
     [

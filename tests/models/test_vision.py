@@ -156,6 +156,7 @@ def test_packed_rows_equal_separate_rows(made):
         np.testing.assert_allclose(packed[name], separate[name], atol=1e-5 * max(scale, 1e-6), err_msg=name)
 
 
+@pytest.mark.slow
 def test_pairs_that_share_a_prompt_with_pictures_equal_separate_rows(made):
     """The prompt, with two pictures, is computed once; a second pair has none, and of a third each side has one more,
     after what both share."""

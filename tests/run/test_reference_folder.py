@@ -65,6 +65,7 @@ def test_rewards_are_measured_from_the_folder_that_is_named(folders: Path, refer
     assert first["rewards/rejected"] == pytest.approx(rejected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_start_by_its_name_is_the_usual_reference(folders: Path):
     train(recipe(folders, reference_path="start"))
     train(recipe(folders, reference_path=None), "output=usual")

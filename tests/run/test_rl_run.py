@@ -37,6 +37,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_folder_tells_what_happened(plain: Path):
     rows = steps(plain)
     assert [row["step"] for row in rows] == [1, 2, 3]

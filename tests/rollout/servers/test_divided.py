@@ -99,6 +99,7 @@ def test_weights_are_written_and_loaded_once_and_draws_are_those_of_one_process(
     assert not (tmp_path / "weights1").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_one_process_asks_no_more_is_looked_at_again_for_all(
     policy: Policy, servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
