@@ -10,6 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file
 
 from tests.hf.test_tensor_loading import data_of
+from tests.marks import slow
 from tests.tiny_models import CASES, load, reference_folder
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -76,7 +77,10 @@ def test_addresses_and_paths_are_told_apart():
         assert url_of(local) is None
 
 
-def test_a_model_is_read_from_a_bucket_each_byte_of_its_weights_once(folder, bucket):
+@pytest.mark.parametrize("name", ["llama-grouped-tied", *slow(["gpt_oss-five-of-two"])])
+def test_a_model_is_read_from_a_bucket_each_byte_of_its_weights_once(name, bucket, tmp_path):
+    folder = tmp_path / "model"
+    reference_folder(CASES[name], folder)
     put(bucket, folder, "gs://bucket/model")
     bucket.pipe_file("gs://bucket/model/optimizer.bin", b"a pickle")
     bucket.pipe_file("gs://bucket/model/step/other.json", b"{}")
