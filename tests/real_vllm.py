@@ -74,3 +74,12 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], number: int) -> list[
             out = model.generate(ids, max_new_tokens=number, do_sample=False, eos_token_id=None, pad_token_id=0)
         found.append(out[0, len(prompt) :].tolist())
     return found
+
+
+def likelihoods(folder: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """transformers' log-probs of what follows a prompt."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    of_all = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+    return of_all[range(len(tokens)), list(tokens)].tolist()

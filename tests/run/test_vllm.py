@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.servers import PYTHON, WHY, real
-from tests.real_vllm import FAMILIES, family_folder, greedy
+from tests.real_vllm import FAMILIES, MIXTURES, family_folder, greedy, likelihoods
 from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train, write_recipe
@@ -135,6 +135,21 @@ def test_exported_folders_and_adapters_give_transformers_tokens(family: str, tmp
         assert continued(url, str(tmp_path / "merged")) == expected
     with real(model, tmp_path / "log", *LORA, "--lora-modules", f"mine={tmp_path / 'adapter'}") as url:
         assert continued(url, "mine") == expected
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_exported_mixtures_give_transformers_tokens(family: str, tmp_path: Path):
+    model = family_folder(tmp_path / "model", family, tie_word_embeddings=False)
+    sft(model)
+    assert main(["export", "run", "out"]) == 0
+    expected = greedy(tmp_path / "out", PROMPTS, 12)
+    assert expected != greedy(model, PROMPTS, 12)
+    with real(tmp_path / "out", tmp_path / "log") as url:
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            choice = asked(url, str(tmp_path / "out"), prompt)
+            assert choice["token_ids"] == tokens
+            found = choice["logprobs"]["token_logprobs"]
+            np.testing.assert_allclose(found, likelihoods(tmp_path / "out", prompt, tokens), atol=1e-4)
 
 
 MISSING = "cpu_gemm_wna16"
