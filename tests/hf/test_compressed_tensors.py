@@ -32,7 +32,7 @@ UP, QUERY = (f"model.layers.1.{name}" for name in ("mlp.up_proj", "self_attn.q_p
 NAMES = list({case.model_type: name for name, case in CASES.items() if "experts" not in str(case)}.values())
 """A case of every family but those with experts, which have a test of their own."""
 MIXTURES = ["qwen3_moe-one-of-four-tied", "mixtral-five"]
-"""Those whose experts transformers reads one by one; it loads no packed experts of families that stack them."""
+"""Those whose packed experts transformers reads; Gemma 4's it leaves random, with a warning."""
 WORDS = "o_proj=none,self_attn.*=int8,down_proj=fp8,.*=int4:16"
 DOWN_FP8 = {"module": "down_proj", "weights": "fp8"}
 INT4 = {"module": ".*", "weights": "int4", "tile": 16}
