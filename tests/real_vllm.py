@@ -16,11 +16,10 @@ FAMILIES: dict[str, tuple[TemplateName, dict[str, Any]]] = {
     "gemma3_text": ("gemma", {"sliding_window": 16, "query_pre_attn_scalar": 32}),
     "qwen3": ("chatml", {}),
 }
-WIDE = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 64}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+WIDE = {"num_experts": 8, "moe_intermediate_size": 64}
 LAYERS = ["sliding_attention", "full_attention"]
 MIXTURES: dict[str, tuple[TemplateName, dict[str, Any]]] = {
-    "qwen3_moe": ("chatml", {**WIDE, "norm_topk_prob": True}),
+    "qwen3_moe": ("chatml", {**WIDE, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "mixtral": ("chatml", {"num_local_experts": 8}),
     "gpt_oss": ("chatml", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}),
     "gemma4_text": (
@@ -74,3 +73,12 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], number: int) -> list[
             out = model.generate(ids, max_new_tokens=number, do_sample=False, eos_token_id=None, pad_token_id=0)
         found.append(out[0, len(prompt) :].tolist())
     return found
+
+
+def likelihoods(folder: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """transformers' log-probs of what follows a prompt."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    of_all = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+    return of_all[range(len(tokens)), list(tokens)].tolist()

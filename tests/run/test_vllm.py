@@ -16,13 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.servers import PYTHON, WHY, real
-from tests.real_vllm import FAMILIES, family_folder, greedy
+from tests.real_vllm import FAMILIES, MIXTURES, family_folder, greedy, likelihoods
 from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train, write_recipe
 from tunix.cli import main
 from tunix.rollout.engine.experts import of_sequence
 from tunix.rollout.servers import turns
+from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.routing import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=WHY)]
@@ -136,6 +137,21 @@ def test_exported_folders_and_adapters_give_transformers_tokens(family: str, tmp
         assert continued(url, "mine") == expected
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_exported_mixtures_give_transformers_tokens(family: str, tmp_path: Path):
+    model = family_folder(tmp_path / "model", family, tie_word_embeddings=False)
+    sft(model)
+    assert main(["export", "run", "out"]) == 0
+    expected = greedy(tmp_path / "out", PROMPTS, 12)
+    assert expected != greedy(model, PROMPTS, 12)
+    with real(tmp_path / "out", tmp_path / "log") as url:
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            choice = asked(url, str(tmp_path / "out"), prompt)
+            assert choice["token_ids"] == tokens
+            found = choice["logprobs"]["token_logprobs"]
+            np.testing.assert_allclose(found, likelihoods(tmp_path / "out", prompt, tokens), atol=1e-4)
+
+
 MISSING = "cpu_gemm_wna16"
 """vLLM's product with weights of few bits on a CPU, which the build for it leaves out for some processors."""
 
@@ -159,7 +175,15 @@ def test_packed_folders_give_transformers_tokens(family: str, tmp_path: Path):
 # --- Mixtures -------------------------------------------------------------------------------------------------------
 
 
-def test_the_experts_that_vllm_chose_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def nothing(*_: Any) -> bool:
+    """In place of a hand-over: the server has these weights."""
+    return True
+
+
+def test_the_experts_that_vllm_chose_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Where it does not renew the experts of a mixture, which is found out, its first weights are those of the run."""
     model = family_folder(tmp_path / "model", "qwen3_moe", tie_word_embeddings=False)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with real(model, tmp_path / "log", experts=True) as url:
@@ -169,12 +193,18 @@ def test_the_experts_that_vllm_chose_are_replayed(tmp_path: Path, monkeypatch: p
             logits = reference(torch.from_numpy(whole)[None].long(), output_router_logits=True).router_logits
             expected = np.stack([one.topk(2).indices.numpy() for one in logits], axis=1)
             np.testing.assert_array_equal(read(choice["routed_experts"]), expected[:-1])
+        with monkeypatch.context() as first:
+            first.setattr(Handover, "load", nothing)
+            first.setattr(Handover, "holds", nothing)
+            on(url, model, optimizer__learning_rate=1e-12)
+            train("r.yaml")
+            alike()
+            # With others in their place the trainer computes something else, so these are what it uses.
+            first.setattr(turns, "of_sequence", lambda *given: (of_sequence(*given) + 1) % 8)
+            on(url, model, optimizer__learning_rate=1e-12, rollout__mismatch_tolerance=9.0)
+            train("r.yaml", "--fresh")
+            assert all(row["mismatch/max"] > 0.1 for row in steps("run"))
         on(url, model)
-        train("r.yaml")
-        alike()
-        # With others in their place the trainer computes something else, so these are what it uses.
-        others = lambda *given: (of_sequence(*given) + 1) % 8  # noqa: E731
-        monkeypatch.setattr(turns, "of_sequence", others)
-        on(url, model, rollout__mismatch_tolerance=9.0)
-        train("r.yaml", "--fresh")
-        assert all(row["mismatch/max"] > 0.1 for row in steps("run"))
+        code = main(["run", "r.yaml", "--fresh"])
+    # A vLLM that renews them needs no such message.
+    assert code == 0 or "does not renew the experts of a mixture" in capsys.readouterr().err

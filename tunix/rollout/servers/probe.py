@@ -40,6 +40,10 @@ TIED = (
     "vLLM 0.32 on a CPU keeps a copy of a head that is tied to the embeddings, which loading does not renew: there, "
     "train an adapter, or a model whose head is not tied"
 )
+MIXED = (
+    "vLLM 0.32 on a CPU does not renew the experts of a mixture, of which it keeps copies in another order: there, let "
+    "tunix sample"
+)
 
 
 async def inspect(server: Server, expected: Expected) -> None:
@@ -138,15 +142,21 @@ class Probe:
         if mean > GROWN * first:
             raise Unfit(
                 f"its log-probs of a probe differ from the trainer's by {mean:.4g} in the mean, {mean / first:.0f} "
-                "times as much as with its first weights: it has not loaded all of the new ones"
-                + (f". {TIED}" if self._model.config.tied else "")
+                "times as much as with its first weights: it has not loaded all of the new ones" + self._hint
             )
         if not float(off.max()) <= expected.tolerance:
             raise Unfit(
                 f"its log-probs of a probe differ from the trainer's by {float(off.max()):.4g} (in the mean "
                 f"{mean:.4g}), more than rollout.mismatch_tolerance, {expected.tolerance:g}: it serves "
                 "another model, or weights that another run has handed to it: start it anew"
+                + (f". {MIXED}" if self._expected.routing else "")
             )
+
+    @property
+    def _hint(self) -> str:
+        """What is known of servers that do not load all of new weights."""
+        known = ((self._model.config.tied, TIED), (self._expected.routing, MIXED))
+        return "".join(f". {hint}" for applies, hint in known if applies)
 
     def _logprobs(self, params: Mapping[str, Any], answer: Answer, temperature: float) -> np.ndarray:
         """`[T]` the trainer's log-probs of the tokens of an answer."""

@@ -38,7 +38,7 @@ class Ask:
     vocab_size: int
     """V: an answer with other ids is of another model, e.g. 151936."""
     routing: Routing | None = None
-    """Of what experts the answer may tell, e.g. `Routing(48, 8, 128)`; None where they are not read."""
+    """The experts that the answer may tell of, e.g. `Routing(48, 8, 128)`; None where they are not read."""
 
 
 @dataclass(frozen=True)
