@@ -208,6 +208,7 @@ def test_a_run_samples_there_and_two_servers_are_one(model: Path, serve: Serve, 
     alike("two", "one")
 
 
+@pytest.mark.slow
 def test_steps_are_sampled_ahead_on_servers_and_replayed(model: Path, serve: Serve):
     """Each call keeps the weights that it was promised; a run of the same record ends alike."""
     _, url = serve()

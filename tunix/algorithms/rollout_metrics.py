@@ -106,6 +106,7 @@ def notes(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> t
         equal = "the rewards of every group" if np.nanmin(total) < np.nanmax(total) else "all rewards"
         messages.append(
             f"no signal: {equal} are equal (mean {np.nanmean(total):.3g}), so there is nothing to learn from: prompts "
-            "too hard or too easy, or a reward that does not tell completions apart"
+            "too hard or too easy (for a random model, as with --tiny, most are), or a reward that does not tell "
+            "completions apart"
         )
     return tuple(messages)

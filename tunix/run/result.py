@@ -59,7 +59,9 @@ def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
     if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]
         lines.append(f"held-out loss {first:.3f} -> {last:.3f} nats per token (perplexity {perplexity(last):.3g})")
-        lines.append(f"knowing only how common each token is would give {result.unigram_entropy:.3f}")
+        # What an adapter can do on a random model, as with --tiny, says nothing beside it.
+        if recipe.adapter is None or recipe.model.init == "pretrained":
+            lines.append(f"knowing only how common each token is would give {result.unigram_entropy:.3f}")
     lines += [f"curves: {picture}"] if picture else []
     lines.append(f"weights: {result.export}")
     model = f'"model={{path: {result.folder}, dtype: {recipe.model.dtype}}}"'
