@@ -181,6 +181,23 @@ def test_a_cpu_multiplies_no_more_rows_at_once_than_there_are_tokens(monkeypatch
     assert routes(jnp.zeros((tokens, 2), jnp.int32), 7, jnp.ones((tokens, 2), bool)).blocks == blocks
 
 
+def test_experts_of_a_single_token_have_their_turn_and_those_of_none_do_not():
+    """Experts 6, 0 and 3 have one row, 2 has two, the others none."""
+    x = jax.random.normal(jax.random.key(0), (3, 12))
+    matrices = jax.random.normal(jax.random.key(1), (7, 12, 5))
+    experts = jnp.asarray([[6, 2], [2, 0], [3, 0]]).at[2, 1].set(5)
+    here = jnp.ones(experts.shape, bool).at[2, 1].set(False)
+    where = routes(experts, 7, here)
+    found, gradients = jax.jit(jax.value_and_grad(lambda w: jnp.sum(to_experts(x, w, where)[:5] ** 2)))(matrices)
+    pairs = [(0, 6), (0, 2), (1, 2), (1, 0), (2, 3)]
+    products = {pair: x[pair[0]] @ matrices[pair[1]] for pair in pairs}
+    np.testing.assert_allclose(found, sum(float(jnp.sum(y**2)) for y in products.values()), rtol=1e-5)
+    expected = jnp.zeros_like(matrices)
+    for (token, expert), y in products.items():
+        expected = expected.at[expert].add(2 * jnp.outer(x[token], y))
+    np.testing.assert_allclose(gradients, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("rows", "sizes", "made"),
     [
