@@ -17,7 +17,7 @@ from pathlib import Path
 VARIABLE = "TUNIX_VLLM"
 PYTHON = os.environ.get(VARIABLE)
 WHY = f"set {VARIABLE} to the Python of an environment with vLLM"
-LACKING = Path(__file__).parents[1] / "tests" / "vllm_on_cpu"
+LACKING = Path(__file__).with_name("vllm_on_cpu")
 """On the path of a vLLM, for what it lacks on a CPU."""
 UP = 300.0
 """Seconds in which a server has to be up."""
@@ -35,7 +35,7 @@ def real(
         words: further arguments.
         length: tokens of a prompt and its completion at most.
         dtype: of its computation.
-        experts: whether it returns the experts of a mixture's tokens; slow on a CPU (`tests/vllm_on_cpu`).
+        experts: whether it returns the experts of a mixture's tokens; slow on a CPU (`benchmarks/vllm_on_cpu`).
     """
     assert PYTHON is not None, WHY
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", dtype]

@@ -5,6 +5,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import Mixture
 from tunix.mesh import build_mesh
 from tunix.models.banks import Bank
-from tunix.models.config import DENSE_AND_EXPERTS, Clamp, Experts
+from tunix.models.config import DENSE_AND_EXPERTS, Clamp, DecoderConfig, Experts
 from tunix.models.families.table import small
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
@@ -39,27 +40,22 @@ from tunix.trainer.perf import adapter_weights
 from tunix.types import Sampling
 
 LOSS = SFT(SFTConfig()).objective
-CONFIG = replace(small("qwen3_moe"), vocab_size=96, d_model=16, ffn=16, num_layers=1, experts=Experts(4, 2))
-BESIDE = replace(
-    small("gemma4"),
-    vocab_size=96,
-    d_model=16,
-    ffn=16,
+
+
+def tiny(family: str, **changes: Any) -> DecoderConfig:
+    return replace(small(family), **{"vocab_size": 96, "d_model": 16, "ffn": 16, "num_layers": 1, **changes})
+
+
+CONFIG = tiny("qwen3_moe", experts=Experts(4, 2))
+BESIDE = tiny(
+    "gemma4",
     num_layers=2,
     local_layers=(True, False),
     experts=Experts(4, 2, shared=24),
     feed_forward=DENSE_AND_EXPERTS,
 )
 """Experts beside a dense ffn, in layers of two kinds."""
-BIASED = replace(
-    small("gpt_oss"),
-    vocab_size=96,
-    d_model=16,
-    ffn=16,
-    num_layers=1,
-    local_layers=(False,),
-    experts=Experts(4, 2, biases=True, clamp=Clamp(limit=1.0)),
-)
+BIASED = tiny("gpt_oss", local_layers=(False,), experts=Experts(4, 2, biases=True, clamp=Clamp(limit=1.0)))
 """Experts with biases, and factors of which some are clamped."""
 LORA = AdapterConfig(rank=2, alpha=6.0, ranks={"experts.down_proj": 3}, targets=("q_proj", "experts.*"))
 QLORA = LORA.model_copy(update={"kind": "qlora", "base": "int8", "tile": 8})

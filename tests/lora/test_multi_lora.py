@@ -98,10 +98,10 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.parametrize(
     ("config", "rounded", "names"),
     [
-        (PLAIN, None, ("narrow",)),
+        (PLAIN, None, ("narrow", "turned")),
         *slow([(PLAIN, None, SETTINGS), (RICH, None, SETTINGS), (PLAIN, Quantization("nf4", 16), SETTINGS)]),
     ],
-    ids=["one", "plain", "rich", "plain-nf4"],
+    ids=["two", "plain", "rich", "plain-nf4"],
 )
 def test_each_request_is_answered_as_by_its_adapter_alone(config, rounded, names):
     """Adapters of all kinds in one batch, more requests than slots, and prompts of several chunks."""

@@ -23,7 +23,6 @@ from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
 from tunix.hf.checked_config import read_folder
-from tunix.hf.expert_limits import check_experts
 from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
@@ -290,7 +289,8 @@ def adapted(
     if rounding is not None:
         check_supported(rounding)
     changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
-    check_experts(decoder, config)
+    if config.router_aux_loss_coef and decoder.experts is None:
+        raise UserError(f"model.router_aux_loss_coef: {decoder.family} has no experts whose use it would even out")
     settings = config.model_dump(include={"dtype", "attention", "gradient_sums", "router_aux_loss_coef"})
     return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
 
