@@ -21,6 +21,7 @@ from tunix.models.expert_products import from_experts, routes, to_experts
 from tunix.models.families.table import preset, small
 from tunix.models.model import Model
 from tunix.models.moe import MixtureOfExperts
+from tunix.plan.account import account
 from tunix.trainer.mesh_choice import Demand, require, state_bytes
 from tunix.trainer.perf import matmul_weights
 
@@ -224,8 +225,10 @@ def test_rows_over_the_axis_of_experts_change_nothing(rows, sizes, made):
     with jax.set_mesh(build_mesh(sizes)):
         program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(state, x).compile()
     assert_near(jax.device_get(program(state, x)), jax.device_get(expected))
-    # Tokens are gathered, and their sums handed back, where they are on different devices.
-    assert ("all-gather" in (program.as_text() or "")) == (rows == 8)
+    # Tokens go to the devices of their experts where they are on different devices, and to no others.
+    sent = account(program.as_text() or "").collectives
+    assert any(one.kind == "all-to-all" for one in sent) == (rows == 8)
+    assert not [one for one in sent if one.kind == "all-gather" and "top_k" not in one.scope]
 
 
 MESHES = [

@@ -232,6 +232,22 @@ def test_what_a_tpu_fuses_with_a_collective_is_sent_once():
     assert found.number() == 3
 
 
+RAGGED = """HloModule jit_step
+
+ENTRY %main (rows: bf16[64,128], zeros: bf16[64,128], n: s32[4]) -> bf16[64,128] {
+  %rows = bf16[64,128]{1,0} parameter(0)
+  %zeros = bf16[64,128]{1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  ROOT %out = bf16[64,128]{1,0} ragged-all-to-all(%rows, %zeros, %n, %n, %n, %n), replica_groups={{0,1,2,3}}
+}
+"""
+
+
+def test_rows_whose_number_data_decide_are_all_counted_but_not_where_they_come_to():
+    (one,) = account(RAGGED).collectives
+    assert (one.kind, one.bytes) == ("ragged-all-to-all", 64 * 128 * 2 * 3 // 4)
+
+
 def test_a_scatter_costs_its_updates():
     """An array that is given away is changed in place: 2 rows of 32 of 1000 are read and written, at two indices."""
     many, two = jax.ShapeDtypeStruct((1000, K), jnp.float32), jax.ShapeDtypeStruct((2, K), jnp.float32)

@@ -1,5 +1,5 @@
-"""Training steps compiled for accelerators that are not here: their kernels, no array with the square of a row, and no
-second copy of frozen experts.
+"""Training steps compiled for accelerators that are not here: their kernels, no array with the square of a row, no
+second copy of frozen experts, and tokens that go to their experts' devices alone.
 
 Needs the compilers, `pip install 'tunix[plan-tpu,plan-gpu]'`, and tokamax; each is set up in a process of its own.
 """
@@ -56,7 +56,8 @@ def compile_for(topology: str, kinds: str) -> None:
 
     topologies.prepare()
     topologies.hasten(chip_of(topology).platform)
-    mesh = build_mesh(MeshConfig(), topologies.devices_of(topology))
+    devices = topologies.devices_of(topology)
+    mesh = build_mesh(MeshConfig(fsdp=1, expert=len(devices)), devices)
     sizes: Mapping[str, Any] = {"d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "ffn": 512}
     config = replace(PLAIN, vocab_size=1024, num_layers=LAYERS, **sizes)
     if kinds == "windows":
@@ -69,21 +70,26 @@ def compile_for(topology: str, kinds: str) -> None:
         mesh=mesh,
         optimizer=build_optimizer(settings, 10, model.axes),
         schedule=build_schedule(settings, 10),
-        microbatcher=Microbatcher(1, mesh),
+        microbatcher=Microbatcher(len(devices), mesh),
         length=LENGTH,
         seed=0,
     )
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
     trained = {name: x for name, x in params.items() if kinds != "experts" or "norm" in name}
     frozen = {name: x.update(dtype="bfloat16") for name, x in params.items() if name not in trained}
-    batch = programs.BatchShape(1, 1, LENGTH, 8)
+    batch = programs.BatchShape(1, len(devices), LENGTH, 8)
     compiled = programs.step(spec, trained, frozen, batch, SFT(SFTConfig()).objective).compile()
     program = parsed(compiled.as_text())
     every = (one.kind for home in program.computations.values() for one in home.values())
     most = max(math.prod(shape) for kind in every for _, shape in arrays(kind))
     peak, written = compiled.memory_analysis().peak_memory_in_bytes, largest(compiled.as_text(), 1000)
-    answer = {"kernels": account(compiled.as_text()).kernels, "largest": most, "peak": peak}
-    print(json.dumps(answer | {"written": [kind for _, kind, _, _ in written]}))
+    found = account(compiled.as_text())
+    answer = {"kernels": found.kernels, "largest": most, "peak": peak, "written": [kind for _, kind, _, _ in written]}
+    print(json.dumps(answer | {"sent": {one.kind: one.bytes for one in sorted(found.collectives, key=_bytes)}}))
+
+
+def _bytes(one: Any) -> int:
+    return one.bytes
 
 
 def compiled_for(topology: str, kinds: str) -> dict[str, Any]:
@@ -120,3 +126,13 @@ def test_frozen_experts_are_not_copied_for_all_layers_at_once(topology: str):
     stacks = {f"bf16[{LAYERS},8,192,512]", f"bf16[{LAYERS},8,512,192]"}
     assert not stacks & set(written), written
     assert "bf16[8,192,512]" in written or "bf16[8,512,192]" in written or topology != "h100:1", written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "width"), [("h100:8", 192), ("v6e:2x4", 256)])
+def test_tokens_are_sent_to_the_devices_of_their_experts_and_gathered_nowhere(topology: str, width: int):
+    """A TPU sends rows of whole 128 numbers."""
+    sent = compiled_for(topology, "experts")["sent"]
+    # A block of a device's tokens for each of the others.
+    assert sent["ragged-all-to-all"] == 7 * LENGTH * width * 2
+    assert sent.get("all-gather", 0) < LENGTH * 192, sent

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import platform
 from tunix.models.grouped_products import grouped_gradients, grouped_products
@@ -102,7 +102,7 @@ def _to_experts_forward(x: jax.Array, matrices: jax.Array, where: Routes) -> tup
 
 def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
     x, matrices, where = saved
-    d_x = _sums(_products(d, False, matrices, True, where), where)
+    d_x = sums(_products(d, False, matrices, True, where), where.places, where.here)
     return d_x, _gradients((x, d), (True, False), matrices, where), None
 
 
@@ -112,7 +112,7 @@ to_experts.defvjp(_to_experts_forward, _to_experts_backward)
 @jax.custom_vjp
 def from_experts(rows: Float[Array, "r D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "n F"]:
     """For each token the sum of its pairs' rows times their experts' matrices. Gradients as those of `to_experts`."""
-    return _sums(_products(rows, False, matrices, False, where), where)
+    return sums(_products(rows, False, matrices, False, where), where.places, where.here)
 
 
 def _from_experts_forward(rows: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
@@ -136,14 +136,14 @@ def to_rounded(x: Float[Array, "n D"], matrices: RoundedBank, where: Routes) -> 
 
 to_rounded.defvjp(
     lambda x, matrices, where: (to_rounded(x, matrices, where), (matrices, where)),
-    lambda saved, d: (_sums(_products(d, False, saved[0], True, saved[1]), saved[1]), None, None),
+    lambda saved, d: (sums(_products(d, False, saved[0], True, saved[1]), saved[1].places, saved[1].here), None, None),
 )
 
 
 @jax.custom_vjp
 def from_rounded(rows: Float[Array, "r D"], matrices: RoundedBank, where: Routes) -> Float[Array, "n F"]:
     """`from_experts` of matrices that are rounded, and so frozen: they have no gradient."""
-    return _sums(_products(rows, False, matrices, False, where), where)
+    return sums(_products(rows, False, matrices, False, where), where.places, where.here)
 
 
 from_rounded.defvjp(
@@ -152,15 +152,21 @@ from_rounded.defvjp(
 )
 
 
-def _sums(rows: Float[Array, "r F"], where: Routes) -> Float[Array, "n F"]:
-    """The sum of each token's rows, computed in float32."""
+def sums(rows: Float[Array, "r F"], places: Int[Array, "n a"], here: Bool[Array, "n a"]) -> Float[Array, "n F"]:
+    """The sum of each token's rows, computed in float32.
+
+    Args:
+        places: its rows.
+        here: which of them are added.
+    """
     # Gathers one by one are fused with the sum; one of all would be written out, and take 6 times as long.
-    pairs = zip(where.places.T, where.here.T, strict=True)
-    found = [jnp.where(here[:, None], _taken(rows, places), 0).astype(jnp.float32) for places, here in pairs]
+    pairs = zip(places.T, here.T, strict=True)
+    found = [jnp.where(there[:, None], taken(rows, at), 0).astype(jnp.float32) for at, there in pairs]
     return sum(found[1:], found[0]).astype(rows.dtype)
 
 
-def _taken(x: Float[Array, "n D"], index: Int[Array, "a"]) -> Float[Array, "a D"]:
+def taken(x: Num[Array, "n D"], index: Int[Array, "*a"]) -> Num[Array, "*a D"]:
+    """Rows by their numbers, all of which are there."""
     return x.at[index].get(mode="promise_in_bounds")
 
 
@@ -179,7 +185,7 @@ def _products(
     """
     if platform() != "cpu":
         matrices = matrices.whole(x) if isinstance(matrices, RoundedBank) else matrices
-        rows = _taken(x, where.tokens) if by_token else x
+        rows = taken(x, where.tokens) if by_token else x
         return grouped_products(rows, matrices, where.sizes, transposed=transposed)
     rows = _rows_of(x, by_token, where)
 
@@ -204,7 +210,7 @@ def _gradients(
         sides: the rows and the gradients, or the tokens that they are gathered from (`by_token`).
     """
     if platform() != "cpu":
-        rows, d = (_taken(x, where.tokens) if here else x for x, here in zip(sides, by_token, strict=True))
+        rows, d = (taken(x, where.tokens) if here else x for x, here in zip(sides, by_token, strict=True))
         return grouped_gradients(rows, d, matrices, where.sizes)
     rows, d = (_rows_of(x, here, where) for x, here in zip(sides, by_token, strict=True))
 
@@ -226,7 +232,7 @@ def _rows_of(x: jax.Array, by_token: bool, where: Routes) -> Callable[[jax.Array
 
     def rows(at: jax.Array, size: int) -> jax.Array:
         if by_token:
-            return _taken(x, jax.lax.dynamic_slice_in_dim(tokens, at, size))
+            return taken(x, jax.lax.dynamic_slice_in_dim(tokens, at, size))
         return jax.lax.dynamic_slice_in_dim(x, at, size)
 
     return rows

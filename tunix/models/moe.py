@@ -10,10 +10,9 @@ No expert has a capacity: no token is dropped, and none depends on the others.
 
 Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
 (`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
-(`tensor`). Devices of the axis `expert` have rows of their own, so that a mixture gathers the tokens of all of them,
-computes its experts' part, and adds up and hands back the parts. That sends each token to all others of these devices;
-to send pairs to their experts' devices alone would send as much where tokens use as many experts as there are devices,
-and want room for all pairs on one.
+(`tensor`). Devices of the axis `expert` have rows of their own: tokens go to the devices of their experts, and their
+parts of the sums come back (`expert_exchange.py`). Where the mesh does not divide the rows all have all tokens, and add
+up their parts.
 
 Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens, m pairs of a token
 and a chosen expert.
@@ -32,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from tunix.mesh import Axes, constrain, partition
 from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up, without_bias
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
+from tunix.models.expert_exchange import combine, destinations, dispatch
 from tunix.models.expert_products import in_rows, routes
 from tunix.models.gated_ffn import gated, joined, projections
 from tunix.models.layers import TokenKeys, weight
@@ -181,12 +181,10 @@ class MixtureOfExperts(nnx.Module):
         summed = tuple(axis for axis in split if axis != "expert" or not shared)
 
         def part(x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: Arrays) -> jax.Array:
-            first = jax.lax.axis_index("expert") * len(matrices[0]["w"]) if "expert" in split else 0
-            rows = (x, experts, weights, real)
-            if shared:
-                rows = jax.tree.map(partial(jax.lax.all_gather, axis_name="expert", tiled=True), rows)
-            y = compute(first, rows[0], Choice(*rows[1:3]), rows[3], *matrices)
-            y = jax.lax.psum_scatter(y, "expert", tiled=True) if shared else y
+            own = len(matrices[0]["w"])
+            first = jax.lax.axis_index("expert") * own if "expert" in split else 0
+            here, choice = partial(compute, first), Choice(experts, weights)
+            y = _exchanged(here, own, x, choice, real, *matrices) if shared else here(x, choice, real, *matrices)
             return jax.lax.psum(y, summed) if summed else y
 
         specs = (wide, wide, wide, tokens, *banks)
@@ -197,6 +195,28 @@ class MixtureOfExperts(nnx.Module):
 
 _HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
 """How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
+
+
+def _exchanged(
+    compute: Callable[..., Float[Array, "s n D"]],
+    own: int,
+    x: Float[Array, "B T D"],
+    choice: Choice,
+    real: Bool[Array, "B T"],
+    *matrices: Arrays,
+) -> Float[Array, "B T D"]:
+    """The weighted results of a device's tokens, each computed where its experts are.
+
+    Args:
+        compute: `_mixed` of the experts of this device, of which there are `own`.
+    """
+    x_tokens, experts, weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, *choice))
+    where = destinations(experts, real.reshape(-1), own)
+    # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
+    weights, experts = jnp.split(dispatch(jnp.concatenate([weights, experts], axis=1), where), 2, axis=-1)
+    came = Choice(experts.astype(jnp.int32), weights)
+    parts = compute(dispatch(x_tokens, where), came, where.arrived, *matrices)
+    return combine(parts, where).reshape(x.shape)
 
 
 def _mixed(

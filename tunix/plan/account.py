@@ -14,7 +14,8 @@ from tunix.plan.groups import group
 from tunix.plan.hlo import Computation, Instruction, Program, parsed, size
 from tunix.util.loops import CHOICE, SCOPE
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+RAGGED = "ragged-all-to-all"
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", RAGGED, "collective-permute")
 FREE = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"),
     *("replica-id", "opt-barrier", "copy-done", "async-done", "async-update", "domain", "add-dependency"),
@@ -333,9 +334,11 @@ def _scattered(one: Instruction, home: Computation) -> int:
 
 
 def sent(kind: str, one: Instruction, home: Computation) -> int:
-    """Bytes that each device sends in a collective, as a ring over its group does."""
+    """Bytes that each device sends in a collective, as a ring over its group does; the most, where data decide."""
+    # Of the others, one is where the rows come to, and the rest are numbers of rows.
+    names = one.operands[:1] if kind == RAGGED else one.operands
     # In whichever memory they are.
-    operands = sum(size(home[name].kind, caches=True) for name in one.operands if name in home)
+    operands = sum(size(home[name].kind, caches=True) for name in names if name in home)
     number = len(group(one.text))
     if kind == "collective-permute":
         return operands
