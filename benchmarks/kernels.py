@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.programs import cycles, elements, products
+from benchmarks.programs import elements, products
 from benchmarks.train import interleaved
 from tunix.config import BaseType, DType
 from tunix.models.attention.attend import attend
@@ -33,6 +33,7 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.layers import Projection
 from tunix.models.quantization.formats import ROUNDED, Quantization
 from tunix.plan import topology
+from tunix.plan.account import account
 
 TILE = 128
 SIZES = {"small": (256, 1024), "1b": (2048, 8192)}
@@ -204,7 +205,8 @@ def table(arguments: argparse.Namespace, device: Any, name: str, use: str) -> Ta
     seconds = interleaved(work, arguments.rounds) if work else {}
     for operation, program in programs.items():
         median = f"{np.median(seconds[operation]) * 1e3:.2f}" if operation in seconds else ""
-        estimate = f"{cycles(program) or ''}"
+        expected = account(program).cycles
+        estimate = f"{expected:.0f}" if expected else ""
         found.add_row(operation, median, estimate, *told(program, inputs * outputs))
     return found
 

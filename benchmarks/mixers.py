@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import experts
-from benchmarks.programs import cycles
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.delta_rule import CHUNKS, Chunks, Gates, chunked, recurrent
 from tunix.plan import topology as topologies
+from tunix.plan.account import account
 from tunix.util.exact import jit
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -122,7 +122,7 @@ def expected(topology: str, lengths: list[int], sizes: list[int]) -> Table:
         shapes, _ = jax.eval_shape(partial(inputs_of, length))
         own = tuple(x.update(sharding=place) for x in shapes)
         steps = [step_of(mixer, own) for mixer in mixers.values()]
-        cells = [(f"{cycles(step.as_text() or ''):,}", f"{_memory(step) / 1e6:.0f}") for step in steps]
+        cells = [(f"{account(step.as_text() or '').cycles:,.0f}", f"{_memory(step) / 1e6:.0f}") for step in steps]
         table.add_row(f"{length}", *(cell for pair in cells for cell in pair))
     return table
 

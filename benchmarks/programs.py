@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tunix.plan.account import trip_count
 from tunix.plan.hlo import Computation, Instruction, parsed
 
 PRODUCTS = ("dot", "convolution", "scaled-dot")
@@ -41,28 +40,6 @@ def products(program: str) -> list[Product]:
     found = parsed(program)
     entry = found.computations[found.entry]
     return [product for one in entry.values() for product in _of(one, found.computations, entry)]
-
-
-def cycles(program: str) -> int | None:
-    """What the TPU compiler expects a program to take, its loops as often as they run.
-
-    Returns:
-        None where the program does not say, as on other devices. Kernels of our own are in no estimate.
-    """
-    found, stated = parsed(program), re.compile(r'"estimated_cycles":"(\d+)"')
-
-    def of(name: str) -> int:
-        total = 0
-        for one in found.computations[name].values():
-            if one.opcode == "while":
-                total += (trip_count(found, one) or 1) * of(one.attribute("body") or "")
-            elif one.opcode in ("call", "async-start"):
-                total += sum(map(of, one.calls))
-            elif estimate := stated.search(one.text):
-                total += int(estimate[1])
-        return total
-
-    return of(found.entry) or None
 
 
 def elements(kind: str) -> int:

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VARIABLE = "TUNIX_VLLM"
@@ -75,7 +75,9 @@ def _process(command: Sequence[str], env: Mapping[str, str], log: Path) -> Itera
             _wait(process, address, log)
             yield address
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            # One that has ended by itself has written why, which is what the reader should see.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:

@@ -321,7 +321,6 @@ class Completion:
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
     prompt_logprobs: np.ndarray | None = None
-    """`[T]` float32: the same of the prompt's tokens, e.g. `[0.0, -2.1]`; None unless `Sampling` asks for them."""
     """`[T]` float32: log-probs in nats of the prompt's own tokens under the same transform, 0 for the first, e.g.
     `[0.0, -2.1]`; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None

@@ -56,6 +56,8 @@ class Account:
     """Multiplications and additions of matrix products."""
     bytes: float = 0.0
     """Read from memory and written to it; what stays within a fusion is left out."""
+    cycles: float = 0.0
+    """What a TPU's compiler estimates; 0 by others. Kernels of our own are in no estimate."""
     collectives: list[Collective] = field(default_factory=list)
     kernels: dict[str, float] = field(default_factory=dict)
     """How often each custom kernel runs, by its name; their FLOPs are not counted, their operands are."""
@@ -79,6 +81,7 @@ class Account:
         """Adds another account that is run so many times, within so many more loops."""
         self.flops += times * other.flops
         self.bytes += times * other.bytes
+        self.cycles += times * other.cycles
         self.collectives += [
             replace(one, times=one.times * times, loops=one.loops + loops) for one in other.collectives
         ]
@@ -146,6 +149,7 @@ def _fused_collectives(program: Program, one: Instruction) -> Iterator[tuple[str
 def _single(program: Program, one: Instruction, home: Computation) -> Account:
     """The account of one instruction that runs no others but those fused into it."""
     result = Account(flops=flops(program, one, home), bytes=traffic(program, one, home))
+    result.cycles = float(_quoted(one, "estimated_cycles", ":") or 0)
     for kind in COLLECTIVES:
         if one.opcode in (kind, f"{kind}-start"):
             result.collectives.append(Collective(kind, sent(kind, one, home), scope(one), tuple(group(one.text))))
@@ -197,8 +201,8 @@ def scope(one: Instruction) -> str:
     return _quoted(one, "op_name")
 
 
-def _quoted(one: Instruction, name: str) -> str:
-    found = re.search(rf'\b{name}="([^"]*)"', one.text)
+def _quoted(one: Instruction, name: str, equals: str = "=") -> str:
+    found = re.search(rf'\b{name}"?{equals}"([^"]*)"', one.text)
     return found[1] if found else ""
 
 
