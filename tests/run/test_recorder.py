@@ -1,6 +1,8 @@
 """What the recorder adds to a row: speeds, and shares of rows and of the devices' peak, by arithmetic."""
 
+import threading
 from dataclasses import replace
+from queue import Queue
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.run import recorder as recorders
 from tunix.run.recorder import Recorder
+from tunix.trainer import progress
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.perf import Work, training_flops
 from tunix.trainer.progress import Display
@@ -49,6 +52,20 @@ def row_of(work: Work, metrics: dict[str, float], monkeypatch: pytest.MonkeyPatc
     recorder.push(1, Update(metrics, (batch(),)), Accounting())
     recorder.flush()
     return sink.rows[0]
+
+
+def test_a_long_compilation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+    said: Queue[str] = Queue()
+    monkeypatch.setattr(progress, "LINES_EVERY", 0.01)
+    monkeypatch.setattr(Display, "say", lambda _, text: said.put(text))
+    recorder = Recorder([], Display("run", 1, 0), LoggingConfig(), Work(PLAIN, rows=1))
+    with recorder.compiling("the sampler"):
+        assert said.get(timeout=60) == "compiling the sampler"
+        assert said.get(timeout=60).startswith("compiling the sampler: 0 done, ")
+        jax.jit(lambda x: 3.7 * x).lower(1.0).compile()
+        while not said.get(timeout=60).startswith("compiling the sampler: 1 done, "):
+            pass
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_fill_counts_the_rows_of_micro_batches(monkeypatch: pytest.MonkeyPatch):

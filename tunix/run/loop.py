@@ -141,8 +141,7 @@ class Loop:
     def _warm(self) -> None:
         """Has the sampler prepare, where there are further steps."""
         if self.job.workload is not None and self.step < self.job.total and not self._reached:
-            self.recorder.say("compiling the sampler")
-            with self.recorder.aside():
+            with self.recorder.compiling("the sampler"):
                 self.job.client.warm(self.job.workload)
 
     def _restore(self, step: int) -> None:

@@ -106,6 +106,14 @@ class Recorder:
         yield
         self._last_row += time.monotonic() - began
 
+    @contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Excludes the enclosed work as `aside` does, and tells every few seconds how many programs it has compiled."""
+        self.say(f"compiling {what}")
+        before = self._compilations.total
+        with self.aside(), self._display.during(lambda: f"compiling {what}: {self._compilations.total - before} done"):
+            yield
+
     def flush(self) -> None:
         """Completes and logs the row of the step last pushed; waits for the device."""
         if self._pending is None:

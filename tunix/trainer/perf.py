@@ -231,18 +231,19 @@ class Compilations:
     _EVENT = "/jax/core/compile/backend_compile_duration"
 
     def __init__(self) -> None:
-        self._all = 0
+        self.total = 0
+        """Number of compilations since this was made."""
         self._settled = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_compilation)
 
     def _on_compilation(self, event: str, duration_secs: float, **_: str | int) -> None:
-        self._all += event == self._EVENT
+        self.total += event == self._EVENT
 
     def settled(self) -> None:
         """Marks everything compiled until now as warm-up."""
-        self._settled = self._all
+        self._settled = self.total
 
     @property
     def since_warmup(self) -> int:
         """Number of compilations after the warm-up."""
-        return self._all - self._settled
+        return self.total - self._settled

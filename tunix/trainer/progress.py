@@ -6,8 +6,10 @@ terminal a line is printed every ten seconds, so that a log file stays readable.
 
 import math
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -65,6 +67,23 @@ class Display:
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         self.console.print(text, markup=False)
+
+    @contextmanager
+    def during(self, what: Callable[[], str]) -> Iterator[None]:
+        """Prints `what()` and the seconds so far, again and again while the enclosed work goes on."""
+        began, done = time.monotonic(), threading.Event()
+
+        def tell() -> None:
+            while not done.wait(LINES_EVERY):
+                self.say(f"{what()}, {time.monotonic() - began:.0f} s")
+
+        teller = threading.Thread(target=tell, name="progress", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            done.set()
+            teller.join()
 
     def close(self) -> None:
         """Stops the bar and restores the terminal."""
