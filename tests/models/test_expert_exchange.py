@@ -1,5 +1,6 @@
 """Tokens on their way to the devices of their experts and back, against what each device should have."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,9 +9,13 @@ import numpy as np
 import pytest
 
 from tunix.config import MeshConfig
+from tunix.errors import UserError
 from tunix.mesh import build_mesh
 from tunix.models import expert_exchange
+from tunix.models.exchange_gate import exchange_difference
 from tunix.models.expert_exchange import AXIS, combine, destinations, dispatch
+from tunix.models.families.table import small
+from tunix.run import experts
 
 DEVICES, OWN, TOKENS, WIDTH = 4, 2, 5, 3
 ROWS = jax.P(AXIS)
@@ -102,3 +107,28 @@ def test_parts_come_home_and_gradients_go_the_same_ways_back():
     found, gradient = on_devices(with_gradient, x, experts, real, aim)
     np.testing.assert_allclose(found, of_tokens(x), rtol=1e-5)
     np.testing.assert_allclose(gradient, jax.grad(lambda x: of_tokens(x).sum())(x), rtol=1e-5)
+
+
+SPLIT = MeshConfig(data=2, fsdp=1, expert=DEVICES)
+
+
+@pytest.mark.usefixtures("sent_as")
+def test_devices_that_send_what_they_should_pass():
+    assert exchange_difference(build_mesh(SPLIT)) < 1e-6
+
+
+def test_devices_that_mix_up_rows_or_results_are_refused(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(experts, "exchange_difference", lambda mesh: asked.append(mesh) or exchange_difference(mesh))
+    mixture, mesh = small("qwen3_moe"), build_mesh(SPLIT)
+    experts.check_exchange(mixture, mesh)
+    monkeypatch.setattr(experts, "_platform", lambda mesh: "tpu")
+    experts.check_exchange(replace(mixture, experts=None), mesh)
+    experts.check_exchange(mixture, build_mesh(MeshConfig()))
+    assert not asked, "a CPU sends whole blocks, and elsewhere there is nothing to send"
+    experts.check_exchange(mixture, mesh)
+    assert asked == [mesh]
+    exchanged = expert_exchange._exchanged
+    monkeypatch.setattr(expert_exchange, "_exchanged", lambda *x: jnp.roll(exchanged(*x), 1, axis=0))
+    with pytest.raises(UserError, match="mesh: expert 4: what these devices send each other comes back off by"):
+        experts.check_exchange(mixture, mesh)

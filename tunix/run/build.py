@@ -27,7 +27,7 @@ from tunix.rollout.servers.probe import TEXT
 from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line
 from tunix.run.devices import apart, mesh_of
-from tunix.run.experts import check_products
+from tunix.run.experts import check_exchange, check_products
 from tunix.run.inputs import Inputs, compare_views, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
@@ -78,6 +78,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     model, attention = attention_of(inputs.source.decoder, recipe.model, mesh, length, branched=branched)
     recipe = recipe.model_copy(update={"model": model})
     check_products(inputs.source.decoder, model.dtype, mesh)
+    check_exchange(inputs.source.decoder, mesh)
     reference_path = algorithm.reference_path
     reference = None if reference_path is None else reference_source(reference_path, inputs.source)
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are

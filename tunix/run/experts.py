@@ -1,4 +1,5 @@
-"""Whether this device multiplies the experts of a mixture as it should, asked before weights are loaded."""
+"""Whether devices multiply the experts of a mixture, and exchange tokens, as they should: asked before weights are
+loaded."""
 
 from jax.sharding import Mesh
 
@@ -6,7 +7,11 @@ from tunix.config import DType
 from tunix.errors import UserError
 from tunix.models.attention.gate import LIMIT
 from tunix.models.config import DecoderConfig
+from tunix.models.exchange_gate import exchange_difference
 from tunix.models.grouped_gate import grouped_difference
+
+EXCHANGED = 1e-5
+"""The largest relative difference of float32 numbers that are sent, multiplied by a whole number and added up."""
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
@@ -31,6 +36,28 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
             f"model: the kernels that multiply experts of {config.d_model} x {f} are off plain products by {apart:.2g} "
             f"of their size on this device, more than {LIMIT}: try another version of tokamax or jax, or uninstall "
             "tokamax, without which XLA multiplies them (slowly)"
+        )
+
+
+def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
+    """Refuses devices that hand each other other tokens than they should (`models/exchange_gate.py`).
+
+    Every process of the run calls it. Nothing is asked of CPUs, nor where experts are not split.
+
+    Args:
+        config: the structure of the model.
+        mesh: the devices.
+
+    Raises:
+        UserError: they do, and by how much.
+    """
+    if config.experts is None or _platform(mesh) == "cpu" or mesh.shape["expert"] == 1:
+        return
+    apart = exchange_difference(mesh)
+    if not apart < EXCHANGED:
+        raise UserError(
+            f"mesh: expert {mesh.shape['expert']}: what these devices send each other comes back off by {apart:.2g} "
+            f"of its size, more than {EXCHANGED}: try another version of jax, or split the model by fsdp and tensor"
         )
 
 
