@@ -1,13 +1,13 @@
 """A real MaxText: it loads what tunix exports, and tunix imports what it saves; the logits are transformers'.
 
-Slow, and skipped where there is none: TUNIX_MAXTEXT names the Python of its environment. One that runs on a CPU, with
-Python 3.12 and without the packages for TPUs and Google Cloud that its extras ask for:
+Slow, and skipped where there is none: TUNIX_MAXTEXT names the Python of its environment. One that runs on a CPU,
+without what MaxText's extras ask for on TPUs and in Google Cloud:
 
     python3.12 -m venv maxtext-env
     maxtext-env/bin/pip install --no-deps maxtext==0.2.5
-    maxtext-env/bin/pip install jax flax orbax-checkpoint optax omegaconf pydantic qwix aqtp jaxtyping grain drjax \
-        datasets pathwaysutils transformers psutil tqdm tensorboardX jinja2 pillow tokamax tiktoken sentencepiece \
-        sympy blobfile ml_collections
+    maxtext-env/bin/pip install jax==0.12.0.1 flax==0.12.12 orbax-checkpoint==0.12.8 transformers qwix aqtp tokamax
+    maxtext-env/bin/pip install datasets drjax grain jinja2 omegaconf pathwaysutils pillow psutil pydantic
+    maxtext-env/bin/pip install sentencepiece sympy tensorboardX tiktoken
     TUNIX_MAXTEXT=maxtext-env/bin/python pytest -m slow tests/interop/test_real_maxtext.py
 """
 

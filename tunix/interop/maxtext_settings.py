@@ -65,8 +65,9 @@ def _ropes(config: DecoderConfig) -> Iterator[str]:
         )
     if local is not None and local.kind != "default":
         yield f"the rope of its local layers is stretched, which that of MaxText's {config.family} is not"
-    if any(one.theta % 1 for one in (rope, local) if one is not None):
-        yield f"rope_theta = {rope.theta} is no whole number, which MaxText's has to be"
+    for one in (rope, local):
+        if one is not None and one.theta % 1:
+            yield f"rope_theta = {one.theta} is no whole number, which MaxText's has to be"
 
 
 def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str, str | int | float | bool]:
