@@ -23,8 +23,22 @@ FIELDS = {
     "max_position_embeddings": 128,
     "eos_token_id": 2,
 }
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 FAMILIES = {
     "llama": {"model_type": "llama", "num_hidden_layers": 3, "tie_word_embeddings": False},
+    "llama3.1": {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+        "rope_parameters": LLAMA31,
+    },
     "gemma2": {"model_type": "gemma2", "num_hidden_layers": 4, "query_pre_attn_scalar": 16, "sliding_window": 32},
     "gemma3": {"model_type": "gemma3_text", "num_hidden_layers": 14, "query_pre_attn_scalar": 16, "sliding_window": 32},
     "qwen2": {"model_type": "qwen2", "num_hidden_layers": 2, "tie_word_embeddings": True},
@@ -111,8 +125,8 @@ def layer_there(config: dict, weights: Tensors, layer: int) -> Tensors:
     query = by_heads(get("self_attn.q_proj.weight"), heads)
     key = by_heads(get("self_attn.k_proj.weight"), kv)
     if model_type in ("llama", "gemma2"):
-        query = query * np.float32(1 / np.sqrt(config["head_dim"]))
-    if model_type == "llama":
+        query = query * np.float32(1 / np.sqrt(config.get("query_pre_attn_scalar", config["head_dim"])))
+    if "rope_parameters" in config:
         query, key = in_pairs(query), in_pairs(key)
     output = get("self_attn.o_proj.weight")
     size = config["head_dim"]

@@ -27,6 +27,8 @@ EVERY = [
     *slow((family, False) for family in list(by_hand.FAMILIES)[1:]),
 ]
 
+STRETCHED = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+
 
 def same(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys()
@@ -55,7 +57,8 @@ def test_there_and_back_to_the_bit(family, scanned, tmp_path):
 
 @pytest.mark.parametrize("family", by_hand.FAMILIES)
 def test_bfloat16_comes_back_where_roots_are_not_exact(family, tmp_path):
-    config = by_hand.fields(family, head_dim=12, hidden_size=20)
+    scores = {"query_pre_attn_scalar": 12} if family.startswith("gemma") else {}
+    config = by_hand.fields(family, head_dim=12, hidden_size=20, **scores)
     weights = by_hand.tensors(config, ml_dtypes.bfloat16)
     here = by_hand.folder(tmp_path / "here", config, weights)
     export_maxtext(here, tmp_path / "exported")
@@ -189,6 +192,12 @@ def test_no_checkpoint(made, words, tmp_path):
         (by_hand.fields("gemma2", num_hidden_layers=3), "num_hidden_layers = 3 is odd"),
         (by_hand.fields("gemma3", layer_types=["full_attention"] * 14), "layer_types differ"),
         (by_hand.fields("gemma3", tie_word_embeddings=False), "no place for head/w"),
+        (by_hand.fields("gemma3", query_pre_attn_scalar=12), "query_pre_attn_scalar is neither head_dim = 16 nor"),
+        (by_hand.fields("gemma2", rms_norm_eps=1e-5), "rms_norm_eps = 1e-05"),
+        (by_hand.fields("llama", rope_parameters={**by_hand.LLAMA31, "factor": 32.0}), "the factors 32, 1 and 4"),
+        (by_hand.fields("qwen3", rope_parameters=by_hand.LLAMA31), "a rope of the type llama3"),
+        (by_hand.fields("qwen2", rope_parameters={"rope_theta": 1000.5}), r"rope_theta = 1000\.5"),
+        (by_hand.fields("gemma3", rope_parameters=STRETCHED), "the rope of its local layers is stretched"),
     ],
 )
 def test_models_without_a_place_there(fields, words, tmp_path):

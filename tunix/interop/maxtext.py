@@ -19,6 +19,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
+from tunix.interop.maxtext_settings import settings_of
 from tunix.interop.maxtext_tables import TABLES, Array, Leaf, Table, table_of
 from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, nested, write_step
 from tunix.models.config import DecoderConfig
@@ -91,7 +92,7 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
         scanned: whether layers are stacked, as MaxText has them by default (`scan_layers`).
 
     Returns:
-        MaxText's settings for it: `load_parameters_path=out/0/items scan_layers=true ...`.
+        MaxText's settings for it: `load_parameters_path=out/0/items model_name=qwen3-0.6b ...`.
 
     Raises:
         UserError: the family has no table, a tensor is missing or misshapen, or something exists at `out`.
@@ -234,16 +235,11 @@ def _tensor(config: DecoderConfig, slot: Slot) -> Tensor:
 
 
 def _settings(config: DecoderConfig, out: Path, scanned: bool) -> str:
-    """MaxText's settings for a checkpoint.
-
-    It divides logits by sqrt(D) where the head is the embedding, unless told otherwise: right for Gemma, whose
-    embedding is multiplied by that.
-    """
+    """MaxText's settings for a checkpoint, as they are written in a shell."""
     settings = {
         "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
-        "scan_layers": str(scanned).lower(),
-        "vocab_size": TABLES[config.family].rows(config),
-        "logits_via_embedding": str(config.tied).lower(),
-        "normalize_embedding_logits": str(config.scale_embeddings).lower(),
+        **settings_of(config, TABLES[config.family].rows(config), scanned),
     }
-    return " ".join(f"{name}={value}" for name, value in settings.items())
+    return " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
+    )

@@ -6,9 +6,12 @@ src/maxtext/checkpoint_conversion/utils/param_mapping.py, functions `*_MAXTEXT_T
 src/maxtext/configs/models.
 Our layout of a layer's weights is MaxText's already. What differs, and is easily overlooked:
 
-* Llama's queries are divided by sqrt(H), and of each head's query and key the two halves that rope turns together are
-  interleaved: dimensions 0, H/2, 1, H/2 + 1, ...
-* Gemma 2's queries are divided by sqrt(H) too, Gemma 3's are not.
+* Llama's queries are divided by sqrt(H). Where the rope is stretched as Llama 3.1's, of each head's query and key the
+  two halves that rope turns together are interleaved: dimensions 0, H/2, 1, H/2 + 1, ... The mapping always does so,
+  and its models are all of 3.1; a plain rope of MaxText's turns halves (`maxtext_settings.neighbours`).
+* Gemma 2's queries are divided too, Gemma 3's are not. By the mapping the divisor is sqrt(H); here it is what scores
+  are divided by, which for Gemma 2 27B is sqrt(D / N), as in `standalone_scripts/convert_gemma2_chkpt.py`: MaxText
+  divides nothing afterwards.
 * Gemma's norms hold 1 + w, and its embedding is multiplied by sqrt(D), which for Gemma 3 is rounded to bfloat16 first.
 * Gemma 2 has a local and a global layer in one layer of MaxText; a scan over Gemma 3 has six, and the layers that are
   left over stand apart.
@@ -28,8 +31,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from tunix.errors import UserError
+from tunix.interop.maxtext_settings import differences, neighbours
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import FAMILIES
 
 Array = Float32[np.ndarray, "..."]
 Step = Callable[[Array, DecoderConfig], Array]
@@ -111,17 +114,8 @@ def table_of(config: DecoderConfig, names: Sequence[str], where: str) -> Table:
     lost = [name for name in names if name not in found.leaves]
     if lost:
         raise UserError(f"{where}: MaxText's {config.family} has no place for {', '.join(lost)} of this model")
-    none = (False,) * config.num_layers
-    usual = FAMILIES[config.family].local(config.num_layers) or none
-    if (config.local_layers or none) != usual:
-        raise UserError(
-            f"{where}: layer_types differ from the pattern of MaxText's {config.family}, which its code fixes"
-        )
-    if config.family == "gemma2" and config.num_layers % 2:
-        raise UserError(
-            f"{where}: num_hidden_layers = {config.num_layers} is odd, and MaxText's gemma2 pairs a local with a "
-            "global layer"
-        )
+    for difference in differences(config):
+        raise UserError(f"{where}: {difference}")
     return found
 
 
@@ -130,20 +124,22 @@ def _same(x: Array, config: DecoderConfig) -> Array:
 
 
 def _divided(x: Array, config: DecoderConfig) -> Array:
-    return x * np.float32(1 / np.sqrt(config.head_dim))
+    return x * np.float32(config.scale)
 
 
 def _multiplied(x: Array, config: DecoderConfig) -> Array:
-    return x * np.float32(np.sqrt(config.head_dim))
+    return x * np.float32(1 / config.scale)
 
 
 def _interleaved(x: Array, config: DecoderConfig) -> Array:
+    if not neighbours(config):
+        return x
     first, second = np.split(x, 2, axis=-1)
     return np.stack([first, second], axis=-1).reshape(x.shape)
 
 
 def _halved(x: Array, config: DecoderConfig) -> Array:
-    return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if neighbours(config) else x
 
 
 def _embedding(kind: type) -> Change:
