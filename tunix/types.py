@@ -12,6 +12,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
     D   model width
+    Da  width of all of them: of the inputs of layers, one after the other
     Dk  width of a key
     Dp  width of inputs of layers: of the embeddings that a token has for each layer
     Dt  width of a tower: of the model that sees pictures

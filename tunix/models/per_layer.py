@@ -3,7 +3,7 @@
 For each layer, a token's row of a second table and a projection of its usual embedding are added up. The layer gates
 them by its output, and adds what it makes of them to the stream (Gemma 4 E2B and E4B, after Gemma 3n).
 
-Axes: B rows, T time, V vocabulary, D model width, L layers, Dp width of inputs of layers.
+Axes: B rows, T time, V vocabulary, D model width, L layers, Dp width of inputs of layers, Da width of all of them.
 """
 
 import jax
@@ -31,21 +31,27 @@ class LayerInputs(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         v, d, layers, width = config.vocab_size, config.d_model, config.num_layers, config.layer_inputs
-        self.embed = Matrix(weight(rngs, (v, layers, width), ("vocab", None, "embed"), std=width**-0.5))
+        # Rows as long as all layers' together: a TPU would copy the whole table to gather rows of several dimensions.
+        self.embed = Matrix(weight(rngs, (v, layers * width), ("vocab", "embed"), std=width**-0.5))
         self.context = Matrix(weight(rngs, (d, layers, width), ("embed", None, None), std=1.0))
         self.norm = Norm(width, "head", eps=config.norm_eps, offset=config.norm_offset)
 
 
 def layer_inputs(
     config: DecoderConfig,
-    table: Float[Array, "V L Dp"],
+    table: Float[Array, "V Da"],
     context: Float[Array, "D L Dp"],
     norm: Float[Array, "Dp"],
     tokens: Int[Array, "B T"],
     x: Float[Array, "B T D"],
 ) -> Float[Array, "L B T Dp"]:
-    """The inputs of all layers, in the dtype of the embedded tokens `x`."""
-    own = table[tokens].astype(x.dtype) * jnp.asarray(config.layer_inputs**0.5, x.dtype)
+    """The inputs of all layers, in the dtype of the embedded tokens `x`.
+
+    Args:
+        table: for each id the embeddings of all layers, one after the other.
+    """
+    own = table[tokens].reshape(*tokens.shape, *context.shape[1:])
+    own = own.astype(x.dtype) * jnp.asarray(config.layer_inputs**0.5, x.dtype)
     projected = project("BTD,DLF->BTLF", x, context) * config.d_model**-0.5
     projected = rms_norm(projected, norm, eps=config.norm_eps, offset=config.norm_offset)
     mixed = jnp.moveaxis((projected + own) * 2**-0.5, 2, 0)

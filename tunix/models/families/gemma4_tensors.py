@@ -5,7 +5,8 @@ Global layers have tensors of the names that local layers use, in other shapes: 
 those of the dense ffn beside them.
 
 Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
-Dp width of inputs of layers, F ffn width, Fw wider ffn width, E experts, Fe ffn width of an expert.
+Dp width of inputs of layers, Da width of all of them, F ffn width, Fw wider ffn width, E experts, Fe ffn width of an
+expert.
 """
 
 import re
@@ -28,6 +29,7 @@ def axes(config: DecoderConfig) -> dict[str, int]:
         "Kw": own.kv_heads,
         "Hw": own.head_dim,
         "Dp": config.layer_inputs,
+        "Da": config.num_layers * config.layer_inputs,
         "L": config.num_layers,
         "Fw": 2 * config.ffn,
         "Fe": config.ffn,
@@ -78,7 +80,7 @@ _WIDE = in_layers(
     WIDE,
 )
 _INPUTS = {
-    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "V (L Dp)", "V L Dp"),
+    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "V Da", "V Da"),
     "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
     "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
     **in_layers(
