@@ -10,6 +10,7 @@ import pytest
 
 from tests.marks import slow
 from tests.trainers import PLAIN
+from tunix.models.families.table import small
 from tunix.models.model import Model, Params
 from tunix.models.scan import KEEPS
 
@@ -88,6 +89,21 @@ def test_gradients_of_float32_weights_are_those_of_the_bfloat16_products(params)
     backward = [one for one in jax.make_jaxpr(run)(layers).jaxpr.eqns if one.params.get("reverse")]
     stacked = [x.aval.dtype for one in backward for x in one.outvars if x.aval.shape == (C.num_layers, 32, 64)]
     assert stacked == [jnp.bfloat16, jnp.bfloat16]  # gate and up
+
+
+def test_no_layer_of_a_period_keeps_its_weights():
+    """Three DeltaNets and an attention layer, five times. Their weights are there: kept again they would take as much."""
+    linear = (True, True, True, False) * 5
+    model = Model(replace(small("qwen3_5"), num_layers=20, linear_layers=linear, d_model=48, ffn=80))
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
+
+    def kept(params: Params) -> list[jax.Array]:
+        return jax.tree.leaves(jax.vjp(lambda params: loss(model, params), params)[1])
+
+    found = {x.shape for x in jax.eval_shape(kept, params)}
+    assert (5, B, T, 48) in found, "the stream before a layer of each period"
+    # The weights themselves are found by periods: [5 3 ...] and [5 1 ...].
+    assert not found & {(5, *shape[1:]) for name, shape in model.shapes.items() if name.startswith("layers/")}
 
 
 def test_inputs_of_layers_have_gradients_beside_those_of_weights_that_the_scan_casts():

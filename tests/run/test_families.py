@@ -56,7 +56,8 @@ def test_eight_devices_have_the_losses_of_one(family: str, mesh: dict[str, int],
         # Adam divides gradients near 0 by themselves, which makes their rounding a step. And the norms of DeltaNets'
         # narrow heads divide by what is near 0, which makes gradients of 100, so that the rate is small.
         slowly = {"name": "sgd", "learning_rate": 0.001}
-        write(tmp_path, family, mesh=sizes, output=name, optimizer=slowly)
+        # With seed 0 two experts of a token of gpt_oss score alike to the last bit: a rounding chooses.
+        write(tmp_path, family, mesh=sizes, output=name, optimizer=slowly, seed=1 if family == "gpt_oss" else 0)
         if name == "one":
             with no_process_left() as runs:
                 runs.append(Run(tmp_path))

@@ -25,6 +25,7 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
+from tunix.trainer.frozen_model import beside
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
@@ -126,8 +127,9 @@ def step(
     number, key = (_on(spec.mesh, x) for x in (number, key))
     state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
     compiled = jit(run, donate_argnums=0, options=fast_products(spec.mesh, spec.model.dtype))
+    frozen = (base, None if reference is None else beside(base, reference), states)
     with jax.set_mesh(spec.mesh):
-        return compiled.lower(state, (base, reference, states), _microbatches(spec.mesh, batch), key)
+        return compiled.lower(state, frozen, _microbatches(spec.mesh, batch), key)
 
 
 def scoring(

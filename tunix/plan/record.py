@@ -115,8 +115,6 @@ class Recorder:
         program.flops = training_flops(trained.spec.model.config, batch, trained.spec.adapter)
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
         program.gradients = programs.gradient_bytes(trained.params, shape)
-        if reference is not None and reference is subject.policy.base:
-            program.besides = -bytes_of(reference)  # the same arrays, given twice
         assert program.lowered is not None, "updates are lowered"
         return dict.fromkeys(program.lowered.out_info[1], 0.0)
 

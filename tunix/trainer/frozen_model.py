@@ -3,9 +3,11 @@
 Axes: T time.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -37,3 +39,11 @@ class FrozenModel:
     @cached_property
     def _scorer(self) -> Scorer:
         return Scorer(self.model, self.microbatcher, self.length)
+
+
+def beside(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a reference that are not the base's own arrays, as all are where it is the base under an adapter.
+
+    A program is given them once: of arrays given twice a TPU's compiler counts both, and a copy that it makes, too.
+    """
+    return {name: x for name, x in reference.items() if base.get(name) is not x}

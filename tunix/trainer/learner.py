@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import fast_products
 from tunix.models.model import Params
-from tunix.trainer.frozen_model import FrozenModel
+from tunix.trainer.frozen_model import FrozenModel, beside
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
@@ -142,7 +142,7 @@ class Learner:
         """
         microbatches, reference, states = self.spec.microbatcher.place(batch), None, None
         if loss.reference:
-            reference = required("reference", self.reference).params
+            reference = beside(self.frozen, required("reference", self.reference).params)
         if loss.divergence:
             states = required("teacher", self.teacher).states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)

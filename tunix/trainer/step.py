@@ -4,8 +4,7 @@ A batch arrives as `[M R T]`: M micro-batches of R rows, of which the first `fil
 those, so packing saves time and nothing recompiles. Terms are divided by the counts of the whole batch, taken before
 the split: micro-batches, padding and devices cannot change the result.
 
-Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's
-width.
+Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's width.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
-from tunix.models.param_names import TOWER
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
@@ -128,7 +126,7 @@ class FrozenInputs(NamedTuple):
     base: Params
     """The frozen weights under an adapter; empty without one."""
     reference: Params | None = None
-    """The reference's weights, where the loss reads its log-probs."""
+    """The reference's weights that are not in the base, where the loss reads its log-probs."""
     teacher: TeacherStates | None = None
     """The teacher's states for this batch, where the loss reads a divergence."""
 
@@ -231,8 +229,7 @@ class Compute:
     def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
         model = replace(self.model, adapt=None, has_scalar_head=False)
-        # A tower is no part of a copy of the trained weights.
-        params = {name: x for name, x in frozen.base.items() if name.startswith(TOWER)} | frozen.reference
+        params = {**frozen.base, **frozen.reference}
         hidden = hidden_of(model, params, batch)
         return jax.lax.stop_gradient(_logprobs(model, params, hidden, batch, replace(loss, entropy=False))[0])
 
