@@ -92,7 +92,7 @@ def test_gradients_of_float32_weights_are_those_of_the_bfloat16_products(params)
 
 
 def test_no_layer_of_a_period_keeps_its_weights():
-    """Three DeltaNets and an attention layer, five times. Their weights are there: kept again they would take as much."""
+    """Three DeltaNets and an attention layer, five times. The weights are there: kept again they take as much."""
     linear = (True, True, True, False) * 5
     model = Model(replace(small("qwen3_5"), num_layers=20, linear_layers=linear, d_model=48, ffn=80))
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
