@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import platform
 from tunix.models.expert_products import sums, taken
+from tunix.util.ordering import needed_first
 
 AXIS = "expert"
 
@@ -53,10 +54,10 @@ def destinations(experts: Int[Array, "n k"], real: Bool[Array, "n"], own: int) -
     """
     devices = jax.lax.axis_size(AXIS)
     there = jnp.any(experts[..., None] // own == jnp.arange(devices), axis=1) & real[:, None]
-    order = jnp.argsort(~there, axis=0, stable=True)
-    places = jnp.argsort(order, axis=0) + len(experts) * jnp.arange(devices)
+    order, back = needed_first(there.T)
+    places = back.T + len(experts) * jnp.arange(devices)
     sent = jnp.sum(there, axis=0, dtype=jnp.int32)
-    return Destinations(order.T, places, there, sent, jax.lax.all_to_all(sent, AXIS, 0, 0, tiled=True))
+    return Destinations(order, places, there, sent, jax.lax.all_to_all(sent, AXIS, 0, 0, tiled=True))
 
 
 @jax.custom_vjp

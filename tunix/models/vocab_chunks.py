@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import constrain, platform, shards
+from tunix.util.ordering import needed_first
 
 BLOCK_TOKENS = 2048
 """Tokens of a block on a CPU: enough that multiplying by the table takes far longer than reading it."""
@@ -146,11 +147,7 @@ def visit_of(needed: Bool[Array, "B T"]) -> Visit:
     """The order that visits the needed tokens of each row first."""
     rows, length = needed.shape
     block = block_length(rows, length)
-    # Counted, not sorted: a TPU's compiler takes seconds for each sort.
-    before = jnp.cumsum(needed, axis=1, dtype=jnp.int32)
-    others = before[:, -1:] + jnp.cumsum(~needed, axis=1, dtype=jnp.int32)
-    back = jnp.where(needed, before, others) - 1
-    order = jnp.zeros_like(back).at[jnp.arange(rows)[:, None], back].set(jnp.arange(length, dtype=jnp.int32))
+    order, back = needed_first(needed)
     number = (jnp.max(jnp.sum(needed, axis=1)) + block - 1) // block
     return Visit(jnp.pad(order, ((0, 0), (0, -length % block))), back, number.astype(jnp.int32))
 
