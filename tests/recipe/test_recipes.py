@@ -24,8 +24,8 @@ SLOW = (
     *("sft_llama_70b", "grpo_llama_70b", "sft_qwen_64k"),
 )
 """The first four compile for minutes, the others have a sibling here (sft_pydoc, of today's families sft_qwen35) or in
-the notebooks (01 runs the quickstart); what is of their own, smaller runs see: in tests/run, and tests/commands/test_quantize.py and
-tests/rollout/environments/test_environments.py."""
+the notebooks (01 runs the quickstart); what is of their own, smaller runs see: in tests/run, and
+tests/commands/test_quantize.py and tests/rollout/environments/test_environments.py."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
