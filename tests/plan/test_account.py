@@ -248,6 +248,12 @@ def test_rows_whose_number_data_decide_are_all_counted_but_not_where_they_come_t
     assert (one.kind, one.bytes) == ("ragged-all-to-all", 64 * 128 * 2 * 3 // 4)
 
 
+def test_cycles_count_as_often_as_their_loop_runs():
+    body, whole = Account(cycles=2.0), Account(cycles=1.0)
+    whole.add(body, 3.0, loops=1)
+    assert whole.cycles == 7
+
+
 def test_a_scatter_costs_its_updates():
     """An array that is given away is changed in place: 2 rows of 32 of 1000 are read and written, at two indices."""
     many, two = jax.ShapeDtypeStruct((1000, K), jnp.float32), jax.ShapeDtypeStruct((2, K), jnp.float32)

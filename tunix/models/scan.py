@@ -96,19 +96,19 @@ def over_layers(
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
     dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
 
-    def one(number: int, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
+    def one(place: _Place, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
         # Taken here, and so again in the backward pass: taken before, every layer's weights would be kept for that.
-        weights, sinks, each = places[number].part(inputs) if len(places) > 1 else inputs
-        here = places[number].weights
+        weights, sinks, each = place.part(inputs) if len(places) > 1 else inputs
+        here = place.weights
         leaves = [_cast(casts[at], *both) for at, *both in zip(here, weights, sinks, strict=True)]
         own = dict(zip((paths[at] for at in here), leaves, strict=True))
-        return layer(number, checkpoint_name(x, INPUT), own, Others(each[0], each[1], shared))
+        return layer(place.number, checkpoint_name(x, INPUT), own, Others(each[0], each[1], shared))
 
     def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
             found: dict[str, list[PyTree]] = {}
             for place in places:
-                x, terms = jax.checkpoint(partial(one, place.number), policy=policy(remat))(x, shared, inputs)
+                x, terms = jax.checkpoint(partial(one, place), policy=policy(remat))(x, shared, inputs)
                 for name, term in terms.items():
                     found.setdefault(name, []).append(term)
             return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in found.items()}
