@@ -3,6 +3,7 @@
 The programs are those that warm-up calls (`rollout/engine/warmup.py`), made from shapes: nothing is compiled.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -21,14 +22,19 @@ MOST = 12
 BESIDES = 2
 """The empty slots, and the copy of the weights."""
 PATHS = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
-HARDWARE = {"grpo_llama_70b": "h100:256"}
-"""Where it is not `h100:1`; the hardware lines of recipes say the same."""
+HARDWARE = json.loads((Path(__file__).parents[2] / "docs/hardware.json").read_text())
+"""The topologies that recipes have been planned for, by name; one for a laptop has none."""
 
 
 def stages(name: str) -> list[Recipe]:
     """The stages of a recipe, all with the model of the first, which the later ones would continue."""
     recipe = Recipe.load(PATHS[name])
     return [one.model_copy(update={"model": recipe.stages[0].model}) for one in recipe.stages] or [recipe]
+
+
+def gpus_of(name: str) -> str:
+    """The GPUs of a recipe's hardware line."""
+    return next((where for where in HARDWARE.get(name, ()) if where.startswith("h100")), "h100:1")
 
 
 def number(subject: Subject, sampled: Sampled) -> int:
@@ -60,7 +66,7 @@ def test_a_sampler_has_a_dozen_programs_where_pages_are_gathered(name: str):
 
 @pytest.mark.slow
 def test_every_sampler_has_a_dozen_programs_on_the_gpus_that_it_is_for():
-    topologies = {name: HARDWARE.get(name, "h100:1") for name in PATHS if name != "sft_llama_70b"}
+    topologies = {name: gpus_of(name) for name in PATHS if name != "sft_llama_70b"}
     if not installed("h100:1"):
         pytest.skip("the compiler of h100:1 is not installed")
     mine = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
