@@ -21,9 +21,13 @@ from tunix.errors import UserError
 
 Axes = tuple[str | None, ...]
 AXES = ("data", "fsdp", "context", "expert", "tensor")
-PRODUCTS = {("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}}
-"""Options of XLA, by platform and dtype of the computation, where its default library is the slower one: on a CPU,
-YNNPACK keeps the reductions, and products go to Eigen."""
+PRODUCTS = {
+    ("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+    ("cpu", "bfloat16"): {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
+}
+"""Options of XLA, by platform and dtype of the computation, where its default is slower or takes more memory. On a CPU
+float32 products go to Eigen, and YNNPACK keeps the reductions. One of bfloat16 multiplies float32 copies: a layer's
+matrices are copied when it is their turn, not those of all layers before the first."""
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -107,7 +111,7 @@ def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
     """`compiler_options` for programs of many tokens that multiply in this dtype.
 
-    There are none for bfloat16, where trainer and sampler have to round alike.
+    None for bfloat16 changes a product: trainer and sampler have to round alike.
     """
     return PRODUCTS.get((mesh.devices.flat[0].platform, dtype), {})
 

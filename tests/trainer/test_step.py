@@ -19,6 +19,7 @@ from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
 from tunix.types import LOSS_WEIGHTS, Batch, Sequence, Term
+from tunix.util.exact import jit
 
 SFT_LOSS = SFT(SFTConfig()).objective
 
@@ -40,15 +41,34 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], toler
 
 def test_products_of_float32_go_to_the_faster_library_and_those_of_bfloat16_stay_where_the_samplers_are():
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    assert fast_products(mesh, "bfloat16") == {}
-    x = jnp.ones((128, 128))
 
-    def ynnpack(options: dict) -> bool:
+    def ynnpack(options: dict, dtype: str) -> bool:
+        x = jnp.ones((128, 128), dtype)
         product = jax.jit(lambda a, b: a @ b, compiler_options=options)
         return "__ynn_fusion" in product.lower(x, x).compile().as_text()
 
-    assert ynnpack({})
-    assert not ynnpack(fast_products(mesh, "float32"))
+    assert ynnpack({}, "float32")
+    assert not ynnpack(fast_products(mesh, "float32"), "float32")
+    assert ynnpack({}, "bfloat16")
+    assert ynnpack(fast_products(mesh, "bfloat16"), "bfloat16")
+
+
+def test_the_matrices_of_all_layers_are_never_held_in_float32():
+    options = fast_products(build_mesh(MeshConfig(), jax.devices()[:1]), "bfloat16")
+    layers, dim, rows = 16, 256, 8
+    shape = jax.ShapeDtypeStruct
+
+    def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    def temporaries(options: dict) -> int:
+        step = jit(jax.grad(loss), options=options)
+        compiled = step.lower(shape((layers, dim, dim), jnp.bfloat16), shape((rows, dim), jnp.bfloat16)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    of_all = 4 * layers * dim**2
+    assert temporaries({}) > of_all
+    assert temporaries(options) < of_all / 4
 
 
 def two_sequences(weights: tuple[float, float, float] | None = None) -> Batch:
