@@ -23,6 +23,7 @@ import tunix
 from tests.marks import slow
 from tunix.cli import COMMANDS
 from tunix.commands.arguments import Parser
+from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import algorithm_config
 from tunix.recipe.recipe import Recipe
 from tunix.util.yaml_io import parse_yaml
@@ -201,6 +202,12 @@ def test_every_command_has_its_line():
 def test_every_recipe_is_in_the_table():
     for path in (ROOT / "recipes").glob("*.yaml"):
         assert f"| [{path.stem}](../../recipes/{path.name}) |" in PAGES["docs/guide/recipes.md"]
+
+
+def test_every_model_type_is_in_the_table_of_models():
+    rows = re.findall(r"^\|[^|`]+\|([^|]+)\|", PAGES["docs/guide/models.md"], re.MULTILINE)
+    named = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(named) == sorted(kind for family in FAMILIES.values() for kind in family.model_types)
 
 
 def test_the_readme_is_the_map_and_leads_to_every_page():
