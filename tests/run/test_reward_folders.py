@@ -40,7 +40,7 @@ FAMILIES = (
     "qwen3-wide-heads-tied",
 )
 CLASSIFIED = tuple(name for name in HEAVY if TABLE[family_of_type(CASES[name].model_type)].classifier)
-"""Those of which transformers has a classifier."""
+"""The heavy cases of which transformers has a classifier."""
 
 
 def classifier_folder(name: str, folder: Path) -> Path:
