@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.device.parity import REFERENCE, compared
+from benchmarks.device.parity import REFERENCE, _size, compared
 from tests.device_reference import numbers
 from tests.marks import slow
 from tests.tiny_models import EACH, HEAVY
@@ -29,6 +29,14 @@ def test_the_numbers_are_those_of_transformers(case: str):
     assert made["gradients"].keys() == stored["gradients"].keys()
     for name, both in stored["gradients"].items():
         np.testing.assert_allclose(made["gradients"][name], both, atol=1e-4 * both[0], err_msg=name)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_a_token_with_other_experts_is_no_rounding_error_of_a_mixture(mixture: bool):
+    errors = np.full(72, 7e-3)
+    errors[69] = 0.37
+    assert (_size(errors, mixture) > 2 * 7e-3) == (not mixture)
+    assert _size(3 * errors, mixture) == pytest.approx(3 * _size(errors, mixture))
 
 
 @pytest.mark.slow

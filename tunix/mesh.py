@@ -21,13 +21,19 @@ from tunix.errors import UserError
 
 Axes = tuple[str | None, ...]
 AXES = ("data", "fsdp", "context", "expert", "tensor")
+APART = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+"""An option of XLA for CPUs: YNNPACK computes products alone. It would take along what stands before and after them, up
+to whole layers, with an exp, tanh and rsqrt of its own whose last bit is another; and where a fusion ends depends on
+who else reads a number, as a backward pass does. In bfloat16 a last bit may be a whole digit: a policy would differ
+from its own reference, and the sampler from both."""
 PRODUCTS = {
     ("cpu", "float32"): {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
-    ("cpu", "bfloat16"): {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
+    ("cpu", "bfloat16"): {**APART, "xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
 }
-"""Options of XLA, by platform and dtype of the computation, where its default is slower or takes more memory. On a CPU
-float32 products go to Eigen, and YNNPACK keeps the reductions. One of bfloat16 multiplies float32 copies: a layer's
-matrices are copied when it is their turn, not those of all layers before the first."""
+"""Options of XLA for programs of many tokens, by platform and dtype of the computation, where its default is slower,
+takes more memory or rounds otherwise. On a CPU float32 products go to Eigen, and YNNPACK keeps the reductions. One of
+bfloat16 multiplies float32 copies: a layer's matrices are copied when it is their turn, not those of all layers before
+the first."""
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -114,6 +120,11 @@ def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
     None for bfloat16 changes a product: trainer and sampler have to round alike.
     """
     return PRODUCTS.get((mesh.devices.flat[0].platform, dtype), {})
+
+
+def as_trainers_round(dtype: DType) -> dict[str, str]:
+    """`compiler_options` with which a program of the sampler, in this dtype, rounds as those of training do."""
+    return APART if platform() == "cpu" and dtype == "bfloat16" else {}
 
 
 def row_shards(mesh: Mesh) -> int:

@@ -131,6 +131,15 @@ def rows(setting: Setting) -> Iterator[Row]:
             yield attempt(name, partial(compared, name, model, stored))
 
 
+def _size(errors: np.ndarray, mixture: bool) -> float:
+    """The usual size of rounding errors: their root mean square, or of a mixture the median.
+
+    Where two experts are nearly tied, rounding chooses another one, for transformers as for tunix, and that token's
+    log-prob moves by tenths: what one of 72 such tokens adds is more than all rounding.
+    """
+    return float(np.median(np.abs(errors)) if mixture else np.sqrt(np.mean(errors**2)))
+
+
 def compared(name: str, model: Model, stored: Mapping[str, Any]) -> Row:
     """The row of one model and dtype.
 
@@ -148,7 +157,8 @@ def compared(name: str, model: Model, stored: Mapping[str, Any]) -> Row:
     truth, scored = np.array(stored["logprobs"]), inputs.positions > 0
     if model.dtype == "bfloat16":
         ours, theirs = np.asarray(_logprobs(model, params, inputs))[scored], np.array(stored["rounded"])
-        error = float(np.sqrt(np.mean((ours - truth) ** 2) / np.mean((theirs - truth) ** 2)))
+        mixture = model.config.experts is not None
+        error = _size(ours - truth, mixture) / _size(theirs - truth, mixture)
         return check(name, error, TIMES, "rounding error of log-probs, in transformers' own")
     with jax.default_matmul_precision("highest"):
         logprobs, found = _with_gradients(model, params, inputs)

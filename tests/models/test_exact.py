@@ -6,10 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks import mismatch
 from tests.commands.test_quantize import MIXED
 from tests.marks import slow
+from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.data.packing import pack
+from tunix.mesh import fast_products
+from tunix.models.families.table import small
+from tunix.models.model import Model, Params
 from tunix.trainer.build import local_client
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossInputs, LossOutputs, Term
@@ -56,3 +61,32 @@ def test_another_program_gives_the_same_reference(config, rules):
     client, given = started(config, rules), sequences(4)
     for mine, theirs in zip(client.logprobs(given), client.logprobs(given, "reference"), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_is_sampled_and_what_trains_round_alike(monkeypatch):
+    """Attention, soft caps and a tanh in the ffn: a bit that differs between two programs reaches every later token."""
+    monkeypatch.setattr(mismatch, "SIZES", {"d_model": 64, "ffn": 128, "num_layers": 2})
+    monkeypatch.setattr(mismatch, "NEW", 24)
+    found = mismatch.distances("gemma2")
+    assert found["reference"] == 0
+    assert found["mean"] < 1e-3
+
+
+def test_a_policy_that_is_differentiated_is_that_which_is_not():
+    """A backward pass reads more of what a program computes: XLA fuses it otherwise."""
+    mesh, config = one_device(), small("gemma2")
+    model, options = Model(config, dtype="bfloat16"), fast_products(mesh, "bfloat16")
+    params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (8, 48)), jnp.int32)
+    positions, segments = jnp.broadcast_to(jnp.arange(48, dtype=jnp.int32), tokens.shape), jnp.ones_like(tokens)
+
+    def logprobs(params: Params) -> jax.Array:
+        return model.logprobs(params, tokens, positions, segments, segments > 0)[0]
+
+    def with_gradients(params: Params) -> tuple[jax.Array, tuple[Params]]:
+        found, back = jax.vjp(logprobs, params)
+        return found, back(found)
+
+    with jax.set_mesh(mesh):
+        alone, beside = jit(logprobs, options=options)(params), jit(with_gradients, options=options)(params)[0]
+    np.testing.assert_array_equal(alone, beside)

@@ -6,6 +6,8 @@ memory grows with the square of a row's length.
 Axes: B rows, T time, N query heads, K kv heads, J query heads of a kv head, Q queries of a block, H head dim.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -24,6 +26,8 @@ BLOCK_Q = 128
 """Queries of a block at least: a block skips the keys that come after what it sees, nearly half of all scores."""
 MOST_BLOCKS = 4
 """Blocks of a row at most; each is compiled on its own."""
+Mix = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""What the queries of a block mix of the values, and the log-sum-exp of their scores, from these and the values."""
 
 
 def forward(
@@ -36,20 +40,7 @@ def forward(
     softcap: float | None,
 ) -> Mixed:
     """Attention within packed rows, by blocks of queries; as `attend.Implementation.forward`."""
-    queries = grouped(scaled(q, scale), k.shape[2])
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    length, mixed, mass = q.shape[1], [], []
-    size = max(BLOCK_Q, -(-length // MOST_BLOCKS))
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        # A finite bias: it is added once per pair, where a select would compare again for every head.
-        bias = jnp.where(view.seen(start, stop), 0.0, HIDDEN)
-        end = view.end(stop)
-        inputs = queries[:, :, :, start:stop], k[:, :, :end], v[:, :, :end], bias
-        block, lse = _block(*inputs, "BKQH,BKTH->BKQT", softcap)
-        mixed.append(block)
-        mass.append(lse)
-    return ungrouped(jnp.concatenate(mixed, axis=3)), ungrouped(jnp.concatenate(mass, axis=3)[..., None])[..., 0]
+    return _by_blocks(_mixed, q, k, v, view, scale, softcap)
 
 
 def backward(
@@ -66,7 +57,7 @@ def backward(
     """The gradients of `forward`, which is computed again; as `attend.Implementation.backward`."""
 
     def again(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        mixed, own = forward(q, k, v, view, scale=scale, softcap=softcap)
+        mixed, own = _by_blocks(_mixed_by_softmax, q, k, v, view, scale, softcap)
         # The result's log-sum-exp, sinks included, moves with that of the keys by the keys' share of it.
         now = jax.lax.stop_gradient(own)
         whole = result[1] + jnp.exp(now - result[1]) * (own - now)
@@ -75,26 +66,60 @@ def backward(
     return jax.vjp(again, q, k, v)[1](d_mixed)
 
 
-def _block(
-    q: Float[Array, "B K J Q H"],
-    k: jax.Array,
-    v: Float[Array, "B K T H"],
-    bias: Float[Array, "B Q T"],
-    product: str,
-    softcap: float | None,
-) -> tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]:
-    """Attention of a block of queries and the log-sum-exp of its scores; the einsum `product` states the keys' layout.
+def _by_blocks(mix: Mix, q, k, v, view: Segments, scale: float, softcap: float | None) -> Mixed:
+    """What `mix` returns for each block of queries, side by side."""
+    queries = grouped(scaled(q, scale), k.shape[2])
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    length, mixed, mass = q.shape[1], [], []
+    size = max(BLOCK_Q, -(-length // MOST_BLOCKS))
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        # A finite bias: it is added once per pair, where a select would compare again for every head.
+        bias = jnp.where(view.seen(start, stop), 0.0, HIDDEN)
+        end = view.end(stop)
+        scores = _scores(queries[:, :, :, start:stop], k[:, :, :end], bias, softcap)
+        block, lse = mix(scores, v[:, :, :end])
+        mixed.append(block)
+        mass.append(lse)
+    return ungrouped(jnp.concatenate(mixed, axis=3)), ungrouped(jnp.concatenate(mass, axis=3)[..., None])[..., 0]
 
-    Scores and softmax are float32.
-    """
-    rows, kv_heads, _, number, dim = q.shape
+
+def _scores(
+    q: Float[Array, "B K J Q H"], k: Float[Array, "B K T H"], bias: Float[Array, "B Q T"], softcap: float | None
+) -> Float[Array, "B K J Q T"]:
+    """The scores of a block of queries in float32."""
     # In the products Q runs over the block's queries of all J heads.
-    queries = q.reshape(rows, kv_heads, -1, dim)
-    scores = jnp.einsum(product, queries, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(rows, kv_heads, -1, number, v.shape[2])
+    scores = jnp.einsum("BKQH,BKTH->BKQT", _flat(q), k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(*q.shape[:-1], k.shape[2])
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores += bias[:, None, None]
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(rows, kv_heads, -1, v.shape[2])
-    mixed = jnp.einsum("BKQT,BKTH->BKQH", weights, v)
-    return mixed.reshape(rows, kv_heads, -1, number, dim), jax.nn.logsumexp(scores, axis=-1)
+    return scores + bias[:, None, None]
+
+
+def _mixed(
+    scores: Float[Array, "B K J Q T"], v: Float[Array, "B K T H"]
+) -> tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]:
+    """The mean of the values of a block of queries, and the log-sum-exp of its scores.
+
+    Weights are rounded for the product before they are divided by their sum, as those of tokens that are decoded are
+    (`pages.py`): a softmax that is rounded differs from them by a last bit of each.
+    """
+    peak = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - peak[..., None])
+    mass = jnp.sum(weights, axis=-1)
+    sums = jnp.einsum("BKQT,BKTH->BKQH", _flat(weights.astype(v.dtype)), v, preferred_element_type=jnp.float32)
+    sums = sums.reshape(*scores.shape[:-1], v.shape[-1])
+    return (sums / mass[..., None]).astype(v.dtype), peak + jnp.log(mass)
+
+
+def _mixed_by_softmax(
+    scores: Float[Array, "B K J Q T"], v: Float[Array, "B K T H"]
+) -> tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]:
+    """As `_mixed`, but for rounding: the derivative's products have operands of the values' dtype alone."""
+    mixed = jnp.einsum("BKQT,BKTH->BKQH", _flat(jax.nn.softmax(scores, axis=-1).astype(v.dtype)), v)
+    return mixed.reshape(*scores.shape[:-1], v.shape[-1]), jax.nn.logsumexp(scores, axis=-1)
+
+
+def _flat(x: Float[Array, "B K J Q X"]) -> Float[Array, "B K JQ X"]:
+    """The queries of all heads of a kv head along one axis."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from tunix.mesh import constrain, platform, shards
+from tunix.mesh import as_trainers_round, constrain, platform, shards
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.layouts import Pages
 from tunix.models.attention.pages import PieceView
@@ -55,7 +55,8 @@ class Compiled(Generic[Found]):
     def __init__(self, function: Callable[..., Found], **arguments: Any):
         """Compiles nothing yet; `arguments` are those of `jax.jit`."""
         update_wrapper(self, function)
-        self._usual, self._in_turn = jit(function, **arguments), jit(function, **arguments, options=IN_TURN)
+        self._jit: Callable[..., Any] = partial(jit, function, **arguments)
+        self._programs: dict[tuple[tuple[str, str], ...], Any] = {}
 
     def __call__(self, model: Model, *rest: Any) -> Found:
         """Calls the program for these arguments."""
@@ -66,7 +67,12 @@ class Compiled(Generic[Found]):
         return self._program(model).lower(model, *rest)
 
     def _program(self, model: Model) -> Any:
-        return self._in_turn if model.quantized and platform() == "cpu" else self._usual
+        in_turn = IN_TURN if model.quantized and platform() == "cpu" else {}
+        options = {**in_turn, **as_trainers_round(model.dtype)}
+        found = self._programs.get(key := tuple(options.items()))
+        if found is None:
+            found = self._programs[key] = self._jit(options=options)
+        return found
 
 
 def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Found]]:
