@@ -120,6 +120,6 @@ def _mixed_by_softmax(
     return mixed.reshape(*scores.shape[:-1], v.shape[-1]), jax.nn.logsumexp(scores, axis=-1)
 
 
-def _flat(x: Float[Array, "B K J Q X"]) -> Float[Array, "B K JQ X"]:
+def _flat(x: Float[Array, "B K J Q width"]) -> Float[Array, "B K queries width"]:
     """The queries of all heads of a kv head along one axis."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
