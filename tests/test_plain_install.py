@@ -14,6 +14,7 @@ from tests.marks import QUICKLY
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+PICTURES = [name for name in RECIPES if name.endswith("pictures")]
 EXTRAS = ("torch", "peft", "tensorboardX", "pathwaysutils", "matplotlib", "beartype")
 """What the extras bring and nothing else may need."""
 pytestmark = pytest.mark.slow
@@ -40,9 +41,21 @@ def test_the_extras_are_not_there(plain: Path):
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_tiny_without_extras(recipe: str, plain: Path, tmp_path: Path):
+def run_tiny(recipe: str, plain: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [str(plain / "tunix"), "run", recipe, "--tiny", "output=run"]
-    done = subprocess.run(command, cwd=tmp_path, env=offline(), capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=offline(), capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in PICTURES])
+def test_a_recipe_runs_tiny_without_extras(recipe: str, plain: Path, tmp_path: Path):
+    done = run_tiny(recipe, plain, tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("run/**/export/config.json")) or list(tmp_path.glob("run/**/adapter_config.json"))
+
+
+@pytest.mark.parametrize("recipe", PICTURES)
+def test_a_recipe_with_pictures_says_what_to_install(recipe: str, plain: Path, tmp_path: Path):
+    done = run_tiny(recipe, plain, tmp_path)
+    assert done.returncode == 2
+    assert "pictures need Pillow: pip install 'tunix[pictures]'" in done.stderr
+    assert "Traceback" not in done.stderr

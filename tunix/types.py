@@ -15,12 +15,15 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     Da  width of all of them: of the inputs of layers, one after the other
     Dk  width of a key
     Dp  width of inputs of layers: of the embeddings that a token has for each layer
+    Ds  width of a square: of a soft token's patches, side by side
     Dt  width of a tower: of the model that sees pictures
     Dv  width of a value
     E   experts
     En  entries of a book
     F   ffn width
     Fe  ffn width of an expert: where the layer has a dense ffn too
+    Fm  ffn width of a merger: of what makes soft tokens of patches
+    Fr  frames: the pictures of a film that a patch spans
     Fs  ffn width of a shared expert
     Ft  ffn width of a tower
     Fw  wider ffn width: where some layers have a wider one
@@ -48,11 +51,12 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     Pc  columns of a patch: its pixels from left to right
     Pg  pages: blocks of a cache of keys and values
     Pi  pictures: the most that a row has
+    Pl  learned positions: of a tower's patches
     Pp  patches: the squares that a picture is cut into
     Pr  rows of a patch: its pixels from top to bottom
     Pt  tokens of a page
-    Px  pixels: those of a side of a picture
     Q   queries of a block
+    Qk  parts of an attention's matrix: queries, keys and values
     R   rows of a micro-batch
     Rb  colours: red, green and blue
     S   sequences: those of a batch
@@ -75,7 +79,6 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -93,12 +96,25 @@ Metrics = Mapping[str, jax.Array | float]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of a sequence, or of packed rows, and which tokens stand for them."""
+    """The pictures of a sequence, or of packed rows, and which tokens stand for them.
 
-    pixels: UInt8[Array | np.ndarray, "*B Pi Px Px Rb"]
-    """Resized pictures, e.g. `[2 896 896 3]` of a sequence with two; rows with fewer end with black ones."""
+    A picture is cut into patches, of which some neighbours each make a soft token."""
+
+    pixels: UInt8[Array | np.ndarray, "*B Pi Pp Pr Pc Rb"]
+    """The patches of each, e.g. `[2 4096 14 14 3]` of a sequence with two; zeros after the last patch of a picture that
+    has fewer than there is room for, and after the last picture of a row."""
+    grids: Int[Array | np.ndarray, "*B Pi 2"]
+    """Rows and columns of soft tokens of each, e.g. `[[16, 16], [16, 16]]`; zeros after the last picture of a row."""
     places: Int[Array | np.ndarray, "*B T"]
     """1 + the index among the soft tokens of all of them, 0 for text; e.g. `[0, 1, 2, 3, 4, 0]` of one with four."""
+    rope: Int[Array | np.ndarray, "*B T 3"] | None = None
+    """The time, row and column to which rope turns each token (`data.seen`), e.g. `[[0, 0, 0], [1, 1, 1], [1, 1, 2]]`;
+    None where that is its place in the sequence."""
+
+    @property
+    def number(self) -> int:
+        """Pi."""
+        return self.pixels.shape[-5]
 
 
 @dataclass(frozen=True)
@@ -354,22 +370,6 @@ class Begun:
     """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
     pictures: Pictures | None = None
     """Those of its prompt, e.g. one, the same object for all of its requests; None without any."""
-
-
-def requests_of(
-    prompts: List[np.ndarray], n: int, seed: int, begun: List[Begun] | None
-) -> list[tuple[np.ndarray, Begun]]:
-    """The requests for `n` completions of each prompt, with their random numbers.
-
-    Args:
-        prompts: `[T]` token ids each.
-        n: completions of a prompt; request i is sample i % n of prompt i // n.
-        seed: of those that none has begun.
-        begun: of each request what another call has begun; None where it is the first.
-    """
-    asked = [prompt for prompt in prompts for _ in range(n)]
-    own = [Begun(seed, index) for index in range(len(asked))] if begun is None else begun
-    return list(zip(asked, own, strict=True))
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,20 @@ def sequence(seed: int, length: int, *at: int) -> Sequence:
     for place in at:
         ids[place - 1], ids[place : place + TOKENS], ids[place + TOKENS] = BEGIN, SOFT, END
     soft = ids == SOFT
-    pixels = random.integers(0, 256, (len(at), SIDE, SIDE, 3)).astype(np.uint8)
-    places = np.where(soft, np.cumsum(soft), 0).astype(np.int32)
-    return Sequence(ids, ~soft, pictures=Pictures(pixels, places))
+    return Sequence(ids, ~soft, pictures=seen(random.integers(0, 256, (len(at), 36, 4, 4, 3)).astype(np.uint8), ids))
+
+
+def seen(pixels: np.ndarray, ids: np.ndarray) -> Pictures:
+    """Pictures of these patches, each of 3 x 3 soft tokens, among the tokens `[T]` of a sequence."""
+    soft = ids == SOFT
+    grids = np.full((len(pixels), 2), 3, np.int32)
+    return Pictures(pixels, grids, np.where(soft, np.cumsum(soft), 0).astype(np.int32))
+
+
+def whole(pixels: np.ndarray) -> torch.Tensor:
+    """The pictures of patches, as transformers' processor would hand them to the model."""
+    rows = pixels.reshape(-1, 6, 6, 4, 4, 3).transpose(0, 5, 1, 3, 2, 4).reshape(-1, 3, SIDE, SIDE)
+    return (torch.from_numpy(rows.astype(np.float32)) / 255 - 0.5) / 0.5
 
 
 SEQUENCES = (sequence(0, 40, 6, 21), sequence(1, 25), sequence(2, 30, 3))
@@ -91,9 +102,8 @@ SEQUENCES = (sequence(0, 40, 6, 21), sequence(1, 25), sequence(2, 30, 3))
 
 def their_logits(model: Gemma3ForConditionalGeneration, one: Sequence) -> torch.Tensor:
     ids = torch.from_numpy(one.tokens).long()[None]
-    pixels = torch.from_numpy(one.pictures.pixels.transpose(0, 3, 1, 2).astype(np.float32)) / 255
-    seen = {"pixel_values": (pixels - 0.5) / 0.5} if len(pixels) else {}
-    return model(input_ids=ids, token_type_ids=(ids == SOFT).long(), **seen).logits[0]
+    given = {"pixel_values": whole(one.pictures.pixels)} if one.pictures.number else {}
+    return model(input_ids=ids, token_type_ids=(ids == SOFT).long(), **given).logits[0]
 
 
 def loss_and_gradients(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
@@ -166,11 +176,9 @@ def test_pairs_that_share_a_prompt_with_pictures_equal_separate_rows(made):
         sides = []
         for end in (sequence(seed + side, 15 + 3 * side, *at) for side in range(2)):
             tokens = np.concatenate([prompt.tokens, end.tokens])
-            seen = np.concatenate([prompt.pictures.pixels, end.pictures.pixels])
-            soft = tokens == SOFT
-            mask = (np.arange(len(tokens)) >= len(prompt.tokens)) & ~soft
-            places = np.where(soft, np.cumsum(soft), 0).astype(np.int32)
-            sides.append(Sequence(tokens, mask, pictures=Pictures(seen, places)))
+            pixels = np.concatenate([prompt.pictures.pixels, end.pictures.pixels])
+            mask = (np.arange(len(tokens)) >= len(prompt.tokens)) & (tokens != SOFT)
+            sides.append(Sequence(tokens, mask, pictures=seen(pixels, tokens)))
         return sides
 
     first, second, third = SEQUENCES
@@ -201,11 +209,9 @@ def test_a_row_without_pictures_is_that_of_a_text_model(made):
 MESHES = slow([MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=2, context=4), MeshConfig(fsdp=1, tensor=8)])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.fsdp}-{mesh.context}-{mesh.tensor}")
-def test_eight_devices_compute_what_one_does(made, mesh):
-    """Of the tower's heads, three, none is split; its 36 patches are, over the parts of rows."""
-    model, params = load(made[0])
-    batch = pack(SEQUENCES, 3, 96, packing=False, pictures=2, multiple=4)
+def assert_spread_computes_alike(model: Model, params: Params, sequences: tuple[Sequence, ...], mesh: MeshConfig):
+    """Eight devices compute what one does, gradients included."""
+    batch = pack(sequences, 3, 96, packing=False, pictures=2, multiple=4)
     one, right = loss_and_gradients(model, params, batch)
     devices = build_mesh(mesh)
     with jax.set_mesh(devices):
@@ -216,6 +222,12 @@ def test_eight_devices_compute_what_one_does(made, mesh):
     for name in params:
         scale = np.abs(right[name]).max()
         np.testing.assert_allclose(ours[name], right[name], atol=1e-4 * max(scale, 1e-6), err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.fsdp}-{mesh.context}-{mesh.tensor}")
+def test_eight_devices_compute_what_one_does(made, mesh):
+    """Of the tower's heads, three, none is split; its 36 patches are, over the parts of rows."""
+    assert_spread_computes_alike(*load(made[0]), SEQUENCES, mesh)
 
 
 def test_rows_take_no_more_pictures_than_they_have_room_for():

@@ -270,4 +270,4 @@ def test_a_tower_and_its_pictures_are_held_and_computed():
     assert seen.held["training"]["weights"] == text.held["training"]["weights"]
     (step,) = (program for program in programs_of(seen) if program.name == "step")
     assert step.lowered is not None
-    assert "8x2x16x16x3xui8" in step.lowered.as_text()
+    assert "8x2x16x4x4x3xui8" in step.lowered.as_text()

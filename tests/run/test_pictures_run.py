@@ -142,18 +142,22 @@ def test_packing_and_stopping_change_nothing(tmp_path):
     assert files(tmp_path / "stopped/export") == files(tmp_path / "run/export")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, GRPO], ids=["sft", "grpo"])
-def test_killed_it_ends_like_the_uninterrupted_run(tmp_path, changes):
+def assert_killed_with_pictures_it_ends_alike(tmp_path: Path, changes: dict[str, Any]) -> None:
     def write(folder: Path) -> None:
         for name in ("base", "seen"):
             shutil.copytree(tmp_path / name, folder / name)
         for name in ("train.jsonl", "held.jsonl"):
             shutil.copy(tmp_path / name, folder)
         held = {"data.eval": "held.jsonl", "eval": {"every": 10, "samples": 1}}
-        write_recipe(folder / "r.yaml", {**CHANGES, **changes, **held, "steps": 20, "checkpoint": {"every": 5}})
+        write_recipe(folder / "r.yaml", {**changes, **held, "steps": 20, "checkpoint": {"every": 5}})
 
     assert_killed_it_ends_alike(tmp_path, write, at=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, GRPO], ids=["sft", "grpo"])
+def test_killed_it_ends_like_the_uninterrupted_run(tmp_path, changes):
+    assert_killed_with_pictures_it_ends_alike(tmp_path, {**CHANGES, **changes})
 
 
 @pytest.mark.slow
@@ -175,10 +179,7 @@ def test_an_adapter_goes_to_peft_and_to_a_whole_model(tmp_path, base):
     assert not any("vision" in name for name, _ in adapted.named_modules() if "lora_A" in name)
 
 
-@pytest.mark.slow  # a run above learns from pictures
-@pytest.mark.parametrize("adapter", [*slow([None]), {"kind": "lora", "rank": 4, "alpha": 8}], ids=["all", "lora"])
-def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, adapter):
-    """A reference that saw other pictures than the policy, or none, would give another loss than ln 2 at the start."""
+def assert_pairs_start_at_their_reference(tmp_path: Path, changes: dict[str, Any]) -> None:
     rows = []
     for number in range(32):
         one = row(tmp_path, number)
@@ -186,9 +187,8 @@ def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, a
         wrong = {**right, "content": sorted(COLOURS)[(number + 1) % 3]}
         rows.append({"prompt": [asked], "chosen": [right], "rejected": [wrong], "images": one["images"]})
     write_rows(tmp_path / "pairs.jsonl", rows)
-    algorithm = {"name": "dpo", "beta": 0.5}
-    changes = {**CHANGES, "algorithm": algorithm, "data.train": "pairs.jsonl", "adapter": adapter, "steps": 8}
-    recipe = str(write_recipe(tmp_path / "recipe.yaml", changes))
+    own = {"algorithm": {"name": "dpo", "beta": 0.5}, "data.train": "pairs.jsonl", "steps": 8}
+    recipe = str(write_recipe(tmp_path / "recipe.yaml", {**changes, **own}))
     train(recipe)
     assert losses("run")[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses("run")[-1] < 0.69
@@ -196,17 +196,28 @@ def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, a
     np.testing.assert_allclose(losses("apart"), losses("run"), rtol=1e-3)
 
 
+@pytest.mark.slow  # a run above learns from pictures
+@pytest.mark.parametrize("adapter", [*slow([None]), {"kind": "lora", "rank": 4, "alpha": 8}], ids=["all", "lora"])
+def test_pairs_with_pictures_start_at_their_reference_and_come_apart(tmp_path, adapter):
+    """A reference that saw other pictures than the policy, or none, would give another loss than ln 2 at the start."""
+    assert_pairs_start_at_their_reference(tmp_path, {**CHANGES, "adapter": adapter})
+
+
 @pytest.mark.slow
 def test_grpo_samples_with_pictures_what_its_trainer_computes(tmp_path, capsys):
     """All steps pass the gate, the reference is the start, and held-out prompts are answered with their pictures."""
-    recipe = write_recipe(tmp_path / "recipe.yaml", {**CHANGES, **GRPO, "data.eval": "held.jsonl"})
+    assert_sampler_and_trainer_agree(tmp_path, CHANGES)
+    assert "Hue?" in capsys.readouterr().err
+
+
+def assert_sampler_and_trainer_agree(tmp_path: Path, changes: dict[str, Any]) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", {**changes, **GRPO, "data.eval": "held.jsonl"})
     train(str(recipe), "steps=2", "eval={every: 1, rows: 4, samples: 1}")
     rows = metrics("run")
     largest = [row["mismatch/max"] for row in rows if "mismatch/max" in row]
     assert len(largest) == 2
     assert max(largest) < 1e-4
     assert next(row["kl/reference"] for row in rows if "kl/reference" in row) == pytest.approx(0.0, abs=1e-6)
-    assert "Hue?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

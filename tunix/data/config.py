@@ -48,6 +48,9 @@ class DataConfig(Config):
     pictures: Positive | None = None
     """Most pictures of a packed row, and of a row of the data, whose column `images` holds them: paths from the data's
     folder, bytes or PIL images. Room for more costs time whether they are there or not. null: only text is read."""
+    picture_tokens: Positive | None = None
+    """Most tokens of a picture where pictures keep their proportions (Qwen 3.5), e.g. 256 for 512 x 512 pixels; larger
+    ones are made smaller. null: 256. Gemma 3's pictures all have as many as the model says."""
     chat_template: str | None = None
     """Chat template: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
     template_kwargs: dict[str, str | bool | int] = {}
@@ -84,6 +87,8 @@ class DataConfig(Config):
             )
         if self.cuts and self.pictures:
             raise ValueError(f"packing {self.packing!r} would cut pictures; with data.pictures it is true or false")
+        if self.picture_tokens and not self.pictures:
+            raise ValueError("picture_tokens changes nothing without data.pictures; leave it out")
         if self.system and not self.chat:
             raise ValueError("system changes nothing without `chat: true`; rows of messages have their own")
         return self

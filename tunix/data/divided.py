@@ -93,8 +93,8 @@ def _saved(sequence: Sequence) -> dict[str, Any]:
     per_sequence = {name: float(value) for name, value in sequence.per_sequence.items()}
     numbers = {"weight": float(sequence.weight), "per_sequence": per_sequence}
     if (seen := sequence.pictures) is not None:
-        pixels = np.asarray(seen.pixels)
-        numbers |= {"pixels": coded(pixels), "shape": list(pixels.shape), "places": coded(np.asarray(seen.places))}
+        arrays = {name: np.asarray(x) for name, x in vars(seen).items() if x is not None}
+        numbers["pictures"] = {name: (coded(x), list(x.shape)) for name, x in arrays.items()}
     return {"tokens": coded(sequence.tokens), "mask": coded(sequence.loss_mask), "per_token": per_token, **numbers}
 
 
@@ -114,7 +114,7 @@ def _read(saved: Mapping[str, Any]) -> Kept | Dropped:
 def _sequence(saved: Mapping[str, Any]) -> Sequence:
     per_token = {name: array_of(values) for name, values in saved["per_token"].items()}
     pictures = None
-    if "pixels" in saved:
-        pictures = Pictures(array_of(saved["pixels"]).reshape(saved["shape"]), array_of(saved["places"]))
+    if "pictures" in saved:
+        pictures = Pictures(**{name: array_of(x).reshape(shape) for name, (x, shape) in saved["pictures"].items()})
     given = (array_of(saved["tokens"]), array_of(saved["mask"]), saved["weight"], per_token, saved["per_sequence"])
     return Sequence(*given, pictures)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,12 +34,13 @@ from tunix.data.accounting import (
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column
 from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
-from tunix.data.pictures import IMAGES, PictureReader, images_of, with_marks
+from tunix.data.picture_reader import PictureReader
+from tunix.data.pictures import IMAGES, images_of, with_marks
 from tunix.data.rendered import Rendered, given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS, Pictures, Sequence
+from tunix.types import LOSS_WEIGHTS, Sequence
 
 
 def to_example(
@@ -63,7 +63,7 @@ def to_example(
             with `where`.
     """
     try:
-        row, pictures = _pictured(row, tokenizer, settings)
+        row, tokenizer, pixels = _pictured(row, tokenizer, settings, folder)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     if settings.train_on == RowKind.ROW:
@@ -89,45 +89,51 @@ def to_example(
     reader = None if tokenizer is None else tokenizer.pictures
     if settings.train_on == RowKind.PROMPT:
         found = _prompt(sides[0][0], weight, row, settings, where)
-        return found if reader is None else _seen(found, reader, pictures, sides, where, folder)
+        return found if reader is None else _seen(found, reader, pixels, sides, where)
     if reader is not None:
         for tokens, mask in sides:
             mask[tokens == reader.soft_id] = False
     found = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
-    return found if reader is None else _seen(found, reader, pictures, sides, where, folder)
+    return found if reader is None else _seen(found, reader, pixels, sides, where)
 
 
-def _pictured(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[Row, list[Any]]:
-    """The row with its pictures marked in its text, and the pictures.
+def _pictured(
+    row: Row, tokenizer: Tokenizer | None, settings: Rendering, folder: Path | None
+) -> tuple[Row, Tokenizer | None, np.ndarray]:
+    """The row with its pictures marked in its text, a tokenizer that knows their grids, and their patches.
 
     Raises:
-        UserError: it has pictures, and the model or the algorithm sees none.
+        UserError: one cannot be read; or there are some, and the model or the algorithm sees none.
     """
     reader, pictures = None if tokenizer is None else tokenizer.pictures, images_of(row, settings.columns)
     if reader is not None and (settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)):
-        return with_marks(row, settings.columns, reader.begin)
+        row, pictures = with_marks(row, settings.columns, reader.mark, reader.sign)
+        pixels, grids = reader.read(pictures, folder)
+        return row, tokenizer and tokenizer.seeing(reader.knowing(grids)), pixels
     if not pictures:
-        return row, []
+        return row, tokenizer, np.zeros(0, np.uint8)
     name = settings.columns.get(IMAGES, IMAGES)
     if reader is not None:
         raise UserError(f"it has pictures ({name}), which only sft, dpo and grpo look at: leave the column out")
     raise UserError(
         f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to "
-        "train with them (a Gemma 3 folder with a vision_config, and sft, dpo or grpo), or leave the column out"
+        "train with them (a Gemma 3 or Qwen 3.5 folder with a vision_config, and sft, dpo or grpo), or leave the "
+        "column out"
     )
 
 
 def _seen(
     example: Kept | Dropped,
     reader: PictureReader,
-    pictures: List[Any],
+    pixels: np.ndarray,
     sides: List[Rendered],
     where: str,
-    folder: Path | None,
 ) -> Kept | Dropped:
     """The example with its pictures, which each of its sequences sees; dropped where one of them is cut.
 
     Args:
+        reader: knows the grids of the row's pictures.
+        pixels: their patches.
         sides: the row's sequences before they were cut.
     """
     if isinstance(example, Dropped):
@@ -137,12 +143,10 @@ def _seen(
     if any(np.sum(tokens == reader.soft_id) != np.sum(one.tokens == reader.soft_id) for one, (tokens, _) in both):
         return Dropped(PICTURE_CUT)
     try:
-        at = [reader.places(sequence.tokens, len(pictures)) for sequence in example.sequences]
-        pixels = reader.read(pictures, folder)
+        seen = [replace(one, pictures=reader.pictures(one.tokens, pixels)) for one in example.sequences]
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    seen = zip(example.sequences, at, strict=True)
-    return replace(example, sequences=tuple(replace(one, pictures=Pictures(pixels, places)) for one, places in seen))
+    return replace(example, sequences=tuple(seen))
 
 
 def _prompt(tokens: np.ndarray, weight: float, row: Row, settings: Rendering, where: str) -> Kept | Dropped:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from tunix.data.seen import within
 from tunix.types import LOSS_WEIGHTS, Batch, Pictures, Sequence
 
 LABEL = "label"
@@ -133,15 +134,19 @@ def _in_rows(pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, sh
         row_of: `[pieces]` the row of each.
         shape: (B, Pi), rows and pictures of a row.
     """
-    pixels, used = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8), np.zeros(shape[0], np.int64)
+    pixels = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8)
+    grids, used = np.zeros((*shape, 2), np.int32), np.zeros(shape[0], np.int64)
     places: list[np.ndarray] = []
     for row, one in zip(row_of, pictures, strict=True):
-        number, at = len(one.pixels), np.asarray(one.places)
-        each = int(at.max()) // max(number, 1)
-        pixels[row, used[row] : used[row] + number] = one.pixels
-        places.append(np.where(at > 0, at + used[row] * each, 0))
-        used[row] += number
-    return Pictures(pixels, tokens.in_rows(np.concatenate(places), np.int32))
+        here, at = np.s_[row, used[row] : used[row] + one.number], np.asarray(one.places)
+        places.append(np.where(at > 0, at + np.prod(grids[row], axis=-1).sum(), 0))
+        pixels[here], grids[here] = one.pixels, one.grids
+        used[row] += one.number
+    rope = None
+    if pictures[0].rope is not None:
+        every = np.concatenate([one.rope for one in pictures if one.rope is not None])
+        rope = np.stack([tokens.in_rows(axis, np.int32) for axis in every.T], axis=-1)
+    return Pictures(pixels, grids, tokens.in_rows(np.concatenate(places), np.int32), rope)
 
 
 def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Pictures], np.ndarray]:
@@ -150,18 +155,8 @@ def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Picture
     for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
         whole = sequences[owner].pictures
         assert whole is not None, "a sequence without pictures says so"
-        found.append(seen_within(whole, int(begin), int(end)))
-    return found, np.array([len(one.pixels) for one in found])
-
-
-def seen_within(pictures: Pictures, begin: int, end: int) -> Pictures:
-    """The pictures of the tokens `begin` to `end` of a sequence, none of which is cut, numbered from the first one."""
-    at = np.asarray(pictures.places)[begin:end]
-    here = at[at > 0] - 1
-    soft = len(np.flatnonzero(pictures.places)) // max(len(pictures.pixels), 1) if len(here) else 0
-    first, last = (here.min() // soft, here.max() // soft + 1) if soft else (0, 0)
-    assert len(here) == (last - first) * soft, "pictures are whole"
-    return Pictures(pictures.pixels[first:last], np.where(at > 0, at - first * soft, 0))
+        found.append(within(whole, int(begin), int(end)))
+    return found, np.array([one.number for one in found])
 
 
 def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:
@@ -314,7 +309,7 @@ def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: 
         )
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
-    first, most = sequences[0], max(0 if one.pictures is None else len(one.pictures.pixels) for one in sequences)
+    first, most = sequences[0], max(0 if one.pictures is None else one.pictures.number for one in sequences)
     if most > pictures:
         raise ValueError(f"a sequence has {most} pictures; rows have room for {pictures}")
     for i, sequence in enumerate(sequences):

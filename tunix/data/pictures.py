@@ -1,10 +1,7 @@
-"""Reads the pictures of rows: files, bytes or PIL images, resized by transformers' own processor, and their places.
+"""The pictures of rows: files, bytes or PIL images, and the marks that say where in the text they stand.
 
-`with_marks` puts a mark into the messages for each picture that has none, `PictureReader.expanded` writes soft tokens
-for each mark that a chat template rendered, `places` finds them among the row's tokens, and `pixels` reads the
-pictures. A picture is read from disk or from the row itself, never from a network.
-
-Axes: T time, Pi pictures, Px pixels, Rb colours.
+`with_marks` puts a mark into the messages for each picture that has none; `picture_reader.py` does the rest. A picture
+is read from disk or from the row itself, never from a network.
 """
 
 from __future__ import annotations
@@ -12,13 +9,8 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Mapping
-from collections.abc import Sequence as List
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from tunix.errors import UserError
 
@@ -29,82 +21,19 @@ IMAGES = "images"
 """The column of a row's pictures."""
 MOST_PIXELS = 50_000_000
 """Pixels of a picture at most: one of 10 kB may unpack to gigabytes."""
-SETTINGS = "preprocessor_config.json"
-"""The file of a multimodal folder that says how pictures are resized."""
-BILINEAR = 2
-"""PIL's number of the resampling that Gemma 3's processor uses."""
 INSTALL = "pictures need Pillow: pip install 'tunix[pictures]'"
 
 
-@dataclass(frozen=True)
-class PictureReader:
-    """How a model's pictures are read and written among its tokens."""
+def needed_pillow() -> None:
+    """Asks for Pillow.
 
-    begin: str
-    """The token that marks a picture in a text and begins its soft tokens, e.g. `<start_of_image>`."""
-    soft: str
-    """The token that stands for each part of it, e.g. `<image_soft_token>`."""
-    end: str
-    """The token after them, e.g. `<end_of_image>`."""
-    soft_id: int
-    """The id of the soft token, e.g. 262144."""
-    tokens: int
-    """Soft tokens of a picture, e.g. 256."""
-    size: int
-    """Pixels of a side of a resized picture, e.g. 896."""
-    most: int
-    """Pictures of a row at most, e.g. 2."""
-    resample: int = BILINEAR
-    """PIL's number of the resampling."""
-
-    def expanded(self, text: str) -> str:
-        """The text with the soft tokens of a picture at each mark, as transformers' processor writes them."""
-        return text.replace(self.begin, f"\n\n{self.begin}{self.soft * self.tokens}{self.end}\n\n")
-
-    def places(self, ids: np.ndarray, number: int) -> np.ndarray:
-        """`[T]` int32: 1 + the index of the soft token among those of all pictures, 0 for text.
-
-        Args:
-            ids: `[T]` the row's tokens.
-            number: how many pictures the row has.
-
-        Raises:
-            UserError: the row has places for more pictures, or for fewer.
-        """
-        soft = ids == self.soft_id
-        if soft.sum() != number * self.tokens:
-            found = f"{soft.sum() / self.tokens:g}"
-            raise UserError(
-                f"its text has {found} places for pictures ({self.begin}), and its column {IMAGES!r} has {number}: "
-                "give as many, or none in the text, and they come before the first question"
-            )
-        return np.where(soft, np.cumsum(soft), 0).astype(np.int32)
-
-    def read(self, values: List[Any], folder: Path | None) -> np.ndarray:
-        """`[Pi Px Px Rb]` uint8: the pictures of a row.
-
-        Args:
-            values: what its column has of each.
-            folder: where relative paths begin.
-
-        Raises:
-            UserError: there are too many, or one cannot be read.
-        """
-        if len(values) > self.most:
-            raise UserError(f"it has {len(values)} pictures, more than data.pictures {self.most}: raise that")
-        found = [self._resized(opened(value, number, folder)) for number, value in enumerate(values, 1)]
-        return np.stack(found) if found else np.zeros((0, self.size, self.size, 3), np.uint8)
-
-    def _resized(self, image: Image) -> np.ndarray:
-        """`[Px Px Rb]` uint8."""
-        made = self._processor(image, do_rescale=False, do_normalize=False)["pixel_values"]
-        return np.asarray(made[0], np.uint8).transpose(1, 2, 0)
-
-    @cached_property
-    def _processor(self) -> Any:
-        from transformers import Gemma3ImageProcessorPil
-
-        return Gemma3ImageProcessorPil(size={"height": self.size, "width": self.size}, resample=self.resample)
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise UserError(INSTALL) from error
 
 
 def opened(value: Any, number: int, folder: Path | None) -> Image:
@@ -118,10 +47,9 @@ def opened(value: Any, number: int, folder: Path | None) -> Image:
     Raises:
         UserError: it is missing, broken, too large or no picture; or an address on a network.
     """
-    try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError as error:
-        raise UserError(INSTALL) from error
+    needed_pillow()
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
     source, name = _source(value, number, folder)
     try:
         with warnings.catch_warnings():
@@ -177,7 +105,9 @@ def images_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -> tuple[Mapping[str, Any], list[Any]]:
+def with_marks(
+    row: Mapping[str, Any], columns: Mapping[str, str], mark: str, sign: str
+) -> tuple[Mapping[str, Any], list[Any]]:
     """The row with a mark for each of its pictures, and the pictures.
 
     A message marks one by a part `{"type": "image"}`, which may hold the picture itself where the row has no column of
@@ -187,7 +117,8 @@ def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -
     Args:
         row: its columns.
         columns: our column name -> the data's.
-        begin: the mark in a text.
+        mark: what is written into a text for a picture.
+        sign: the part of it by which a text has marks of its own.
     """
     values = images_of(row, columns)
     said = {name: row.get(columns.get(name, name)) for name in ("messages", "prompt", "chosen", "rejected")}
@@ -202,7 +133,7 @@ def with_marks(row: Mapping[str, Any], columns: Mapping[str, str], begin: str) -
         before = list(said["prompt"] or ()) if _is_chat(said["prompt"]) else []
         inside = list(said["chosen"] or ())[: len(before)] == before
         names = [*(["prompt"] if before else []), *(sides if inside else [])]
-    marked = {columns.get(name, name): _marked(said[name], len(values), begin) for name in names if said[name]}
+    marked = {columns.get(name, name): _marked(said[name], len(values), mark, sign) for name in names if said[name]}
     return {**row, **marked}, values
 
 
@@ -210,11 +141,11 @@ def _is_chat(said: Any) -> bool:
     return isinstance(said, list | tuple) and all(isinstance(message, Mapping) for message in said)
 
 
-def _marked(said: Any, number: int, begin: str) -> Any:
+def _marked(said: Any, number: int, mark: str, sign: str) -> Any:
     """A text or messages with so many marks at their start, unless they have some; what is wrong stays as it is."""
     if isinstance(said, str):
-        return said if begin in said else begin * number + said
-    if not _is_chat(said) or _parts(said) or any(begin in str(message.get("content")) for message in said):
+        return said if sign in said else mark * number + said
+    if not _is_chat(said) or _parts(said) or any(sign in str(message.get("content")) for message in said):
         return said
     first = next((i for i, message in enumerate(said) if message.get("role") == "user"), None)
     if first is None:

@@ -16,7 +16,7 @@ _TEXT = r"""
         {{- content -}}
     {%- else -%}
         {%- for part in content -%}
-            {{- '<start_of_image>' if part.type == 'image' else part.text -}}
+            {{- 'PICTURE' if part.type == 'image' else part.text -}}
         {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
@@ -75,11 +75,17 @@ _CHATML = r"""
 {%- endif -%}
 """
 
+
+def _text(picture: str) -> str:
+    """The macro that writes a message's content, with this mark for each picture."""
+    return _TEXT.replace("PICTURE", picture)
+
+
 TEMPLATES: dict[TemplateName, str] = {
-    "gemma": (_TEXT + _GEMMA).strip(),
-    "gemma4": (_TEXT + _GEMMA4).strip(),
-    "llama3": (_TEXT + _LLAMA3).strip(),
-    "chatml": (_TEXT + _CHATML).strip(),
+    "gemma": (_text("<start_of_image>") + _GEMMA).strip(),
+    "gemma4": (_text("<start_of_image>") + _GEMMA4).strip(),
+    "llama3": (_text("<start_of_image>") + _LLAMA3).strip(),
+    "chatml": (_text("<|vision_start|><|image_pad|><|vision_end|>") + _CHATML).strip(),
 }
 
 MARKERS: dict[TemplateName, tuple[str, ...]] = {
@@ -89,8 +95,17 @@ MARKERS: dict[TemplateName, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
 
-PICTURE_MARKERS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-"""The tokens of pictures in Gemma's formats, by transformers' names for them."""
+_GEMMA_MARKERS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_QWEN_MARKERS = {
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+}
+PICTURE_MARKERS: dict[TemplateName, dict[str, str]] = {
+    **dict.fromkeys(("gemma", "gemma4", "llama3"), _GEMMA_MARKERS),
+    "chatml": _QWEN_MARKERS,
+}
+"""The tokens before a picture's, after them and for each of them, by transformers' names for them."""
 
 STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "gemma4": True, "llama3": True, "chatml": False}
 

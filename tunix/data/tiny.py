@@ -6,9 +6,13 @@ Chats and prompts have the columns that the shipped rewards and environments rea
 
 from typing import Any
 
+from tunix.data.pictures import needed_pillow
+
 ROWS = 64
 PICTURES = 2
 """Pictures of a row at most."""
+PICTURE_TOKENS = 8
+"""Tokens of a picture at most, where pictures keep their proportions."""
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}
 
 
@@ -27,6 +31,7 @@ def prompt_completion() -> list[dict[str, Any]]:
 
 def pictures() -> list[dict[str, Any]]:
     """Pictures of one colour, and its name; every fourth conversation has none, and every fifth has two."""
+    needed_pillow()
     from PIL import Image
 
     names = sorted(COLOURS)

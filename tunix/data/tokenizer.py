@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunix.data.pictures import PictureReader
+from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
@@ -159,6 +159,12 @@ class Tokenizer:
         hf.chat_template = template
         return Tokenizer(hf, self.generation_stops, self.pictures)
 
+    def seeing(self, pictures: PictureReader) -> Tokenizer:
+        """A copy of this tokenizer that reads pictures so; what it has looked up is kept."""
+        found = copy.copy(self)
+        object.__setattr__(found, "pictures", pictures)
+        return found
+
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the template, as transformers reads them."""
         self.hf.save_pretrained(str(folder))
@@ -275,10 +281,11 @@ def bytes_tokenizer(template: TemplateName = "gemma", pictures: bool = False) ->
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
 
-    more = tuple(PICTURE_MARKERS.values()) if pictures else ()
+    markers = PICTURE_MARKERS[template] if pictures else {}
+    more = tuple(markers.values())
     vocab = {token: i for i, token in enumerate((*_specials(template), *_byte_letters(), *more))}
     backend = Backend(BPE(vocab=vocab, merges=[]))
-    return _finish(backend, template, PICTURE_MARKERS if pictures else {})
+    return _finish(backend, template, markers)
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: TemplateName = "gemma") -> Tokenizer:

@@ -264,7 +264,8 @@ def save_folder(
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
             if base is not None and along:
-                fields |= passenger_fields(base, config.family)
+                inside = fields if config.vision is None else fields["text_config"]
+                inside |= passenger_fields(base, config.family)
             if processes.lead():
                 write_beside(folder.path, config, fields, source, scores, rules, packing)
                 if config.vision is not None:

@@ -163,7 +163,9 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
     check_vocabulary(source)
     if data.pictures is None:
         return source
-    decoder, tokenizer = with_reader(source.decoder, source.tokenizer, source.folder, data.pictures)
+    decoder, tokenizer = with_reader(
+        source.decoder, source.tokenizer, source.folder, data.pictures, data.picture_tokens
+    )
     return replace(source, decoder=decoder, tokenizer=tokenizer)
 
 

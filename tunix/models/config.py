@@ -1,9 +1,10 @@
 """The settings in which decoders differ, and layers within one decoder, as plain numbers and switches."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from tunix.models.vision_config import VisionConfig
 
 DELTANET = "deltanet"
 """The mixer of layers with a state instead of keys and values."""
@@ -51,6 +52,9 @@ class Rope:
     share: float = 1.0
     """The part of each head that is rotated, its first dimensions, e.g. 0.25 for Qwen 3.5; proportional: the first of
     its pairs (i, i + H/2)."""
+    sections: tuple[int, int, int] | None = None
+    """Qwen 3.5: how many pairs turn by a token's time, by its row in a picture and by its column (`Pictures.rope`),
+    e.g. (11, 11, 10); None where all turn by its place in the sequence."""
 
 
 @dataclass(frozen=True)
@@ -118,53 +122,6 @@ class GlobalHeads:
     """H, e.g. 512 where local layers have 256."""
     keys_are_values: bool = False
     """Whether values are made of the keys before their norm and rope: then these layers have no v."""
-
-
-@dataclass(frozen=True)
-class VisionConfig:
-    """The sizes of the tower that turns pictures into soft tokens (`models/vision.py`)."""
-
-    width: int
-    """Dt, e.g. 1152."""
-    ffn: int
-    """Ft, e.g. 4304."""
-    num_layers: int
-    """Lt, e.g. 27."""
-    num_heads: int
-    """Nt, e.g. 16."""
-    image_size: int
-    """Px, e.g. 896."""
-    patch: int
-    """Pixels of a patch's side, e.g. 14."""
-    norm_eps: float
-    tokens: int
-    """So: soft tokens of a picture, e.g. 256."""
-    begin_id: int
-    """The id of the token before a picture's, e.g. 255999."""
-    end_id: int
-    """The id of the token after them, e.g. 256000."""
-    soft_id: int
-    """The id that stands for each of them, e.g. 262144."""
-
-    @property
-    def head_dim(self) -> int:
-        """Ht."""
-        return self.width // self.num_heads
-
-    @property
-    def patches(self) -> int:
-        """Pp."""
-        return (self.image_size // self.patch) ** 2
-
-    @property
-    def tokens_per_side(self) -> int:
-        """Soft tokens of a side of a picture, e.g. 16."""
-        return math.isqrt(self.tokens)
-
-    @property
-    def pool(self) -> int:
-        """Patches of a side of the square that a soft token stands for, e.g. 4."""
-        return self.image_size // self.patch // self.tokens_per_side
 
 
 @dataclass(frozen=True)
@@ -277,7 +234,7 @@ class DecoderConfig:
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
     vision: VisionConfig | None = None
-    """Gemma 3: the tower that sees pictures; None where only text is read."""
+    """Gemma 3, Qwen 3.5: the tower that sees pictures; None where only text is read."""
     stops: Stops = ()
     """bos_token_id, eos_token_id, pad_token_id of the folder, carried to the export."""
 

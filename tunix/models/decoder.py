@@ -30,7 +30,8 @@ from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
 from tunix.models.scan import Others, Path, Remat, Weights, over_layers
 from tunix.models.self_attention import Kept
-from tunix.models.vision import Vision, with_pictures
+from tunix.models.towers import TOWERS
+from tunix.models.vision import with_pictures
 from tunix.types import Pictures
 from tunix.util.trees import tree_of
 
@@ -112,7 +113,8 @@ class Decoder(nnx.Module):
         self.head = Table(config, rngs) if has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.value = ValueHead(config) if has_scalar_head else None
-        self.vision = Vision(config.vision, config.d_model, rngs) if config.vision else None
+        vision = config.vision
+        self.vision = TOWERS[vision.tower](vision, config.d_model, rngs) if vision else None
 
         def finished(block: Block, rngs: nnx.Rngs) -> Block:
             block = block if adapt is None else adapt(block, rngs)
@@ -168,7 +170,7 @@ class Decoder(nnx.Module):
             x = x + noise.astype(dtype)
         if pictures is not None:
             assert self.vision is not None, "a model without a tower sees no pictures"
-            x = with_pictures(x, self.vision(jnp.asarray(pictures.pixels), dtype), jnp.asarray(pictures.places))
+            x = with_pictures(x, self.vision(pictures, dtype), pictures)
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
         blocks = [self.block(mixer) for mixer in c.mixers]
@@ -186,6 +188,7 @@ class Decoder(nnx.Module):
                     return w
             return in_compute(name, w, dtype)
 
+        turned = segments.positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
@@ -193,7 +196,7 @@ class Decoder(nnx.Module):
         found: dict[str, list[jax.Array]] = {}
         shared: dict[str, PyTree] = {}
         for stage in c.stages:
-            layer = partial(self._layer, stage, self._kinds(segments), dropout_keys)
+            layer = partial(self._layer, stage, self._kinds(segments, turned), dropout_keys)
             others = Others(_part(plain, stage), _part(given, stage), shared)
             period = [self.structures[kind.mixer].paths for kind in c.kinds[stage.start : stage.stop][: stage.period]]
             weights = self._of_stage(stacked, stage)
@@ -262,14 +265,18 @@ class Decoder(nnx.Module):
         context, norm = (in_compute("w", w, x.dtype) for w in (context, norm))
         return layer_inputs(self.config, embed, context, norm, tokens, x)
 
-    def _kinds(self, segments: Segments) -> dict[str, OfKind]:
+    def _kinds(self, segments: Segments, turned: Int[Array, "B T ..."]) -> dict[str, OfKind]:
         """For each mixer a function from the index of a layer's kind, among those of the mixer, to its rope tables and
-        view: one block serves them all."""
-        return {mixer: self._kinds_with(mixer, segments) for mixer in self.config.mixers}
+        view: one block serves them all.
 
-    def _kinds_with(self, mixer: str, segments: Segments) -> OfKind:
+        Args:
+            turned: where rope turns the tokens to, as in `rope_tables`.
+        """
+        return {mixer: self._kinds_with(mixer, segments, turned) for mixer in self.config.mixers}
+
+    def _kinds_with(self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]) -> OfKind:
         kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(segments.positions, kind.rope, kind.head_dim) for kind in kinds]
+        tables = [rope_tables(turned, kind.rope, kind.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])

@@ -172,7 +172,7 @@ def extend(
     weights: Weights,
     caches: tuple[Cache | None, ...],
     tokens: Int[Array, "B C"],
-    positions: Int[Array, "B C"],
+    positions: Int[Array, "B C ..."],
     views: Sequence[CachedView],
     states: StepView | PieceStates | None = None,
     adapters: Int[Array, "B"] | None = None,
@@ -184,7 +184,7 @@ def extend(
 
     Args:
         tokens: one new token of each slot, or packed pieces of prompts.
-        positions: of each token in its sequence; states of padding mean nothing.
+        positions: where rope turns each token to, as in `rope_tables`; states of padding mean nothing.
         views: where the tokens are written and what they see, for each kind of layer with pages.
         states: the same for layers with states, where there are any.
         adapters: the number of each row's adapter where there are several (`lora/multi_lora.py`), from 1; 0 for none.
@@ -217,9 +217,10 @@ def extend(
 
 def _seen(model: Model, top: Params, x: Float[Array, "B C D"], pictures: Pictures) -> Float[Array, "B C D"]:
     """The embedded tokens with the pictures among them; the tower does not run where there are none."""
-    pixels, places = jnp.asarray(pictures.pixels), jnp.asarray(pictures.places)
     return jax.lax.cond(
-        jnp.any(places > 0), lambda: with_pictures(x, model.soft_tokens(top, pixels), places), lambda: x
+        jnp.any(jnp.asarray(pictures.places) > 0),
+        lambda: with_pictures(x, model.soft_tokens(top, pictures), pictures),
+        lambda: x,
     )
 
 

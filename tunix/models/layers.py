@@ -324,10 +324,22 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     return (ramp * slow + (1 - ramp) * plain).astype(np.float32), factor
 
 
-def rope_tables(positions: Int[Array, "B T"], rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin `[B T h/2]` in float32, of the dimensions that are rotated."""
+def rope_tables(positions: Int[Array, "B T ..."], rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[B T h/2]` in float32, of the dimensions that are rotated.
+
+    Args:
+        positions: of each token, `[B T]`; or `[B T 3]` its time, row and column (`Pictures.rope`), which take turns:
+            of the pairs of dimensions each third from the second one on turns by rows, each third from the third one
+            on by columns, as many as `rope.sections` says; all others turn by time.
+    """
     frequencies, factor = inverse_frequencies(rope, head_dim)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    if positions.ndim == 3:
+        assert rope.sections is not None, "a rope that knows pictures' rows and columns"
+        axis = [i % 3 if i < 3 * rope.sections[i % 3] else 0 for i in range(len(frequencies))]
+        positions = positions[..., np.array(axis, int)]
+    else:
+        positions = positions[..., None]
+    angles = positions.astype(jnp.float32) * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

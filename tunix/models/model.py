@@ -14,10 +14,9 @@ from functools import cached_property, lru_cache
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.config import DType, GradientSums
 from tunix.mesh import Axes, platform, sharding
@@ -32,7 +31,7 @@ from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale
 from tunix.models.scan import Remat
 from tunix.models.token_logprobs import token_logprobs
-from tunix.models.vision import numbers
+from tunix.models.vision import seen_ahead
 from tunix.types import Pictures
 from tunix.util.exact import jit
 from tunix.util.trees import tree_of
@@ -197,18 +196,14 @@ class Model:
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all."""
         decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
-        segments, vision = Segments(segment_ids, positions, parents), self.config.vision
-        if pictures is not None and vision is not None:
-            segments = segments._replace(pictures=numbers(pictures, vision), ahead=vision.tokens - 1)
+        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
         how = {"noise": noise, "dropout_keys": dropout_keys, "pictures": pictures, "experts": experts}
         return decoder(tokens, segments, dtype=self.dtype, **how)
 
-    def soft_tokens(
-        self, params: Params, pixels: UInt8[Array | np.ndarray, "B Pi Px Px Rb"]
-    ) -> Float[Array, "B Pi So D"]:
+    def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
         tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(TOWER)}
-        return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(jnp.asarray(pixels), self.dtype)
+        return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(pictures, self.dtype)
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""

@@ -19,7 +19,7 @@ from tunix.models.attention.layouts import placed
 from tunix.models.deltanet import STATE_AXES, SlotStates
 from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
-from tunix.models.vision import COLOURS
+from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
@@ -60,11 +60,13 @@ class BatchShape(NamedTuple):
     """Names of its values `[M R T]`."""
     per_sequence: tuple[str, ...] = ()
     """Names of its values `[S]`."""
-    pictures: tuple[int, int] | None = None
-    """(Pi, Px), pictures of a row and the pixels of a side; None without any."""
+    pictures: tuple[int, VisionConfig] | None = None
+    """Pi, the pictures of a row, and the tower that sees them; None without any."""
 
     @classmethod
-    def of(cls, batch: Batch, microbatcher: Microbatcher, pictures: tuple[int, int] | None = None) -> "BatchShape":
+    def of(
+        cls, batch: Batch, microbatcher: Microbatcher, pictures: tuple[int, VisionConfig] | None = None
+    ) -> "BatchShape":
         """The shape of a batch as `Microbatcher.place` puts it on the mesh.
 
         Args:
@@ -239,7 +241,7 @@ def _placed_cache(mesh: Mesh, cache: Any) -> Any:
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """A dispatch of the engine: up to `sizes.steps` tokens in each slot, with all the pages that there may be."""
     every, nothing = np.arange(sizes.slots), np.int32(0)
-    slots = Slots(sizes.slots, sizes.length, sizes.guesses)
+    slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
     reads = Holdings(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
         return decode.lower(model, sizes.steps, weights, state, slots.flow(every), reads, nothing, nothing)
@@ -295,10 +297,10 @@ def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     per_sequence = dict.fromkeys(batch.per_sequence, each)
     pictures = None
     if batch.pictures is not None:
-        number, side = batch.pictures
-        pixels, rows = (
-            (*shape[:2], number, side, side, COLOURS),
-            NamedSharding(mesh, PartitionSpec(None, RULES["rows"])),
-        )
-        pictures = jax.ShapeDtypeStruct(pixels, jnp.uint8, sharding=rows), token("places")
+        number, vision = batch.pictures
+        own, by_row = (*shape[:2], number), NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
+        pixels = jax.ShapeDtypeStruct((*own, *vision.shape), jnp.uint8, sharding=by_row)
+        grids = jax.ShapeDtypeStruct((*own, 2), jnp.int32, sharding=by_row)
+        rope = jax.ShapeDtypeStruct((*shape, 3), jnp.int32, sharding=places) if vision.turns else None
+        pictures = pixels, grids, token("places"), rope
     return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled, pictures

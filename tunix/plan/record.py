@@ -98,7 +98,7 @@ class Recorder:
         assert trained is not None, "the algorithm updates a critic: it has one"
         microbatcher, vision = trained.spec.microbatcher, trained.spec.model.config.vision
         number = pictures_of_row(subject.recipe.data, microbatcher.unit)
-        shape = BatchShape.of(batch, microbatcher, None if vision is None else (number, vision.image_size))
+        shape = BatchShape.of(batch, microbatcher, None if vision is None else (number, vision))
         reference = subject.reference.params if loss.reference and subject.reference else None
         states = None
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
@@ -228,7 +228,7 @@ class Recorder:
         plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
         batch = pack(plain, size or len(plain), scorer.length, packing=True)
         vision = model.config.vision
-        seen = None if vision is None else (microbatcher.pictures, vision.image_size)
+        seen = None if vision is None else (microbatcher.pictures, vision)
         shape = BatchShape.of(batch, microbatcher, seen)
         reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
         mine = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")

@@ -20,7 +20,7 @@ from tunix.config import (
     RowKind,
 )
 from tunix.data.config import DataConfig
-from tunix.data.tiny import PICTURES
+from tunix.data.tiny import PICTURE_TOKENS, PICTURES
 from tunix.errors import UserError
 from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json
 from tunix.rollout.config import RolloutConfig
@@ -168,6 +168,7 @@ def _tiny_data(data: Mapping[str, Any], reads: RowKind, sampled: bool, generated
     shape, function = _shape(config, reads)
     if config.pictures:
         shape, function, tiny["pictures"] = "messages", "pictures", max(config.pictures, PICTURES)
+        tiny |= {"picture_tokens": PICTURE_TOKENS} if config.picture_tokens else {}
     rows = f"tunix.data.tiny:{function}"
     held_out = rows if data["eval"] or data["eval_split"] else None
     replaced = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}

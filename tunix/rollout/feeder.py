@@ -11,7 +11,8 @@ import numpy as np
 
 from tunix.distributed import processes
 from tunix.protocols import Metered
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, requests_of
+from tunix.rollout.requests import requests_of
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
 
 Pause = Callable[[int], bool]
 """(dispatches so far) -> whether the call is paused instead of the next one."""

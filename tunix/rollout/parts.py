@@ -13,9 +13,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from tunix.data.seen import followed
 from tunix.data.types import Prompt
 from tunix.rollout.rewards.base import Score
-from tunix.types import Completion, Pictures, Sequence
+from tunix.types import Completion, Sequence
 
 Found = TypeVar("Found")
 
@@ -74,12 +75,9 @@ class Parts(Generic[Found]):
 
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
     """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
-    pictures = prompt.pictures
-    if pictures is not None:  # what the policy samples is text, whatever its ids are
-        pictures = Pictures(pictures.pixels, np.pad(np.asarray(pictures.places), (0, len(completion.tokens))))
     return Sequence(
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
-        pictures=pictures,
+        pictures=followed(prompt.pictures, len(completion.tokens)),
         experts=completion.experts,
     )

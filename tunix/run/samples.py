@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.packing import seen_within
+from tunix.data.seen import within
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.protocols import Client
@@ -100,7 +100,7 @@ def prompts_of(
     starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
     split = list(itertools.islice(((sequence, start) for sequence, start in starts if start > 1), number))
     sides = ([one.tokens[:start] for one, start in split], [one.tokens[start:] for one, start in split])
-    return *sides, [one.pictures and seen_within(one.pictures, 0, start) for one, start in split]
+    return *sides, [one.pictures and within(one.pictures, 0, start) for one, start in split]
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

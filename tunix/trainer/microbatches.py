@@ -61,9 +61,10 @@ class Microbatcher:
         whole = (batch.weights, batch.lengths, dict(batch.counts), dict(batch.per_sequence), filled)
         pictures = None
         if batch.pictures is not None:
-            pixels, at = (split(np.asarray(x)) for x in (batch.pictures.pixels, batch.pictures.places))
-            by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
-            pictures = Pictures(placed(pixels, by_row), placed(at, places))
+            seen, by_row = batch.pictures, NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
+            pixels, grids = (placed(split(np.asarray(x)), by_row) for x in (seen.pixels, seen.grids))
+            rope = None if seen.rope is None else placed(split(np.asarray(seen.rope)), places)
+            pictures = Pictures(pixels, grids, placed(split(np.asarray(seen.places)), places), rope)
         return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere), pictures=pictures)
 
     def number(self, batch: Batch) -> int:

@@ -82,7 +82,7 @@ class Microbatches:
     filled: Int[Array, ""]
     """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
     pictures: Pictures | None = None
-    """The batch's pictures, `[M R Pi Px Px Rb]`, and the places of their tokens, `[M R T]`; None without any."""
+    """The batch's pictures, by micro-batches: each array is `[M R ...]`; None without any."""
 
     @property
     def number(self) -> int:

@@ -5,6 +5,7 @@ A picture of 9 soft tokens is computed in one piece of 16 tokens, whatever comes
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.test_vision import SIDE, SOFT, TOKENS, load, made, sequence
+from tests.models.test_vision import SOFT, load, made, sequence, whole
 from tests.tiny_models import one_device
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
+from tunix.data.seen import followed
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params
 from tunix.mesh import build_mesh
@@ -23,7 +25,7 @@ from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import hidden_of
-from tunix.types import Batch, Begun, Completion, Pictures, Sampling, Sequence, Workload
+from tunix.types import Batch, Begun, Completion, Sampling, Sequence, Workload
 
 __all__ = ["made"]
 
@@ -53,14 +55,14 @@ def forward(model: Model, params: Params, batch: Batch) -> jax.Array:
 
 def full_logprobs(model: Model, params: Params, prompt: Sequence, one: Completion) -> np.ndarray:
     """What the trainer computes of the completion's tokens."""
-    number, pictures = len(one.tokens), prompt.pictures
-    whole = Sequence(
+    number = len(one.tokens)
+    both = Sequence(
         np.concatenate([prompt.tokens, one.tokens]),
         np.concatenate([np.zeros(len(prompt.tokens), bool), np.ones(number, bool)]),
-        pictures=Pictures(pictures.pixels, np.pad(pictures.places, (0, number))),
+        pictures=followed(prompt.pictures, number),
     )
-    batch = jax.tree.map(jnp.asarray, pack([whole], 1, 64, pictures=2))
-    return np.asarray(forward(model, params, batch))[0, len(prompt.tokens) : len(whole.tokens)]
+    batch = jax.tree.map(jnp.asarray, pack([both], 1, 64, pictures=max(2, prompt.pictures.number)))
+    return np.asarray(forward(model, params, batch))[0, len(prompt.tokens) : len(both.tokens)]
 
 
 def assert_trainers_logprobs(model: Model, params: Params, prompts: tuple[Sequence, ...], groups) -> None:
@@ -83,8 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(made):
     found = sample(engine(model, params), PROMPTS, 1, Sampling(max_tokens=8, temperature=0.0))
     for prompt, (ours,) in zip(PROMPTS, found, strict=True):
         ids = torch.from_numpy(prompt.tokens).long()[None]
-        pixels = torch.from_numpy(prompt.pictures.pixels.transpose(0, 3, 1, 2).astype(np.float32)) / 255
-        seen = {"pixel_values": (pixels - 0.5) / 0.5} if len(pixels) else {}
+        seen = {"pixel_values": whole(prompt.pictures.pixels)} if prompt.pictures.number else {}
         how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
         theirs = made[1].generate(input_ids=ids, token_type_ids=(ids == SOFT).long(), **seen, **how)
         assert ours.tokens.tolist() == theirs[0, len(prompt.tokens) :].tolist()
@@ -93,7 +94,7 @@ def test_greedy_tokens_are_those_of_transformers(made):
 def test_prompts_of_equal_tokens_and_other_pictures_are_not_shared(made):
     model, params = load(made[0])
     one = PROMPTS[2]
-    other = replace(one, pictures=Pictures(255 - one.pictures.pixels, one.pictures.places))
+    other = replace(one, pictures=replace(one.pictures, pixels=255 - one.pictures.pixels))
     found = sample(engine(model, params), (one, other, one), 2, Sampling(max_tokens=6))
     assert_trainers_logprobs(model, params, (one, other, one), found)
     assert np.abs(found[0][0].logprobs[0] - found[1][0].logprobs[0]) > 1e-3
@@ -108,25 +109,32 @@ def test_a_request_that_lost_its_pages_sees_its_pictures_again(made):
     assert_trainers_logprobs(model, params, PROMPTS, found)
 
 
-def test_nothing_compiles_after_warm_up(made):
-    model, params = load(made[0])
-    warmed = engine(model, params)
+def assert_nothing_compiles_after_warm_up(model: Model, params: Params, prompts: tuple[Sequence, ...]) -> None:
+    warmed = engine(model, params, steps=3)  # no other test has compiled for it
     warmed.warm(Workload(8, 4, 40, 56))
     compilations = Compilations()
-    sample(warmed, PROMPTS, 2, Sampling(max_tokens=8))
+    sample(warmed, prompts, 2, Sampling(max_tokens=8))
     assert compilations.since_warmup == 0
+
+
+def test_nothing_compiles_after_warm_up(made):
+    assert_nothing_compiles_after_warm_up(*load(made[0]), PROMPTS)
+
+
+def assert_spread_samples_alike(model: Model, params: Params, folder: Path, prompts: tuple[Sequence, ...]) -> None:
+    """Eight devices sample what one does."""
+    greedy = Sampling(max_tokens=8, temperature=0.0)
+    alone = sample(engine(model, params), prompts, 2, greedy)
+    mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2), devices=jax.devices()[:8])
+    params = load_params(model, folder, dict.fromkeys(model.shapes, "float32"), mesh)
+    spread = sample(engine(model, params, mesh, slots=8), prompts, 2, greedy)
+    for ours, theirs in zip(alone, spread, strict=True):
+        assert [one.tokens.tolist() for one in ours] == [one.tokens.tolist() for one in theirs]
 
 
 @pytest.mark.slow
 def test_eight_devices_sample_what_one_does(made):
-    model, params = load(made[0])
-    greedy = Sampling(max_tokens=8, temperature=0.0)
-    alone = sample(engine(model, params), PROMPTS, 2, greedy)
-    mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2), devices=jax.devices()[:8])
-    params = load_params(model, made[0], dict.fromkeys(model.shapes, "float32"), mesh)
-    spread = sample(engine(model, params, mesh, slots=8), PROMPTS, 2, greedy)
-    for ours, theirs in zip(alone, spread, strict=True):
-        assert [one.tokens.tolist() for one in ours] == [one.tokens.tolist() for one in theirs]
+    assert_spread_samples_alike(*load(made[0]), made[0], PROMPTS)
 
 
 def refused(made, prompt: Sequence, message: str, pictures: bool = True) -> None:
@@ -139,16 +147,20 @@ def refused(made, prompt: Sequence, message: str, pictures: bool = True) -> None
 
 
 @pytest.mark.parametrize(
-    ("pixels", "places", "message"),
+    ("changed", "message"),
     [
-        (np.zeros((1, SIDE + 4, SIDE + 4, 3), np.uint8), None, f"{SIDE} x {SIDE} pixels"),
-        (np.zeros((1, SIDE, SIDE, 3), np.uint8), np.zeros(3, np.int32), "a place for each token"),
-        (np.zeros((2, SIDE, SIDE, 3), np.uint8), None, f"9 tokens for 2 pictures of {TOKENS}"),
+        ({"pixels": np.zeros((1, 49, 4, 4, 3), np.uint8)}, r"they need \(36, 4, 4, 3\) patches, rows, columns"),
+        ({"places": np.zeros(3, np.int32)}, "a place for each token"),
+        ({"grids": np.full((1, 2), 2, np.int32)}, r"pictures of \[4\] tokens; the model's have 9"),
+        (
+            {"pixels": np.zeros((2, 36, 4, 4, 3), np.uint8), "grids": np.full((2, 2), 3, np.int32)},
+            r"9 tokens for 2 pictures of \[9 9\]",
+        ),
     ],
 )
-def test_pictures_that_do_not_fit_are_refused(made, pixels, places, message):
+def test_pictures_that_do_not_fit_are_refused(made, changed, message):
     one = PROMPTS[2]
-    refused(made, replace(one, pictures=Pictures(pixels, one.pictures.places if places is None else places)), message)
+    refused(made, replace(one, pictures=replace(one.pictures, **changed)), message)
 
 
 def test_a_model_without_a_tower_is_given_no_pictures(made):

@@ -15,8 +15,9 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import DecoderConfig, VisionConfig
+from tunix.models.config import DecoderConfig
 from tunix.models.families.hf_config import Fields, write_rope_fields
+from tunix.models.vision_config import VisionConfig
 
 SCORE = "score.weight"
 """The scalar head of a reward model's folder."""
@@ -176,8 +177,8 @@ class VisionText:
     """Our parameter name -> the tensor."""
     axes: Callable[[VisionConfig], dict[str, int]]
     """The size of each axis that `tensors` names, but those of the decoder."""
-    prefixes: tuple[tuple[str, str], ...]
-    """Prefixes of tensors in multimodal folders -> those that the tables here have."""
+    prefixes: tuple[tuple[str, str | None], ...]
+    """Prefixes of tensors in multimodal folders -> those that the tables here have; None for parts left out."""
     written: tuple[tuple[str, str], ...]
     """Prefixes that the tables here have -> those of a multimodal folder that is written anew."""
     published: VisionConfig

@@ -4,16 +4,17 @@ Tensors of such folders are called as published (`language_model.model.`, `visio
 transformers 5 writes them (`vision_tower.`); an export calls them as the folder does that was loaded. Sizes are those
 of https://huggingface.co/google/gemma-3-4b-it, whose tower the 12B and 27B share.
 
-Axes: D model width, Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours, Dt width of a tower, Ft ffn
-width of a tower, Nt heads of a tower, Ht head dim of a tower.
+Axes: D model width, Pl learned positions, Pr rows of a patch, Pc columns of a patch, Rb colours, Dt width of a tower,
+Ft ffn width of a tower, Nt heads of a tower, Ht head dim of a tower.
 """
 
 import math
 from typing import Any
 
-from tunix.models.config import TOWER, DecoderConfig, VisionConfig
+from tunix.models.config import TOWER, DecoderConfig
 from tunix.models.families.base import Tensor, VisionText, in_layers
 from tunix.models.families.hf_config import Fields
+from tunix.models.vision_config import COLOURS, VisionConfig
 
 GELU = "gelu_pytorch_tanh"
 TYPE = "siglip_vision_model"
@@ -24,18 +25,22 @@ def read_vision(fields: Fields) -> VisionConfig:
     inner = Fields(fields.mapping("vision_config"), fields.file, "vision_config.")
     inner.only("model_type", TYPE)
     inner.only("hidden_act", GELU)
-    inner.only("num_channels", 3)
+    inner.only("num_channels", COLOURS)
     if inner.get("vision_use_head", True) is not False:
         inner.refuse("vision_use_head", "must be false: the tower's own head has no use here.")
+    side, patch = inner.integer("image_size", 224), inner.integer("patch_size", 16)
+    tokens, positions = fields.integer("mm_tokens_per_image", 256), side // patch
     config = VisionConfig(
+        tower="siglip",
         width=inner.integer("hidden_size", 768),
         ffn=inner.integer("intermediate_size", 3072),
         num_layers=inner.integer("num_hidden_layers", 12),
         num_heads=inner.integer("num_attention_heads", 12),
-        image_size=inner.integer("image_size", 224),
-        patch=inner.integer("patch_size", 16),
+        patch=patch,
+        pool=positions // max(math.isqrt(tokens), 1),
+        positions=positions,
         norm_eps=inner.number("layer_norm_eps", 1e-6),
-        tokens=fields.integer("mm_tokens_per_image", 256),
+        tokens=tokens,
         begin_id=_id(fields, "boi_token", 255_999),
         end_id=_id(fields, "eoi_token", 256_000),
         soft_id=_id(fields, "image_token", 262_144),
@@ -43,11 +48,12 @@ def read_vision(fields: Fields) -> VisionConfig:
     inner.finish()
     if config.width % config.num_heads:
         inner.refuse("num_attention_heads", f"does not divide hidden_size = {config.width}.")
-    if config.image_size % config.patch:
-        inner.refuse("patch_size", f"does not divide image_size = {config.image_size}.")
-    side = config.image_size // config.patch
-    if math.isqrt(config.tokens) ** 2 != config.tokens or side % config.tokens_per_side:
-        fields.refuse("mm_tokens_per_image", f"is no square whose side divides the {side} patches of a picture's side.")
+    if side % patch:
+        inner.refuse("patch_size", f"does not divide image_size = {side}.")
+    if math.isqrt(tokens) ** 2 != tokens or positions % math.isqrt(tokens):
+        fields.refuse(
+            "mm_tokens_per_image", f"is no square whose side divides the {positions} patches of a picture's side."
+        )
     return config
 
 
@@ -71,10 +77,10 @@ def write_vision(config: DecoderConfig, text: dict[str, Any]) -> dict[str, Any]:
             "intermediate_size": c.ffn,
             "num_hidden_layers": c.num_layers,
             "num_attention_heads": c.num_heads,
-            "image_size": c.image_size,
+            "image_size": c.side,
             "patch_size": c.patch,
             "layer_norm_eps": c.norm_eps,
-            "num_channels": 3,
+            "num_channels": COLOURS,
             "hidden_act": GELU,
             "attention_dropout": 0.0,
             "vision_use_head": False,
@@ -93,17 +99,17 @@ def axes_of_tower(config: VisionConfig) -> dict[str, int]:
         "Ft": config.ffn,
         "Nt": config.num_heads,
         "Ht": config.head_dim,
-        "Pp": config.patches,
+        "Pl": config.positions**2,
         "Pr": config.patch,
         "Pc": config.patch,
-        "Rb": 3,
+        "Rb": COLOURS,
     }
 
 
 TENSORS: dict[str, Tensor] = {
     "vision/patch": Tensor("vision_tower.embeddings.patch_embedding.weight", "Dt Rb Pr Pc", "Pr Pc Rb Dt"),
     "vision/patch_bias": Tensor("vision_tower.embeddings.patch_embedding.bias", "Dt", "Dt"),
-    "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pp Dt", "Pp Dt"),
+    "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
     **in_layers(
         {
             "attn_norm": ("layer_norm1.weight", "Dt", "Dt"),
@@ -152,6 +158,6 @@ GEMMA3_VISION = VisionText(
         ("lm_head.", "language_model.lm_head."),
         ("vision_tower.", "vision_tower.vision_model."),
     ),
-    published=VisionConfig(1152, 4304, 27, 16, 896, 14, 1e-6, 256, 255_999, 256_000, 262_144),
-    small=VisionConfig(32, 64, 2, 2, 16, 4, 1e-6, 4, 261, 262, 263),
+    published=VisionConfig("siglip", 1152, 4304, 27, 16, 14, 4, 64, 1e-6, 256, 255_999, 256_000, 262_144),
+    small=VisionConfig("siglip", 32, 64, 2, 2, 4, 2, 4, 1e-6, 4, 261, 262, 263),
 )

@@ -221,8 +221,8 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
         block.refuse("rope_type" if "rope_type" in block.raw else "type", f"is not supported; {', '.join(KINDS)} are.")
     rope = Rope(theta=block.number("rope_theta", theta), kind=kind)
     if share is not None:
-        # With text alone a multimodal rope's sections have the same positions.
-        block.read |= {"mrope_section", "mrope_interleaved"}
+        block.only("mrope_interleaved", True, None)
+        rope = replace(rope, sections=_sections(block))
         rope = replace(rope, share=block.number("partial_rotary_factor", share))
     if kind != "default":
         rope = replace(rope, factor=block.number("factor", 1.0 if kind == "proportional" else None))
@@ -239,6 +239,16 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
         rope = replace(rope, attention_factor=_yarn_attention(block, rope.factor))
     block.finish()
     return rope
+
+
+def _sections(block: Fields) -> tuple[int, int, int] | None:
+    """How many pairs turn by time, rows and columns; None where the file does not say."""
+    found = block.get("mrope_section")
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != 3 or not all(isinstance(one, int) for one in found):
+        block.refuse("mrope_section", "must be three numbers of pairs: of time, rows and columns.")
+    return (found[0], found[1], found[2])
 
 
 def _yarn_attention(block: Fields, factor: float) -> float | None:

@@ -1,10 +1,11 @@
 """Qwen 3.5, and 3.6 and 3.8 of the same shape (https://huggingface.co/Qwen): three Gated DeltaNets to one attention.
 
 Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
-but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: their text part is read, an export is
-always a `qwen3_5_text` folder. Their heads that draft several tokens (`mtp.`) are taken along. A folder's config.json
-decides about sizes; those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public
-descriptions for 4B and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have.
+but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: where pictures are not asked for
+(`qwen35_vision.py`) their text part is read, and an export is a `qwen3_5_text` folder. Their heads that draft several
+tokens (`mtp.`) are taken along. A folder's config.json decides about sizes; those of presets are slime's
+(github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public descriptions for 4B and 9B, and unchecked for 2B
+and for how many heads the values of 0.8B, 2B and 27B have.
 
 Axes: D model width, N query heads, H head dim, Hg head dim and its gate's, Hk key heads, Hv value heads, U runs of a
 key head's channels, Dk width of a key, Dv width of a value, Ta taps.
@@ -28,6 +29,7 @@ from tunix.models.families.base import (
     written,
 )
 from tunix.models.families.hf_config import Fields, write_rope
+from tunix.models.families.qwen35_vision import QWEN35_VISION
 
 VISION = frozenset(
     ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -37,6 +39,8 @@ DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 """Fields of heads that draft several tokens, which nothing here computes with."""
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
 """Sizes that a config.json may leave out."""
+SECTIONS = (11, 11, 10)
+"""How many pairs of a head's dimensions turn by a token's time, row and column."""
 TYPES = {"linear_attention": True, "full_attention": False}
 
 
@@ -66,7 +70,7 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=True,
         tied=fields.flag("tie_word_embeddings", False),
-        rope=fields.rope(10_000.0, shape["max_positions"], share=share),
+        rope=_rope(fields.rope(10_000.0, shape["max_positions"], share=share)),
         qk_norm=True,
         output_gate=True,
         linear_layers=_linear_layers(fields, shape["num_layers"]),
@@ -74,6 +78,11 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
         stops=fields.stops(),
         **{**shape, **different},
     )
+
+
+def _rope(rope: Rope) -> Rope:
+    """The rope, with the sections of published folders where it names none."""
+    return rope if rope.sections else replace(rope, sections=SECTIONS)
 
 
 def _delta(fields: Fields) -> DeltaNet:
@@ -129,7 +138,12 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "qwen3_5_text",
         "hidden_act": "silu",
         "attention_bias": False,
-        "rope_parameters": {**write_rope(config.rope), "partial_rotary_factor": config.rope.share},
+        "rope_parameters": {
+            **write_rope(config.rope),
+            "partial_rotary_factor": config.rope.share,
+            "mrope_section": list(config.rope.sections or SECTIONS),
+            "mrope_interleaved": True,
+        },
         "layer_types": ["linear_attention" if linear else "full_attention" for linear in config.linear_layers],
         "linear_num_key_heads": delta.key_heads,
         "linear_num_value_heads": delta.value_heads,
@@ -167,7 +181,7 @@ def _qwen35(
         "vocab_size": 248_320,
         "max_positions": 262_144,
         "head_dim": 256,
-        "rope": Rope(theta=10_000_000.0, share=0.25),
+        "rope": Rope(theta=10_000_000.0, share=0.25, sections=SECTIONS),
         "delta": DeltaNet(16, value_heads, 128, 128),
     }
     return DecoderConfig(
@@ -245,4 +259,5 @@ QWEN35 = FamilyText(
     prefixes=PREFIXES,
     passengers=("mtp.",),
     passenger_fields=DRAFTING,
+    vision=QWEN35_VISION,
 )

@@ -70,7 +70,7 @@ _35B_A3B = DecoderConfig(
     norm_offset=True,
     tied=False,
     max_positions=262_144,
-    rope=Rope(theta=10_000_000.0, share=0.25),
+    rope=Rope(theta=10_000_000.0, share=0.25, sections=qwen35.SECTIONS),
     qk_norm=True,
     output_gate=True,
     linear_layers=qwen35.three_to_one(40),

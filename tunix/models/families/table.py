@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
-from tunix.models.config import DecoderConfig, VisionConfig
+from tunix.models.config import DecoderConfig
 from tunix.models.families.base import FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
@@ -25,6 +25,7 @@ from tunix.models.families.qwen35 import QWEN35
 from tunix.models.families.qwen35_moe import QWEN35_MOE
 from tunix.models.families.qwen_moe import QWEN3_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
+from tunix.models.vision_config import VisionConfig
 from tunix.util.atomic_io import refuse_foreign
 
 SIZE_NAMES = (

@@ -15,7 +15,7 @@ Axes: St decode steps, Sl slots, s shards of the rows.
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -112,7 +112,7 @@ class Batch:
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
-        self.slots = Slots(self.sizes.slots, self.sizes.length, self.sizes.guesses, self.model.config.routed)
+        self.slots = Slots(sizes.slots, sizes.length, sizes.guesses, self.model.config.routed, sizes.turns)
         self.holdings = Holdings(self.sizes)
         self.state: State = blank(self.model, self.sizes)
         self.flights: deque[Flight] = deque()
@@ -186,7 +186,7 @@ class Batch:
         key, shard = prompt_key(request), self.holdings.shard(slot)
         home, tokens = None if again else self._home(key), self.slots.admit(slot, episode)
         scored = request.sampling if request.sampling.prompt_logprobs and episode.prompt_logprobs is None else None
-        job = Job(slot, tokens, 0, episode.adapter, scored, pictures=request.pictures)
+        job = Job(slot, tokens, 0, episode.adapter, scored, pictures=episode.pictures(len(tokens)))
         if not again:
             self.expected[key] -= 1
         if home != shard:
@@ -212,7 +212,7 @@ class Batch:
         reads = self.holdings.share(prefix.shard, prefix.held)
         if not self.expected[key]:
             self.holdings.forget(key)
-        return Job(job.slot, job.tokens[-1:], len(job.tokens) - 1, job.adapter, copies=copies, reads=reads)
+        return replace(job, tokens=job.tokens[-1:], start=len(job.tokens) - 1, scored=None, copies=copies, reads=reads)
 
     def _compute(self) -> None:
         """Computes what is queued, piece by piece; no more than a long piece where many slots would wait for it."""
@@ -383,7 +383,7 @@ class Batch:
             if self._make_room(shard) == slot:
                 return
         self.holdings.cover(slot, held - len(new), held, windows=False)
-        self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter))
+        self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter, pictures=episode.pictures(held)))
 
     def _complete(self, slot: int, episode: Episode) -> None:
         """Ends a request."""

@@ -23,13 +23,15 @@ from tunix.models.deltanet import PIECE_CHUNK
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter
+from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
 from tunix.rollout.engine.warmup import Warmth
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload, requests_of
+from tunix.rollout.requests import requests_of
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
 
 
@@ -104,9 +106,9 @@ class Engine:
                 f"rollout.cache_dtype: {cache} saves nothing on these devices ({where}): {reason}. Leave it out"
             )
         read_by = reader_here(specs, mesh).name
-        chunk, picture = chunk_of(model, piece, guesses), picture_of(model, piece)
+        chunk, vision = chunk_of(model, piece, guesses), vision_of(model, piece)
         bare = Sizes(
-            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk, picture
+            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk, vision
         )
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
@@ -339,18 +341,16 @@ def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
     return min(PIECE_CHUNK, piece)
 
 
-def picture_of(model: Model, piece: int) -> tuple[int, int] | None:
-    """(So, Px): soft tokens of a picture, and pixels of its side; None where the model sees none.
+def vision_of(model: Model, piece: int) -> VisionConfig | None:
+    """The tower that sees pictures; None where there is none.
 
     Raises:
         ValueError: a piece is too short for one.
     """
     vision = model.config.vision
-    if vision is None:
-        return None
-    if piece < vision.tokens:
+    if vision is not None and piece < vision.tokens:
         raise ValueError(f"a piece of {piece} tokens is shorter than a picture of {vision.tokens}")
-    return vision.tokens, vision.image_size
+    return vision
 
 
 def _joined(model: Model, parts: Sequence[Weights]) -> Weights:

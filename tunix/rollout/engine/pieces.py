@@ -4,7 +4,8 @@ A job is the computation of some tokens of a slot: a prompt, an environment's an
 lost its pages, or the last token of a prompt whose pages are there already. Jobs of a shard are packed in their order
 into its row of a piece; all tokens of a row have one adapter.
 
-Axes: C tokens at a time, Sl slots, T time, Vi visits, s shards of the rows, Pi pictures, Px pixels, Rb colours.
+Axes: C tokens at a time, Sl slots, T time, Vi visits, s shards of the rows, Pi pictures,
+Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours.
 """
 
 from collections import deque
@@ -15,9 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tunix.data.packing import seen_within
+from tunix.data.seen import within
 from tunix.models.attention.pages import Copies, Touches, Visits, block_of
-from tunix.models.vision import COLOURS
 from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
@@ -52,15 +52,18 @@ class Job:
     reads: tuple[Held, ...] | None = None
     """The pages of the tokens before; None for those that the slot holds."""
     pictures: Pictures | None = None
-    """Those of the whole prompt; None without any."""
+    """Those of the whole sequence, from its first token on; None without any."""
 
-    def whole(self, number: int, picture: tuple[int, int] | None) -> int:
-        """So many of its next tokens, or fewer: a picture (`Sizes.picture`) is not cut."""
-        end = self.start + number
-        if self.pictures is None or picture is None or end >= len(self.pictures.places):
+    def whole(self, number: int, room: int) -> int:
+        """So many of its next tokens, or fewer: no picture is cut, and there are no more of them than there is room."""
+        if self.pictures is None:
             return number
-        following = int(self.pictures.places[end])
-        return number - (following - 1) % picture[0] if following else number
+        at, ends = self.pictures.places[self.start : self.start + number], np.cumsum(np.prod(self.pictures.grids, -1))
+        if not np.any(at):
+            return number
+        first, last = np.searchsorted(ends, (np.min(at[at > 0]), np.max(at)))
+        stop = min(first + room, last + (ends[last] == np.max(at)))
+        return number if stop > last else int(np.argmax(at > (ends[stop - 1] if stop else 0)))
 
 
 class Inputs(NamedTuple):
@@ -103,9 +106,13 @@ class Seen(NamedTuple):
     """The pictures of a piece, as `types.Pictures`; each is whole in it."""
 
     pixels: np.ndarray
-    """`[s Pi Px Px Rb]` uint8."""
+    """`[s Pi Pp Pr Pc Rb]` uint8."""
+    grids: np.ndarray
+    """`[s Pi 2]`."""
     places: np.ndarray
     """`[s C]`."""
+    rope: np.ndarray | None
+    """`[s C 3]`, also of text; None where rope turns tokens to their places."""
 
 
 class Part(NamedTuple):
@@ -156,7 +163,7 @@ class Piece:
             job, begin = jobs[0], int(self._filled[row])  # a multiple of the chunk, where there is one
             if begin and job.adapter != self.inputs.adapters[row]:
                 break
-            number = job.whole(min(len(job.tokens), self.length - begin), self.sizes.picture)
+            number = job.whole(min(len(job.tokens), self.length - begin), self._room(row))
             if not number:
                 break
             # A job that is alone always has room: before it is queued no slot holds more than a window.
@@ -231,15 +238,25 @@ class Piece:
         chunk = self.sizes.chunk or 1
         self._filled[row] = -(-(begin + number) // chunk) * chunk
 
+    def _room(self, row: int) -> int:
+        """How many more pictures a row can have."""
+        return 0 if self.inputs.seen is None else int(np.sum(self.inputs.seen.grids[row, :, 0] == 0))
+
     def _see(self, row: int, begin: int, number: int, job: Job) -> None:
-        """Adds the pictures among the next tokens of a job."""
-        if job.pictures is None or self.sizes.picture is None or self.inputs.seen is None:
+        """Adds the pictures among the next tokens of a job, and where rope turns the tokens to."""
+        seen, here = self.inputs.seen, np.s_[row, begin : begin + number]
+        if seen is None:
             return
-        own, (soft, _) = seen_within(job.pictures, job.start, job.start + number), self.sizes.picture
-        pixels, places = self.inputs.seen
-        used, at = places[row].max() // soft, np.asarray(own.places)
-        pixels[row, used : used + len(own.pixels)] = own.pixels
-        places[row, begin : begin + len(at)] = np.where(at > 0, at + used * soft, 0)
+        if seen.rope is not None:
+            seen.rope[here] = np.arange(job.start, job.start + number)[:, None]
+        if job.pictures is None:
+            return
+        own, used = within(job.pictures, job.start, job.start + number), seen.pixels.shape[1] - self._room(row)
+        mine = np.s_[row, used : used + own.number]
+        seen.places[here] = np.where(own.places > 0, own.places + np.max(seen.places[row]), 0)
+        seen.pixels[mine], seen.grids[mine] = own.pixels, own.grids
+        if seen.rope is not None:
+            seen.rope[here] = own.rope
 
     def _touch(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
@@ -279,12 +296,14 @@ class Piece:
 
 
 def _nothing_seen(sizes: Sizes, length: int) -> Seen | None:
-    """Room for as many pictures as a piece of so many tokens has at most; None where the model sees none."""
-    if sizes.picture is None:
+    """Room for as many of the largest pictures as a piece of so many tokens has at most; None where the model sees
+    none."""
+    if sizes.vision is None:
         return None
-    soft, side = sizes.picture
-    pixels = np.zeros((sizes.shards, length // soft, side, side, COLOURS), np.uint8)
-    return Seen(pixels, np.zeros((sizes.shards, length), np.int32))
+    rows, number = (sizes.shards, length), length // sizes.vision.tokens
+    pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
+    rope = np.zeros((*rows, 3), np.int32) if sizes.vision.turns else None
+    return Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(rows, np.int32), rope)
 
 
 def _append(to: Visits | Touches | Copies, row: int, *values: np.ndarray | int) -> None:

@@ -27,7 +27,7 @@ from tunix.models.blocks import Cache
 from tunix.models.deltanet import PieceStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
-from tunix.models.vision import numbers
+from tunix.models.vision import seen_ahead
 from tunix.rollout.engine.caches import put_back, taken_out, view, written_to
 from tunix.rollout.engine.holdings import Reads
 from tunix.rollout.engine.lookup import GRAM, NONE, Books, guesses
@@ -123,6 +123,9 @@ class Flow(NamedTuple):
     """`[Sl stops]` int32: the request's stop ids, padded with -1."""
     transform: Transform
     """The request's sampling settings."""
+    turned: Host | None = None
+    """`[Sl]` int32: what is added to the place of a token for rope, after pictures; None where rope turns tokens to
+    their places."""
     books: Books | None = None
     """Where the next tokens are guessed from; None where none are guessed."""
 
@@ -164,15 +167,15 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     """Computes a piece: its tokens are in pages then, and slots have their last states."""
     new: Any = jax.tree.map(jnp.asarray, piece)
     where = zip(new.visits, new.touches, new.copies, strict=True)
-    seen, vision, pictures = {}, model.config.vision, None if new.seen is None else Pictures(*new.seen)
-    if pictures is not None and vision is not None:
-        seen = {"pictures": numbers(pictures, vision), "ahead": vision.tokens - 1}
+    pictures = None if new.seen is None else Pictures(*new.seen)
+    ahead = seen_ahead(pictures, model.config.vision)
     views = [
-        PieceView(new.ids, new.positions, new.begins, *own, kind.window, **seen)
+        PieceView(new.ids, new.positions, new.begins, *own, kind.window, **ahead)
         for own, kind in zip(where, model.config.paged_kinds, strict=True)
     ]
     states = None if new.states is None else PieceStates(new.ids, *new.states)
-    own = new.tokens, new.positions, views, states, new.adapters, pictures
+    turned = new.positions if new.seen is None or new.seen.rope is None else new.seen.rope
+    own = new.tokens, turned, views, states, new.adapters, pictures
     hidden, caches, experts = extend(model, weights, state.caches, *own)
     last = _by_shard(new.last, len(new.adapters))
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
@@ -260,7 +263,8 @@ def decode(
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
         views = [view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
         tokens_in, step_view = jnp.maximum(tokens, 0), StepView(live)
-        inputs = tokens_in, positions, views, step_view, adapters
+        turned = positions if flow.turned is None else positions + flow.turned[:, None]
+        inputs = tokens_in, turned, views, step_view, adapters
         states, caches, experts = extend(model, weights, caches, *inputs)
         if flow.books is None:
             number, last, hidden = live.astype(count.dtype), tokens, states[:, 0]

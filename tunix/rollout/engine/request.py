@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tunix.data.seen import followed
 from tunix.errors import UserError
-from tunix.models.config import VisionConfig
-from tunix.models.vision import COLOURS
+from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
 from tunix.types import Completion, Pictures, Sampling
 
@@ -92,18 +92,22 @@ def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, v
         return
     if vision is None:
         raise UserError(f"prompt {number} has pictures, and the model was loaded without the tower that sees them")
-    side, places = vision.image_size, np.asarray(pictures.places)
-    if pictures.pixels.shape[1:] != (side, side, COLOURS) or places.shape != np.shape(prompt):
+    places, counts = np.asarray(pictures.places), np.prod(pictures.grids, axis=-1)
+    if pictures.pixels.shape[1:] != vision.shape or places.shape != np.shape(prompt):
         raise UserError(
             f"prompt {number} has pictures of the shape {pictures.pixels.shape} at {len(places)} of {len(prompt)} "
-            f"tokens; they need {side} x {side} pixels of {COLOURS} colours, and a place for each token"
+            f"tokens; they need {vision.shape} patches, rows, columns and colours, and a place for each token"
         )
     soft = places[places > 0]
-    if not np.array_equal(soft, np.arange(1, len(pictures.pixels) * vision.tokens + 1)) or places[-1]:
+    if counts.max(initial=0) > vision.tokens or (not vision.any_shape and counts.min(initial=1 << 31) < vision.tokens):
+        raise UserError(f"prompt {number} has pictures of {counts} tokens; the model's have {vision.tokens}")
+    if not np.array_equal(soft, np.arange(1, counts.sum() + 1)) or places[-1]:
         raise UserError(
-            f"prompt {number} has {len(soft)} tokens for {len(pictures.pixels)} pictures of {vision.tokens}: "
+            f"prompt {number} has {len(soft)} tokens for {pictures.number} pictures of {counts}: "
             "each needs all of its own, one after the other, and text after the last"
         )
+    if vision.turns and pictures.rope is None:
+        raise UserError(f"prompt {number} has pictures without places for rope: data.seen.rope_positions finds them")
 
 
 class StopText:
@@ -212,6 +216,10 @@ class Episode:
                 before_it = Recorded(before.experts[None, : len(request.prompt)])
                 episode.experts = [Known(before_it, 0, 0, len(request.prompt), 0)]
         return episode
+
+    def pictures(self, tokens: int) -> Pictures | None:
+        """The pictures of so many of its tokens, the prompt's included; None without any."""
+        return followed(self.request.pictures, tokens - len(self.request.prompt))
 
     def keep_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Keeps the alternatives `[T A]` of some tokens, where the request wants them."""

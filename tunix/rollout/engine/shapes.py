@@ -5,7 +5,7 @@ computed in long or short pieces. What a sequence holds is counted in pages; a l
 its window. `warmup.py` compiles all of these shapes: eight programs at most, and two
 more where prompts are scored.
 
-Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps, So soft tokens, Px pixels.
+Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ import numpy as np
 from tunix.config import CacheType
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.pages import block_of
+from tunix.models.vision_config import VisionConfig
 
 NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""
@@ -84,9 +85,8 @@ class Sizes:
     """Who reads pages while slots decode (`models/attention/decoding.py`)."""
     chunk: int | None = None
     """Where layers have states, tokens at whose multiples each sequence begins in a piece; None where none has."""
-    picture: tuple[int, int] | None = None
-    """(So, Px): soft tokens of a picture, which are computed in one piece, and pixels of its side; None where the model
-    sees none."""
+    vision: VisionConfig | None = None
+    """The tower, whose pictures are each computed in one piece; None where the model sees none."""
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
@@ -116,6 +116,11 @@ class Sizes:
         """
         spare = [0 if window is None else 1 for window in self.windows]
         return tuple(self.columns(kind) * (slots + more) for kind, more in enumerate(spare))
+
+    @property
+    def turns(self) -> bool:
+        """Whether rope turns tokens after a picture to other places than theirs."""
+        return self.vision is not None and self.vision.turns
 
     @property
     def in_place(self) -> bool:
@@ -173,7 +178,7 @@ class Sizes:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Tokens of a piece, falling."""
-        soft = self.picture[0] if self.picture else 1
+        soft = self.vision.tokens if self.vision else 1
         return tuple(
             dict.fromkeys((self.piece, max(self.piece // SHORTER, self.chunk or 1, 1 << (soft - 1).bit_length())))
         )

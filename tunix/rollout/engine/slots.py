@@ -20,7 +20,9 @@ from tunix.types import Completion, Sampling
 class Slots:
     """Slots, each of which is idle or has an episode."""
 
-    def __init__(self, number: int, length: int, guesses: int = 0, routed: tuple[int, int] | None = None):
+    def __init__(
+        self, number: int, length: int, guesses: int = 0, routed: tuple[int, int] | None = None, turns: bool = False
+    ):
         """Idle slots.
 
         Args:
@@ -28,6 +30,7 @@ class Slots:
             length: tokens of prompt and completion at most.
             guesses: next tokens that are guessed at each step (`lookup.py`); 0 for none.
             routed: layers with experts and experts of a token (L, k); None where no layer has several.
+            turns: whether rope turns tokens after a picture to other places than theirs.
         """
         self._library = Library(number, length, guesses) if guesses else None
         self.episodes: list[Episode | None] = [None] * number
@@ -36,7 +39,8 @@ class Slots:
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
         settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
         fresh = np.zeros(number, bool)
-        self._flow = Flow(every, Progress(held, left, drawn), fresh, seeds, request, adapter, stops, settings)
+        turned = np.zeros(number, np.int32) if turns else None
+        self._flow = Flow(every, Progress(held, left, drawn), fresh, seeds, request, adapter, stops, settings, turned)
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, length), np.int32)
         self._logprobs = np.empty((number, length), np.float32)
@@ -111,6 +115,9 @@ class Slots:
         progress.left[slot] = parked.left
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
+        if flow.turned is not None:
+            rope = None if request.pictures is None else request.pictures.rope
+            flow.turned[slot] = 0 if rope is None else np.max(rope[-1]) - (len(prompt) - 1)
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
         for rows, (own,) in zip(flow.transform, Transform.of([sampling]), strict=True):

@@ -64,7 +64,8 @@ class Warmth:
     def calls(self) -> Iterator[Call]:
         """Calls of all programs, in all shapes, that leave the state as it is."""
         sizes, nothing = self.sizes, np.int32(0)
-        slots, holdings = Slots(sizes.slots, sizes.length, sizes.guesses), Holdings(sizes)
+        slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
+        holdings = Holdings(sizes)
         for width in sizes.widths:
             own = sizes.slots_of_shard
             chosen = np.flatnonzero(np.arange(sizes.slots) % own < width // sizes.shards)

@@ -25,6 +25,7 @@ from tunix.errors import UserError
 from tunix.rollout.engine.batch import Pause
 from tunix.rollout.engine.replies import THREADS
 from tunix.rollout.engine.request import Decode, check_prompt
+from tunix.rollout.requests import requests_of
 from tunix.rollout.servers.divided import renewed
 from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.pool import Pool
@@ -34,7 +35,7 @@ from tunix.rollout.servers.routing import FLAG
 from tunix.rollout.servers.server import Server
 from tunix.rollout.servers.turns import Turns
 from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Refused, Unfit, WeightsFolder
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload, requests_of
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,0 +1,224 @@
+"""How a model's pictures are read, and written among its tokens: resized by transformers' own processors.
+
+`expanded` writes the soft tokens of each picture in place of the mark that a chat template rendered, `read` cuts the
+pictures into patches, and `pictures` finds their tokens in a row. Gemma 3 makes squares of one size of all pictures;
+Qwen 3.5 keeps their proportions, so that each has as many tokens as it needs.
+
+Axes: T time, Pi pictures, Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tunix.data.pictures import IMAGES, opened
+from tunix.data.seen import rope_positions
+from tunix.errors import UserError
+from tunix.types import Pictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """What all models have in common; of a row whose pictures are known, their grids."""
+
+    begin: str
+    """The token before a picture's, e.g. `<start_of_image>`."""
+    soft: str
+    """The token that stands for each part of it, e.g. `<image_soft_token>`."""
+    end: str
+    """The token after them, e.g. `<end_of_image>`."""
+    soft_id: int
+    """The id of the soft token, e.g. 262144."""
+    tokens: int
+    """Soft tokens of a picture at most, e.g. 256."""
+    patch: int
+    """Pixels of a patch's side, e.g. 14."""
+    pool: int
+    """Patches of a side of the square that a soft token stands for, e.g. 4."""
+    most: int
+    """Pictures of a row at most, e.g. 2."""
+    resample: int
+    """PIL's number of the resampling, e.g. 2."""
+    grids: tuple[tuple[int, int], ...] = ()
+    """Rows and columns of soft tokens of each picture of the row at hand, e.g. `((16, 16),)`."""
+
+    @property
+    def mark(self) -> str:
+        """What marks a picture in a text."""
+        raise NotImplementedError
+
+    @property
+    def sign(self) -> str:
+        """The token by which a text is seen to have marks."""
+        raise NotImplementedError
+
+    def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """A picture's patches `[Pp Pr Pc Rb]`, as many as it has, and rows and columns of its soft tokens.
+
+        Args:
+            name: the picture's, for messages.
+
+        Raises:
+            UserError: it would have more tokens than a picture may have.
+        """
+        raise NotImplementedError
+
+    def expanded(self, text: str) -> str:
+        """The text with the soft tokens of a picture at each mark, as transformers' processors write them."""
+        raise NotImplementedError
+
+    def read(self, values: List[Any], folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
+        """`[Pi Pp Pr Pc Rb]` uint8 the patches of a row's pictures, and `[Pi 2]` their grids; see `Pictures`.
+
+        Args:
+            values: what its column has of each.
+            folder: where relative paths begin.
+
+        Raises:
+            UserError: there are too many, or one cannot be read.
+        """
+        if len(values) > self.most:
+            raise UserError(f"it has {len(values)} pictures, more than data.pictures {self.most}: raise that")
+        pixels = np.zeros((len(values), self.tokens * self.pool**2, self.patch, self.patch, 3), np.uint8)
+        grids = np.zeros((len(values), 2), np.int32)
+        for number, value in enumerate(values):
+            patches, grids[number] = self.resized(opened(value, number + 1, folder), f"picture {number + 1}")
+            pixels[number, : len(patches)] = patches
+        return pixels, grids
+
+    def knowing(self, grids: np.ndarray) -> PictureReader:
+        """The reader of a row with pictures of these grids `[Pi 2]`."""
+        return replace(self, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
+
+    def pictures(self, ids: np.ndarray, pixels: np.ndarray) -> Pictures:
+        """The pictures of a sequence of the row at hand, and the places of their tokens.
+
+        Args:
+            ids: `[T]` the sequence's tokens.
+            pixels: what `read` returned of the row.
+
+        Raises:
+            UserError: the text has places for more pictures, or for fewer.
+        """
+        soft, grids = ids == self.soft_id, np.asarray(self.grids, np.int32).reshape(-1, 2)
+        edges = np.flatnonzero(np.diff(np.pad(soft, 1).astype(np.int8)))
+        runs = edges[1::2] - edges[::2]
+        numbers = np.prod(grids, axis=-1)
+        if runs.tolist() != numbers.tolist():
+            here, there = (f"{len(x)} (of {x.tolist()} tokens)" if len(x) else "0" for x in (runs, numbers))
+            raise UserError(
+                f"its text has places for pictures ({self.sign}): {here}, and its column {IMAGES!r} has {there}: "
+                "give as many, or none in the text, and they come before the first question"
+            )
+        places = np.where(soft, np.cumsum(soft), 0).astype(np.int32)
+        return Pictures(pixels, grids, places, self.turned(places, grids))
+
+    def turned(self, places: np.ndarray, grids: np.ndarray) -> np.ndarray | None:
+        """`[T 3]` where rope turns the tokens to; None where it turns them to their places."""
+        return None
+
+
+@dataclass(frozen=True)
+class SquareReader(PictureReader):
+    """Gemma 3's: all pictures become squares of one size, and a mark begins a picture."""
+
+    @property
+    def size(self) -> int:
+        """Pixels of a side, e.g. 896."""
+        return math.isqrt(self.tokens) * self.pool * self.patch
+
+    @property
+    def mark(self) -> str:
+        """What marks a picture in a text, and begins its soft tokens."""
+        return self.begin
+
+    @property
+    def sign(self) -> str:
+        """The mark."""
+        return self.begin
+
+    def expanded(self, text: str) -> str:
+        """The text with the soft tokens of a picture at each mark, as transformers' processor writes them."""
+        return text.replace(self.begin, f"\n\n{self.begin}{self.soft * self.tokens}{self.end}\n\n")
+
+    def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """A picture's patches, row by row, and its grid, which all pictures share."""
+        del name
+        made = _square_processor(self.size, self.resample)(image, do_rescale=False, do_normalize=False)
+        pixels = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
+        number, side = self.size // self.patch, math.isqrt(self.tokens)
+        cut = pixels.reshape(number, self.patch, number, self.patch, 3).transpose(0, 2, 1, 3, 4)
+        return cut.reshape(number**2, self.patch, self.patch, 3), (side, side)
+
+
+@dataclass(frozen=True)
+class AnyShapeReader(PictureReader):
+    """Qwen's: pictures keep their proportions, and a mark is the three tokens around and of a picture."""
+
+    least_pixels: int = 65_536
+    """Smaller pictures are enlarged to so many pixels, e.g. 65536."""
+    most_pixels: int = 16_777_216
+    """Larger pictures are made smaller to so many pixels, e.g. 262144, which `tokens` allows."""
+
+    @property
+    def mark(self) -> str:
+        """What marks a picture in a text."""
+        return self.begin + self.soft + self.end
+
+    @property
+    def sign(self) -> str:
+        """The token that stands for a picture in a template's text."""
+        return self.soft
+
+    def expanded(self, text: str) -> str:
+        """The text with as many soft tokens as each picture of the row has, in the order of the marks."""
+        first, *rest = text.split(self.soft)
+        numbers = [rows * columns for rows, columns in self.grids] + [1] * len(rest)
+        return first + "".join(self.soft * number + part for number, part in zip(numbers, rest, strict=False))
+
+    def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
+        """A picture's patches, square by square as soft tokens have them, and its grid."""
+        sizes = (self.least_pixels, self.most_pixels, self.patch, self.pool, self.resample)
+        try:
+            made = _shape_processor(*sizes)(image, do_rescale=False, do_normalize=False)
+        except ValueError as error:  # of a strip
+            raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
+        _, *patches = made["image_grid_thw"][0].tolist()
+        rows, columns = (number // self.pool for number in patches)
+        if rows * columns > self.tokens:
+            raise UserError(
+                f"{name}, {image.width} x {image.height} pixels, has {rows * columns} tokens, more than "
+                f"data.picture_tokens {self.tokens}: raise that, or crop it"
+            )
+        # Colours, two equal frames, rows and columns of each patch.
+        cut = np.asarray(made["pixel_values"]).reshape(-1, 3, 2, self.patch, self.patch)
+        return cut[:, :, 0].transpose(0, 2, 3, 1).astype(np.uint8), (rows, columns)
+
+    def turned(self, places: np.ndarray, grids: np.ndarray) -> np.ndarray:
+        """`[T 3]` where rope turns the tokens to."""
+        return rope_positions(places, grids)
+
+
+@lru_cache(maxsize=8)
+def _square_processor(size: int, resample: int) -> Any:
+    from transformers import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": size, "width": size}, resample=resample)
+
+
+@lru_cache(maxsize=8)
+def _shape_processor(least: int, most: int, patch: int, pool: int, resample: int) -> Any:
+    from transformers import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": least, "longest_edge": most}
+    return Qwen2VLImageProcessorPil(size=size, patch_size=patch, merge_size=pool, resample=resample)
