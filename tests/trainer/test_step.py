@@ -71,6 +71,17 @@ def test_the_matrices_of_all_layers_are_never_held_in_float32():
     assert temporaries(options) < of_all / 4
 
 
+def test_the_norm_of_bfloat16_gradients_is_that_of_float32():
+    """Of weights stored in bfloat16 the gradients have that type; each leaf's norm would have three digits, and so
+    would their sum."""
+    client = trainer(PLAIN, param_dtype="bfloat16", dtype="bfloat16")
+    batch = pack(sequences(4), 4, 64, packing=True)
+    _, found = gradients(client, batch)
+    assert {x.dtype for x in found.values()} == {jnp.dtype(jnp.bfloat16)}
+    exact = np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in found.values()))
+    assert float(client.step(batch, SFT_LOSS)["train/grad_norm"]) == pytest.approx(exact, rel=1e-5)
+
+
 def two_sequences(weights: tuple[float, float, float] | None = None) -> Batch:
     """A: 4 tokens, 2 of them trained, weight 1. B: 3 tokens, 1 trained, weight 3. One packed row of 8.
 

@@ -171,7 +171,8 @@ class Compute:
         """Applies the optimizer; returns the new state and its metrics."""
         updates, moments = self.optimizer.update(gradients, state.moments, state.params)
         metrics = {
-            "train/grad_norm": optax.global_norm(gradients),
+            # As the optimizer clips by it: in bfloat16 it would have three digits, and on CPUs memory of its own.
+            "train/grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32)),
             "train/learning_rate": learning_rate(self.schedule, state.step),
         }
         params = cast(Params, optax.apply_updates(state.params, updates))
