@@ -25,6 +25,7 @@ from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
 from tunix.models.families.table import from_hf
 from tunix.models.model import Model, Params
+from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import hidden_of
 from tunix.types import Pictures, Sequence
 
@@ -219,6 +220,17 @@ def test_what_fills_a_picture_up_is_not_seen(made):
     noisy = replace(one, pictures=replace(one.pictures, pixels=pixels))
     first, second = (hidden_of(model, params, pack([x], 1, 32, pictures=2)) for x in (one, noisy))
     np.testing.assert_array_equal(first, second)
+
+
+def test_a_microbatch_has_all_that_its_rows_have_of_pictures(made):
+    batch = pack(SEQUENCES, 3, 96, packing=False, pictures=2)
+    placed = Microbatcher(3, one_device()).place(batch).at(0).pictures
+    for name, right in vars(batch.pictures).items():
+        np.testing.assert_array_equal(getattr(placed, name), right, err_msg=name)
+    model, params = load(made[0])
+    blind = replace(batch, pictures=replace(batch.pictures, rope=None))
+    with pytest.raises(AssertionError, match="rope is told of the rows"):
+        hidden_of(model, params, blind)
 
 
 MESHES = slow([MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=1, tensor=8)])
