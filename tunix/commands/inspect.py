@@ -109,7 +109,8 @@ def _show_example(
 ) -> None:
     """Prints one example: the counts of its sequences, and their texts."""
     if isinstance(example, Dropped):
-        console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
+        console.print(f"row {number}: dropped, {example.reason}", style="bold", markup=False)
+        console.print(f"{example.detail}\n" if example.detail else "", markup=False, soft_wrap=True)
         return
     if settings.train_on == RowKind.ROW:
         console.print(
@@ -121,7 +122,15 @@ def _show_example(
         notes = _notes(sequence, settings, example.truncated)
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
         console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
+    for note in example.notes:
+        console.print(f"note: {note.rule}: {_shortened(note.text)}", markup=False, soft_wrap=True)
     console.print()
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of a text, on a line."""
+    words = json.dumps(text, ensure_ascii=False)
+    return words if len(words) <= 120 else f"{words[:70]} ... {words[-45:]}"
 
 
 def _notes(sequence: Sequence, settings: Rendering, truncated: bool) -> list[str]:
@@ -216,6 +225,7 @@ def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Cons
         *_cuts(account, settings),
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
+        *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),
         ("tokens", totals.tokens, "of the kept rows"),
     ]
     if totals.packed_rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,6 +149,42 @@ class Tokenizer:
             **template_kwargs,
         )
         return self.expanded(text)  # pyright: ignore[reportArgumentType]
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template or "") is not None
+
+    def generation_spans(
+        self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> list[tuple[int, int]]:
+        """The first and end characters of each part of `apply_template`'s text that the template marks as generated."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
+            return_assistant_tokens_mask=True,
+            **{**self.hf.special_tokens_map, **template_kwargs},
+        )
+        return [tuple(len(self.expanded(texts[0][:place])) for place in span) for span in spans[0]]
+
+    @cached_property
+    def reads_arguments_as_text(self) -> bool:
+        """Whether the chat template writes a tool call's arguments as a string of JSON and fails for an object, as that
+        of DeepSeek V3 does."""
+        from jinja2 import TemplateError
+
+        def writes(arguments: object) -> bool:
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                self.apply_template([{"role": "user", "content": "a"}, said])
+            except (TemplateError, TypeError, ValueError):
+                return False
+            return True
+
+        return not writes({"a": "b"}) and writes('{"a": "b"}')
 
     def expanded(self, text: str) -> str:
         """The text with the soft tokens of each picture that it marks; unchanged for a model that sees none."""
