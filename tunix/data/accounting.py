@@ -27,6 +27,7 @@ UNPROVED = "turns whose bounds cannot be proved"
 THOUGHTS = "thoughts that the template leaves out"
 BEFORE_CALL = "text before a call that the template leaves out"
 REWRITTEN = "text that the template writes otherwise"
+EMPTY_TURN = "empty turns, not trained: their place is unknown"
 NO_STOP = "turns that end without a stop token"
 
 

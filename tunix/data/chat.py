@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data.accounting import BEFORE_CALL, NO_STOP, NOT_WRITTEN, REWRITTEN, THOUGHTS, UNPROVED, Note, Refused
+from tunix.data.accounting import BEFORE_CALL, EMPTY_TURN, NO_STOP, NOT_WRITTEN, REWRITTEN, THOUGHTS, UNPROVED, Note, Refused
 from tunix.data.templates import MARKERS, TEMPLATE_NAMES, TEMPLATES
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.traced import REASONING, Message, Render, Traced, trace
@@ -68,13 +68,16 @@ def render_chat(
     notes = _left_out(prepared, traced)
     ids, offsets = tokenizer.encode_with_offsets(traced.text)
     prompt = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
-    turns = Turns(traced, tokenizer, ids, offsets, prompt, render)
+    turns = Turns(prepared, traced, tokenizer, ids, offsets, prompt, render)
+    if tokenizer.marks_generation:
+        spans = turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
+    else:
+        spans = [turns.turn(k) if traced.is_written(k) else turns.empty_turn(k) for k in trained]
     mask = np.zeros(len(ids), bool)
-    for turn in (
-        turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
-        if tokenizer.marks_generation
-        else map(turns.turn, trained)
-    ):
+    for turn in spans:
+        if turn is None:
+            notes.append(Note(EMPTY_TURN, ""))
+            continue
         mask[turn.tokens] = True
         if mask[turn.tokens].any() and not turn.stops:
             notes.append(Note(NO_STOP, tokenizer.decode(ids[turn.tokens])))
@@ -124,9 +127,8 @@ def render_continuation(
     prepared = _prepared(conversation, tokenizer)
     traced = _traced(prepared, partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs))
     _left_out(prepared, traced)
-    bounds = traced.span(len(messages))
-    assert bounds is not None, "what is left out of an assistant's message was refused"
-    ids = tokenizer.encode(traced.text[bounds[1] + 1 :])
+    _, last = traced.span(len(messages))
+    ids = tokenizer.encode(traced.text[last + 1 :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
     if stopped and first is not None and ids[first] in tokenizer.stop_ids:
         ids = ids[first + 1 :]

@@ -61,7 +61,8 @@ class Traced:
     fields: tuple[Field, ...]
     """The texts of all messages, in their order."""
     codes: np.ndarray
-    """`[text]` int32: the code of each letter; -1 for the template's own text and for what is not replaced."""
+    """`[text]` int32: the code of each letter; -1 for the template's own text, for what is not replaced, and for letters
+    that it repeats (the name of a called function before the result)."""
     places: np.ndarray
     """`[codes]` int32: where in the text each code stands first; -1 where the template left it out."""
     offsets: np.ndarray
@@ -78,10 +79,14 @@ class Traced:
         """`[text]` int32: the message of each letter; -1 for the template's own text."""
         return np.append(self.messages, -1)[self.codes]
 
-    def span(self, message: int) -> tuple[int, int] | None:
-        """Where the first and the last letter of a message stand; None where no letter of it is in the text."""
+    def is_written(self, message: int) -> bool:
+        """Whether a letter of a message is in the text."""
+        return bool((self.owners == message).any())
+
+    def span(self, message: int) -> tuple[int, int]:
+        """Where the first and the last letter of a message stand that is written."""
         places = np.flatnonzero(self.owners == message)
-        return (int(places[0]), int(places[-1])) if len(places) else None
+        return int(places[0]), int(places[-1])
 
     def last_before(self, message: int) -> int:
         """Where the last letter of the messages before one stands; -1 where there is none."""
@@ -107,6 +112,8 @@ class Traced:
         field, code = self.field_at(place), self.codes[place]
         begin = self.offsets[code - 1] + 1 if code > field.begin else 0
         before, number = field.text[begin : self.offsets[code]], 0
+        if code > field.begin:  # what stood before was left out, up to a tag
+            before = re.split(r"[>\]]", before)[-1]
         while number < len(before) and self.text[place - number - 1] == before[-number - 1]:
             number += 1
         return len(before[len(before) - number :].lstrip())
@@ -130,7 +137,7 @@ class Traced:
 
     def tail(self, text: str) -> tuple[int, str]:
         """The last code in a text of coded messages, -1 where there is none, and what the template wrote after it."""
-        codes = _codes_in(_code_points(text), self.base, len(self.offsets))
+        codes = _first_of_each(_codes_in(_code_points(text), self.base, len(self.offsets)))
         places = np.flatnonzero(codes >= 0)
         last = int(places[-1]) if len(places) else -1
         return (int(codes[last]) if last >= 0 else -1), text[last + 1 :]
@@ -156,12 +163,13 @@ def trace(messages: Sequence[Message], render: Render) -> Traced | None:
             continue
         letters, offsets, owners = coder.arrays()
         written = _code_points(render(coded))
-        codes = _codes_in(written, base, coder.used)
-        back = np.where(codes >= 0, np.append(letters, 0)[codes], written)
+        every = _codes_in(written, base, coder.used)
+        back = np.where(every >= 0, np.append(letters, 0)[every], written)
         if len(back) == len(points) and (back == points).all():
+            codes = _first_of_each(every)
             places = np.full(coder.used, -1, np.int32)
-            at = np.flatnonzero(codes >= 0)[::-1]
-            places[codes[at]] = at  # the first of several comes last
+            at = np.flatnonzero(codes >= 0)
+            places[codes[at]] = at
             return Traced(text, tuple(coder.fields), codes, places, offsets, owners, coded, base)
     return None
 
@@ -235,6 +243,14 @@ class _Coder:
         points[at] = self._base + self.used + np.arange(len(at))
         self.used += len(at)
         return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+
+
+def _first_of_each(codes: np.ndarray) -> np.ndarray:
+    """The codes without those that stood in the text before."""
+    _, first = np.unique(codes, return_index=True)
+    kept = np.full_like(codes, -1)
+    kept[first] = codes[first]
+    return kept
 
 
 def _code_points(text: str) -> np.ndarray:
