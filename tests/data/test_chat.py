@@ -308,7 +308,9 @@ def test_text_parts_are_one_text():
     expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦ok.<|im_end|>⟧\n"
     parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in (ASK, SAY)]
     parts[1]["content"].append({"type": "text", "text": "."})
-    template = QWEN25.replace("m['content']", "m['content'] | trim").replace("{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}", "")
+    template = QWEN25.replace("m['content']", "m['content'] | trim").replace(
+        "{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}", ""
+    )
     tokenizer = chatml(template)
     tokens, mask, notes = render_chat(parts, tokenizer)
     assert marks(tokens, mask, tokenizer) == expected

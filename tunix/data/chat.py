@@ -11,23 +11,37 @@ Axes: T time.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data.accounting import BEFORE_CALL, EMPTY_TURN, NO_STOP, NOT_WRITTEN, REWRITTEN, THOUGHTS, UNPROVED, Note, Refused
+from tunix.data.accounting import (
+    BEFORE_CALL,
+    EMPTY_TURN,
+    NO_STOP,
+    NOT_WRITTEN,
+    REWRITTEN,
+    THOUGHTS,
+    UNPROVED,
+    Note,
+    Refused,
+)
 from tunix.data.templates import MARKERS, TEMPLATE_NAMES, TEMPLATES
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.traced import REASONING, Message, Render, Traced, trace
-from tunix.data.turns import Turns
+from tunix.data.traced import REASONING, Message, Outline, Render, Traced, trace
+from tunix.data.turns import Tokens, Turns
 from tunix.errors import UserError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "image", "thinking")
 """Types of a content's parts."""
+PROMPT = -1
+"""In the place of the trained messages: that the conversation is a prompt."""
+OUTLINES = 1000
+"""Shapes of conversations that are remembered."""
 
 
 class Rendered(NamedTuple):
@@ -64,26 +78,35 @@ def render_chat(
     trained = [k for k, m in enumerate(messages) if k >= trained_from and m["role"] == "assistant" and _is_trained(m)]
     prepared = _prepared(messages, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
-    traced = _traced(prepared, render)
+    text = render(prepared)
+    tokens = Tokens.of(text, tokenizer)
+    key = None if tokenizer.marks_generation else Outline.key(prepared, template_kwargs, trained)
+    if (mask := _outlined(key, prepared, tokens)) is not None:
+        return Rendered(np.asarray(tokens.ids, np.int32), mask)
+    traced = _traced(prepared, text, render)
     notes = _left_out(prepared, traced)
-    ids, offsets = tokenizer.encode_with_offsets(traced.text)
     prompt = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
-    turns = Turns(prepared, traced, tokenizer, ids, offsets, prompt, render)
+    turns = Turns(prepared, traced, tokens, prompt, render)
     if tokenizer.marks_generation:
         spans = turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
     else:
-        spans = [turns.turn(k) if traced.is_written(k) else turns.empty_turn(k) for k in trained]
-    mask = np.zeros(len(ids), bool)
+        spans = [turns.turn(k) if len(traced.places_of(k, k + 1)) else turns.empty_turn(k) for k in trained]
+    mask = np.zeros(len(tokens.ids), bool)
     for turn in spans:
         if turn is None:
             notes.append(Note(EMPTY_TURN, ""))
             continue
         mask[turn.tokens] = True
         if mask[turn.tokens].any() and not turn.stops:
-            notes.append(Note(NO_STOP, tokenizer.decode(ids[turn.tokens])))
-    for message in set(traced.owners[_covered(offsets[mask], len(traced.text))].tolist()) - {-1, *trained}:
-        raise Refused(UNPROVED, f"message {message + 1} would be trained: a token holds its text and the turn's")
-    return Rendered(np.asarray(ids, np.int32), mask, tuple(notes))
+            notes.append(Note(NO_STOP, tokenizer.decode(tokens.ids[turn.tokens])))
+    codes = traced.codes[_covered(tokens.offsets[mask], len(text))]
+    for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
+        if message not in trained:
+            raise Refused(UNPROVED, f"message {message + 1} would be trained: a token holds its text and the turn's")
+    if key is not None and not notes:
+        begins = {k: turn.begin for k, turn in zip(trained, spans, strict=True) if turn is not None}
+        _remember(tokenizer, key, Outline.of(traced, begins))
+    return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(notes))
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_kwargs: Any) -> Rendered:
@@ -94,9 +117,16 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     """
     check_messages(messages)
     prepared = _prepared(messages, tokenizer)
-    traced = _traced(prepared, partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs))
-    notes = _left_out(prepared, traced)
-    ids = tokenizer.encode(traced.text)
+    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    text, notes = render(prepared), list[Note]()
+    key = Outline.key(prepared, template_kwargs, (PROMPT,))
+    outline = tokenizer.outlines.get(key)
+    if outline is None or outline.bounds(prepared, text) is None:
+        traced = _traced(prepared, text, render)
+        notes = _left_out(prepared, traced)
+        if key is not None and not notes:
+            _remember(tokenizer, key, Outline.of(traced, {}))
+    ids = tokenizer.encode(text)
     return Rendered(np.asarray(ids, np.int32), np.zeros(len(ids), bool), tuple(notes))
 
 
@@ -125,9 +155,10 @@ def render_continuation(
     conversation = [*messages, {"role": "assistant", "content": "x"}, *answers]
     check_messages(conversation)
     prepared = _prepared(conversation, tokenizer)
-    traced = _traced(prepared, partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs))
+    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    traced = _traced(prepared, render(prepared), render)
     _left_out(prepared, traced)
-    _, last = traced.span(len(messages))
+    last = traced.places_of(len(messages), len(messages) + 1)[-1]
     ids = tokenizer.encode(traced.text[last + 1 :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
     if stopped and first is not None and ids[first] in tokenizer.stop_ids:
@@ -267,7 +298,11 @@ def _prepared_call(call: Any, tokenizer: Tokenizer) -> dict[str, Any]:
         raise ValueError(f"the arguments of {name} are {arguments!r:.80}, not an object")
     if tokenizer.reads_arguments_as_text:
         arguments = text if isinstance(text, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", **(call if "function" in call else {}), "function": {**function, "arguments": arguments}}
+    return {
+        "type": "function",
+        **(call if "function" in call else {}),
+        "function": {**function, "arguments": arguments},
+    }
 
 
 def _render(
@@ -294,13 +329,32 @@ def _render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, template_k
     return _render(messages, tokenizer, template_kwargs, add_generation_prompt=True)
 
 
-def _traced(messages: Sequence[Message], render: Render) -> Traced:
+def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> np.ndarray | None:
+    """`[T]` bool: the mask of a conversation by the outline of its shape; None where that does not prove it."""
+    outline = tokens.tokenizer.outlines.get(key)
+    if outline is None or (bounds := outline.bounds(messages, tokens.text)) is None:
+        return None
+    mask = np.zeros(len(tokens.ids), bool)
+    for k, start in outline.starts.items():
+        (begin, end), (limit, _) = bounds[k], (*bounds, (len(tokens.text), 0))[k + 1]
+        if (stopped := tokens.after_stop(end, limit)) is None:
+            return None
+        mask[tokens.first_from(begin - start) : stopped] = True
+    return mask
+
+
+def _remember(tokenizer: Tokenizer, key: Hashable, outline: Outline | None) -> None:
+    if outline is not None and len(tokenizer.outlines) < OUTLINES:
+        tokenizer.outlines[key] = outline
+
+
+def _traced(messages: Sequence[Message], text: str, render: Render) -> Traced:
     """The traced text.
 
     Raises:
         Refused: the template decides by what the messages say.
     """
-    if (traced := trace(messages, render)) is None:
+    if (traced := trace(messages, text, render)) is None:
         raise Refused(
             UNPROVED,
             "the chat template writes other text around other words, so that the bounds of turns cannot be proved: use "
@@ -337,6 +391,7 @@ def _left_out(messages: Sequence[Message], traced: Traced) -> list[Note]:
             )
             what = "a tool call" if field.kind == "call" else "its content"
             raise Refused(
-                NOT_WRITTEN, f"message {number} ({role}): the chat template does not write {what}, {lost!r:.80}: {remedy}"
+                NOT_WRITTEN,
+                f"message {number} ({role}): the chat template does not write {what}, {lost!r:.80}: {remedy}",
             )
     return notes

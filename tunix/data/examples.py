@@ -32,12 +32,12 @@ from tunix.data.accounting import (
     Kept,
     Refused,
 )
+from tunix.data.chat import Rendered
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column
 from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
 from tunix.data.picture_reader import PictureReader
 from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.chat import Rendered
 from tunix.data.rendered import given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +24,8 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 """Renders messages with the template."""
 
+_OUTLINED = {"role", "content", "name"}
+"""Keys of a message in an outline."""
 _FIRST, _LAST = 0xF0000, 0x10FFFF
 """Unicode's private planes."""
 _TAG = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]+\]")
@@ -66,37 +67,19 @@ class Traced:
     places: np.ndarray
     """`[codes]` int32: where in the text each code stands first; -1 where the template left it out."""
     offsets: np.ndarray
-    """`[codes]` int32: the letter's index in its field."""
+    """`[codes]`: the letter's index in its field."""
     messages: np.ndarray
-    """`[codes]` int32: the letter's message."""
+    """`[codes]`: the letter's message; it never falls."""
     coded: tuple[Message, ...]
     """The messages with the code points in them, to render parts of the conversation."""
     base: int
     """The code point of code 0."""
 
-    @cached_property
-    def owners(self) -> np.ndarray:
-        """`[text]` int32: the message of each letter; -1 for the template's own text."""
-        return np.append(self.messages, -1)[self.codes]
-
-    def is_written(self, message: int) -> bool:
-        """Whether a letter of a message is in the text."""
-        return bool((self.owners == message).any())
-
-    def span(self, message: int) -> tuple[int, int]:
-        """Where the first and the last letter of a message stand that is written."""
-        places = np.flatnonzero(self.owners == message)
-        return int(places[0]), int(places[-1])
-
-    def last_before(self, message: int) -> int:
-        """Where the last letter of the messages before one stands; -1 where there is none."""
-        places = np.flatnonzero((self.owners >= 0) & (self.owners < message))
-        return int(places[-1]) if len(places) else -1
-
-    def first_after(self, message: int) -> int:
-        """Where the first letter of the messages after one stands; the text's length where there is none."""
-        places = np.flatnonzero(self.owners > message)
-        return int(places[0]) if len(places) else len(self.text)
+    def places_of(self, first: int, end: int) -> np.ndarray:
+        """Where the letters of the messages `first` to `end` stand, those that are written, in the messages' order."""
+        begin, stop = np.searchsorted(self.messages, (first, end))
+        places = self.places[begin:stop]
+        return places[places >= 0]
 
     def code_at(self, place: int) -> int:
         """The code at a place of the text; -1 for none, and for the place -1 before it."""
@@ -137,23 +120,82 @@ class Traced:
 
     def tail(self, text: str) -> tuple[int, str]:
         """The last code in a text of coded messages, -1 where there is none, and what the template wrote after it."""
-        codes = _first_of_each(_codes_in(_code_points(text), self.base, len(self.offsets)))
-        places = np.flatnonzero(codes >= 0)
-        last = int(places[-1]) if len(places) else -1
-        return (int(codes[last]) if last >= 0 else -1), text[last + 1 :]
+        for place in range(len(text) - 1, -1, -1):
+            code = ord(text[place]) - self.base
+            if 0 <= code < len(self.offsets) and text.find(text[place]) == place:
+                return code, text[place + 1 :]
+        return -1, text
 
 
-def trace(messages: Sequence[Message], render: Render) -> Traced | None:
-    """Renders a conversation and finds each letter of its messages in the text.
+@dataclass(frozen=True)
+class Outline:
+    """What a template writes around conversations of one shape: the same roles, one text in each message.
+
+    A text that equals the literals with the messages' texts between them has each letter where the outline says, without
+    a second rendering.
+    """
+
+    literals: tuple[str, ...]
+    """The template's own text before each message's, and at the end."""
+    starts: Mapping[int, int]
+    """Message -> how many characters of the literal before it belong to the assistant's turn."""
+
+    @staticmethod
+    def key(messages: Sequence[Message], template_kwargs: Mapping[str, Any], trained: Sequence[int]) -> Hashable:
+        """The shape of a conversation; None where its texts are not one in each message, or there are tools."""
+        shape = []
+        for message in messages:
+            text = message.get("content")
+            if not isinstance(text, str) or not text or not message.keys() <= _OUTLINED:
+                return None
+            shape.append((message["role"], len(message), "<" in text or "[" in text))
+        variables = tuple(template_kwargs.items())
+        if any(not isinstance(value, str | int | float | None) for _, value in variables):
+            return None
+        return tuple(shape), variables, tuple(trained)
+
+    @classmethod
+    def of(cls, traced: Traced, begins: Mapping[int, int]) -> Outline | None:
+        """The outline of a traced conversation; None where the template changes a text.
+
+        Args:
+            traced: the conversation.
+            begins: the character where each of the assistant's turns starts.
+        """
+        literals, starts, at = [], {}, 0
+        for field in traced.fields:
+            begin = int(traced.places[field.begin] - traced.offsets[field.begin])
+            if begin < at or not traced.text.startswith(field.text, begin):
+                return None
+            literals.append(traced.text[at:begin])
+            at = begin + len(field.text)
+            if field.message in begins:
+                starts[field.message] = begin - begins[field.message]
+        return cls((*literals, traced.text[at:]), starts) if min(starts.values(), default=0) >= 0 else None
+
+    def bounds(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]] | None:
+        """Where the text of each message begins and ends; None where the text is not the outline's."""
+        bounds, at = [], 0
+        for literal, message in zip(self.literals, messages, strict=False):
+            begin = at + len(literal)
+            at = begin + len(message["content"])
+            if not (text.startswith(literal, begin - len(literal)) and text.startswith(message["content"], begin)):
+                return None
+            bounds.append((begin, at))
+        return bounds if text[at:] == self.literals[-1] else None
+
+
+def trace(messages: Sequence[Message], text: str, render: Render) -> Traced | None:
+    """Finds each letter of a conversation in its text.
 
     Args:
         messages: with content, reasoning and tool calls as the template reads them.
+        text: the template's.
         render: renders messages, the same text for the same messages.
 
     Returns:
         None where the template decides by what the messages say, so that no place is proved.
     """
-    text = render(messages)
     points = _code_points(text)
     base = max(_FIRST, int(points.max(initial=0)) + 1)
     for names, ends in ((True, False), (False, False), (False, True)):
@@ -163,13 +205,17 @@ def trace(messages: Sequence[Message], render: Render) -> Traced | None:
             continue
         letters, offsets, owners = coder.arrays()
         written = _code_points(render(coded))
-        every = _codes_in(written, base, coder.used)
-        back = np.where(every >= 0, np.append(letters, 0)[every], written)
-        if len(back) == len(points) and (back == points).all():
-            codes = _first_of_each(every)
-            places = np.full(coder.used, -1, np.int32)
-            at = np.flatnonzero(codes >= 0)
-            places[codes[at]] = at
+        if len(written) != len(points):
+            continue
+        at = np.flatnonzero((written >= base) & (written < base + coder.used))
+        number = written[at] - base
+        back = written.copy()
+        back[at] = letters[number]
+        if (back == points).all():
+            places, codes = np.full(coder.used, -1, np.int32), np.full(len(points), -1, np.int32)
+            places[number[::-1]] = at[::-1]  # the first place of each, which is assigned last
+            first = at if len(at) == np.count_nonzero(places >= 0) else at[places[number] == at]
+            codes[first] = written[first] - base
             return Traced(text, tuple(coder.fields), codes, places, offsets, owners, coded, base)
     return None
 
@@ -199,10 +245,10 @@ class _Coder:
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each code the letter's code point, its index in its field, and its message."""
         if not self._parts:
-            return (np.zeros(0, np.int32),) * 3
+            return (np.zeros(0, int),) * 3
         letters, offsets = (np.concatenate([part[i] for part in self._parts]) for i in (0, 1))
         owners = np.repeat([part[2] for part in self._parts], [len(part[0]) for part in self._parts])
-        return letters.astype(np.int32), offsets.astype(np.int32), owners.astype(np.int32)
+        return letters, offsets, owners
 
     def _part(self, number: int, part: Mapping[str, Any]) -> Mapping[str, Any]:
         if part["type"] == "text":
@@ -230,8 +276,9 @@ class _Coder:
     def _text(self, number: int, kind: Literal["content", "reasoning", "call"], text: str) -> str:
         points = _code_points(text)
         coded = _CODED[np.minimum(points, len(_CODED) - 1)]
-        for tag in _TAG.finditer(text):
-            coded[tag.start() : tag.end()] = False
+        if "<" in text or "[" in text:
+            for tag in _TAG.finditer(text):
+                coded[tag.start() : tag.end()] = False
         if not coded.any():  # nothing but tags and brackets
             coded = np.array([not letter.isspace() for letter in text], bool)
         at = np.flatnonzero(coded)
@@ -240,24 +287,11 @@ class _Coder:
         self.fields.append(Field(number, kind, text, self.used, self.used + len(at)))
         self._parts.append((points[at], at, number))
         points = points.copy()
-        points[at] = self._base + self.used + np.arange(len(at))
+        points[at] = np.arange(self._base + self.used, self._base + self.used + len(at))
         self.used += len(at)
-        return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
-
-
-def _first_of_each(codes: np.ndarray) -> np.ndarray:
-    """The codes without those that stood in the text before."""
-    _, first = np.unique(codes, return_index=True)
-    kept = np.full_like(codes, -1)
-    kept[first] = codes[first]
-    return kept
+        return points.tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _code_points(text: str) -> np.ndarray:
-    """`[text]` int64."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64)
-
-
-def _codes_in(points: np.ndarray, base: int, number: int) -> np.ndarray:
-    """`[text]` int32: the code that stands at each place of a text, -1 for none."""
-    return np.where((points >= base) & (points < base + number), points - base, -1).astype(np.int32)
+    """`[text]` int32."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<i4")

@@ -22,6 +22,42 @@ from tunix.errors import UserError
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """A text as tokens."""
+
+    text: str
+    """What was tokenized."""
+    ids: list[int]
+    """T ids."""
+    offsets: np.ndarray
+    """`[T 2]` the first and end character of each."""
+    tokenizer: Tokenizer
+    """What made them."""
+
+    @classmethod
+    def of(cls, text: str, tokenizer: Tokenizer) -> Tokens:
+        """The tokens of a text."""
+        return cls(text, *tokenizer.encode_with_offsets(text), tokenizer)
+
+    def first_from(self, place: int) -> int:
+        """The first token that begins at a character or after it."""
+        return int(np.searchsorted(self.offsets[:, 0], place))
+
+    def is_blank(self, token: int) -> bool:
+        """Whether a token is white space and no added token."""
+        return not self.tokenizer.is_added(self.ids[token]) and self.text[slice(*self.offsets[token])].isspace()
+
+    def after_stop(self, place: int, limit: int) -> int | None:
+        """The token after the stop token that comes next from a character on, but for white space; None where another
+        one does, or only after `limit`."""
+        i = self.first_from(place)
+        while i < len(self.ids) and self.is_blank(i):
+            i += 1
+        stops = i < len(self.ids) and self.ids[i] in self.tokenizer.stop_ids and self.offsets[i, 0] < limit
+        return i + 1 if stops else None
+
+
+@dataclass(frozen=True)
 class Turn:
     """The tokens of an assistant's turn."""
 
@@ -29,6 +65,8 @@ class Turn:
     """From its first token to its last one, e.g. `slice(12, 20)`."""
     stops: bool
     """Whether the last one ends the turn in inference too."""
+    begin: int
+    """The character where it starts."""
 
 
 class Turns:
@@ -38,9 +76,7 @@ class Turns:
         self,
         messages: Sequence[Message],
         traced: Traced,
-        tokenizer: Tokenizer,
-        ids: list[int],
-        offsets: np.ndarray,
+        tokens: Tokens,
         prompt: Render,
         render: Render,
     ) -> None:
@@ -49,14 +85,11 @@ class Turns:
         Args:
             messages: of the conversation.
             traced: their text.
-            tokenizer: knows added tokens and stop tokens.
-            ids: of the text's tokens.
-            offsets: `[T 2]` the characters of each token.
+            tokens: of that text.
             prompt: renders messages that the assistant is to continue.
             render: renders whole messages.
         """
-        self._messages, self._traced, self._tokenizer = messages, traced, tokenizer
-        self._ids, self._offsets = ids, offsets
+        self._messages, self._traced, self._tokens = messages, traced, tokens
         self._prompt, self._render = prompt, render
 
     def turn(self, k: int) -> Turn:
@@ -66,13 +99,17 @@ class Turns:
             Refused: its bounds cannot be proved.
         """
         traced = self._traced
-        first, last = traced.span(k)
-        before, limit = traced.last_before(k), traced.first_after(k)
+        places, earlier = traced.places_of(k, k + 1), traced.places_of(0, k)
+        later = traced.places_of(k + 1, len(self._messages))
+        first, last = int(places.min()), int(places.max())
+        before, limit = int(earlier.max(initial=-1)), int(later.min(initial=len(traced.text)))
         if not before < first <= last < limit:
-            raise Refused(UNPROVED, f"message {k + 1} (assistant): the chat template mixes its text with other messages'")
+            raise Refused(
+                UNPROVED, f"message {k + 1} (assistant): the chat template mixes its text with other messages'"
+            )
         start = self._start(k, first, before)
         end, stops = self._end(k, last, limit)
-        return Turn(slice(self._first_token(start), end), stops)
+        return Turn(slice(self._tokens.first_from(start), end), stops, start)
 
     def empty_turn(self, k: int) -> Turn | None:
         """The turn of message `k`, an assistant's without text: that of a turn that says `x`, without the `x`.
@@ -80,17 +117,17 @@ class Turns:
         Returns:
             None where the template writes another text around nothing than around something.
         """
-        plain = self._messages[k]
-        filled = [*self._messages[:k], {**plain, "content": "x"}, *self._messages[k + 1 :]]
-        if (traced := trace(filled, self._render)) is None:
+        filled = [*self._messages[:k], {**self._messages[k], "content": "x"}, *self._messages[k + 1 :]]
+        text = self._render(filled)
+        if (traced := trace(filled, text, self._render)) is None:
             return None
-        place, _ = traced.span(k)
-        if traced.text[:place] + traced.text[place + 1 :] != self._traced.text:
+        place = int(traced.places_of(k, k + 1)[0])
+        if text[:place] + text[place + 1 :] != self._traced.text:
             return None
-        ids, offsets = self._tokenizer.encode_with_offsets(traced.text)
-        turn = Turns(filled, traced, self._tokenizer, ids, offsets, self._prompt, self._render).turn(k)
-        begin, end = int(offsets[turn.tokens.start, 0]), int(offsets[turn.tokens.stop - 1, 1])
-        return Turn(slice(self._first_token(begin), self._first_token(end - 1)), turn.stops)
+        tokens = Tokens.of(text, self._tokens.tokenizer)
+        turn = Turns(filled, traced, tokens, self._prompt, self._render).turn(k)
+        end = int(tokens.offsets[turn.tokens.stop - 1, 1]) - 1
+        return Turn(slice(self._tokens.first_from(turn.begin), self._tokens.first_from(end)), turn.stops, turn.begin)
 
     def marked(self, spans: Sequence[tuple[int, int]], trained: Sequence[int]) -> list[Turn]:
         """The turns between a template's generation marks, which are in characters, of the messages that are trained.
@@ -98,18 +135,22 @@ class Turns:
         Raises:
             Refused: a mark holds text of a message that is not the assistant's, or of one that is trained and one that is not.
         """
-        turns = []
+        traced, turns = self._traced, []
         for begin, end in spans:
-            owners = set(self._traced.owners[begin:end].tolist()) - {-1}
+            inside = np.unique(traced.messages[traced.codes[begin:end][traced.codes[begin:end] >= 0]])
             # A turn without a letter is that of the message after the last one before it.
-            owners = owners or {1 + int(self._traced.owners[:begin].max(initial=-1))}
+            before = traced.codes[:begin].max(initial=-1)
+            owners = set(inside.tolist()) or {0 if before < 0 else 1 + int(traced.messages[before])}
             if owners.isdisjoint(trained):
                 continue
             if not owners.issubset(trained):
-                raise Refused(UNPROVED, "the chat template's generation marks hold text of a message that is not trained")
-            tokens = slice(self._first_token(begin), self._first_token(end))
-            said = [i for i in range(tokens.start, tokens.stop) if not self._is_blank(i)]
-            turns.append(Turn(tokens, bool(said) and self._tokenizer.is_added(self._ids[said[-1]])))
+                raise Refused(
+                    UNPROVED, "the chat template's generation marks hold text of a message that is not trained"
+                )
+            tokens = slice(self._tokens.first_from(begin), self._tokens.first_from(end))
+            said = [i for i in range(tokens.start, tokens.stop) if not self._tokens.is_blank(i)]
+            stops = bool(said) and self._tokens.tokenizer.is_added(self._tokens.ids[said[-1]])
+            turns.append(Turn(tokens, stops, begin))
         return turns
 
     def _start(self, k: int, first: int, before: int) -> int:
@@ -152,41 +193,28 @@ class Turns:
             last: where its last letter stands.
             limit: where the first letter of a later message stands.
         """
-        traced, ids, offsets = self._traced, self._ids, self._offsets
+        traced, tokens = self._traced, self._tokens
+        ids, is_added = tokens.ids, tokens.tokenizer.is_added
         calls = traced.field_at(last).kind == "call"
         end = last + 1 + (0 if calls else traced.untraced_after(last))
-        first = i = self._first_token(end)
-        while i < len(ids) and self._is_blank(i):
-            i += 1
-        if i < len(ids) and ids[i] in self._tokenizer.stop_ids and offsets[i, 0] < limit:
-            return i + 1, True
+        if (stopped := tokens.after_stop(end, limit)) is not None:
+            return stopped, True
         # What the template writes after the message where the conversation ends with it, as far as the text has it too.
         code, closing = traced.tail(self._render(traced.coded[: k + 1]))
         shared = common_prefix(traced.text[last + 1 :], closing) if code == traced.code_at(last) else 0
-        closed = max(end, last + 1 + shared)
-        inside = range(first, self._first_token(closed))
-        added = [i for i in inside if self._tokenizer.is_added(ids[i]) and offsets[i, 1] <= closed]
+        closed, first = max(end, last + 1 + shared), tokens.first_from(end)
+        inside = range(first, tokens.first_from(closed))
+        added = [i for i in inside if is_added(ids[i]) and tokens.offsets[i, 1] <= closed]
         if not calls:  # the added tokens that follow without a gap
             added = [i for n, i in enumerate(added) if i == first + n]
-            if not added and first < len(ids) and offsets[first, 0] < limit and self._are_added(ids[first], closing):
+            others = first < len(ids) and is_added(ids[first]) and tokens.offsets[first, 0] < limit
+            if not added and others and any(map(is_added, tokens.tokenizer.encode(closing)[:1])):
                 added = [first]  # history's turns end in another token than the last one, as gpt-oss's do
-        elif stop := [i for i in added if ids[i] in self._tokenizer.stop_ids]:
+        elif stop := [i for i in added if ids[i] in tokens.tokenizer.stop_ids]:
             added = stop[:1]
         if added:
             return added[-1] + 1, True
-        return self._first_token(end + (len(traced.text[end:closed].rstrip()) if calls else 0)), False
-
-    def _first_token(self, place: int) -> int:
-        """The first token that begins at a character or after it."""
-        return int(np.searchsorted(self._offsets[:, 0], place))
-
-    def _are_added(self, token: int, text: str) -> bool:
-        """Whether a token and the first one of a text are both added tokens."""
-        return self._tokenizer.is_added(token) and any(map(self._tokenizer.is_added, self._tokenizer.encode(text)[:1]))
-
-    def _is_blank(self, token: int) -> bool:
-        added = self._tokenizer.is_added(self._ids[token])
-        return not added and self._traced.text[slice(*self._offsets[token])].isspace()
+        return tokens.first_from(end + (len(traced.text[end:closed].rstrip()) if calls else 0)), False
 
 
 def common_prefix(a: str, b: str) -> int:
