@@ -58,10 +58,10 @@ class Kept:
     """The sequences that are trained on; for a pair the chosen one, then the rejected one."""
     truncated: bool = False
     """Whether tokens beyond the limit were cut off."""
-    notes: tuple[Note, ...] = ()
-    """What the chat template left out of it, or wrote otherwise."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns under our names, where only its prompt was rendered; rewards and environments receive them."""
+    notes: tuple[Note, ...] = ()
+    """What the chat template left out of it, or wrote otherwise."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Renders a conversation as tokens and a mask of trained tokens, using the tokenizer's own chat template only.
 
 The template renders the whole conversation once, and that text is tokenized once, so the tokens are those of
-`apply_chat_template` by construction. `traced.py` proves which letters of the text are whose. An assistant's turn starts
-where the prompt that inference would send ends, and ends with its stop token; both are the template's own text next to
-letters whose message is known, and no search for markers. Where a template has `{% generation %}` marks, they decide.
+`apply_chat_template` by construction. `traced.py` proves which letters of the text are whose, and `turns.py` where the
+assistant's turns begin and end beside them: no marker is searched for. Where a template has `{% generation %}` marks,
+they decide.
 
 What the template leaves out of a row is named by a rule (`Note`), or the row is refused (`Refused`).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -53,14 +52,17 @@ def as_tools(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     try:
-        tools = [_decoded(tool) for tool in _decoded(value)]
-        for tool in tools:
-            function = tool.get("function", tool)
-            if isinstance(parameters := function.get("parameters"), str):
-                function["parameters"] = json.loads(parameters)
-        return {"tools": tools} if tools else {}
+        tools = [_tool(_decoded(tool)) for tool in _decoded(value)]
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"tools is {value!r:.80}, not a list of tools: {error}") from error
+    return {"tools": tools} if tools else {}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters are an object, also where they are JSON."""
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": _tool(tool["function"])}
+    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
 
 
 def as_template_kwargs(value: Any) -> dict[str, Any]:
@@ -77,8 +79,8 @@ def as_template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """A copy of a value, or the value that a string of JSON holds."""
-    return json.loads(value) if isinstance(value, str) else copy.deepcopy(value)
+    """A value, or the value that a string of JSON holds."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def as_weight(value: Any) -> float:

@@ -110,7 +110,7 @@ def _read(saved: Mapping[str, Any]) -> Kept | Dropped:
     if "dropped" in saved:
         return Dropped(*saved["dropped"])
     notes = tuple(Note(*note) for note in saved["notes"])
-    return Kept(tuple(map(_sequence, saved["kept"])), saved["truncated"], notes)
+    return Kept(tuple(map(_sequence, saved["kept"])), saved["truncated"], notes=notes)
 
 
 def _sequence(saved: Mapping[str, Any]) -> Sequence:

@@ -158,7 +158,7 @@ class Tokenizer:
     def generation_spans(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[tuple[int, int]]:
         """The first and end characters of each part of `apply_template`'s text that the template marks as generated."""
         text, spans = self._templated(messages, template_kwargs, return_assistant_tokens_mask=True)
-        return [tuple(len(self.expanded(text[:place])) for place in span) for span in spans]
+        return [(len(self.expanded(text[:begin])), len(self.expanded(text[:end]))) for begin, end in spans]
 
     def _templated(
         self,
@@ -177,7 +177,7 @@ class Tokenizer:
             return_assistant_tokens_mask=return_assistant_tokens_mask,
             **{**self._special_tokens, **template_kwargs},
         )
-        return texts[0], spans[0] if return_assistant_tokens_mask else []
+        return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
 
     @cached_property
     def _special_tokens(self) -> dict[str, Any]:

@@ -62,8 +62,8 @@ class Traced:
     fields: tuple[Field, ...]
     """The texts of all messages, in their order."""
     codes: np.ndarray
-    """`[text]` int32: the code of each letter; -1 for the template's own text, for what is not replaced, and for letters
-    that it repeats (the name of a called function before the result)."""
+    """`[text]` int32: the code of each letter; -1 for the template's own text and what it repeats (a called function's
+    name before the result), and for what is not replaced."""
     places: np.ndarray
     """`[codes]` int32: where in the text each code stands first; -1 where the template left it out."""
     offsets: np.ndarray
@@ -111,9 +111,11 @@ class Traced:
         return 0
 
     def is_whole(self, field: Field) -> bool:
-        """Whether a field whose letters are all there stands in the text as it is, but for white space."""
+        """Whether a field stands in the text as it is, but for white space."""
         if field.begin == field.end:
             return True
+        if min(self.places[field.begin], self.places[field.end - 1]) < 0:
+            return False
         first, last = int(self.places[field.begin]), int(self.places[field.end - 1])
         written = self.text[first : last + 1 + self.untraced_after(last)]
         return "".join(written.split()) == "".join(field.text[self.offsets[field.begin] :].split())
@@ -131,8 +133,8 @@ class Traced:
 class Outline:
     """What a template writes around conversations of one shape: the same roles, one text in each message.
 
-    A text that equals the literals with the messages' texts between them has each letter where the outline says, without
-    a second rendering.
+    A text that equals the literals with the messages' texts between them has each letter where the outline says, and
+    needs no second rendering.
     """
 
     literals: tuple[str, ...]
@@ -216,7 +218,10 @@ def trace(messages: Sequence[Message], text: str, render: Render) -> Traced | No
             places[number[::-1]] = at[::-1]  # the first place of each, which is assigned last
             first = at if len(at) == np.count_nonzero(places >= 0) else at[places[number] == at]
             codes[first] = written[first] - base
-            return Traced(text, tuple(coder.fields), codes, places, offsets, owners, coded, base)
+            traced = Traced(text, tuple(coder.fields), codes, places, offsets, owners, coded, base)
+            # Between its ends a text is proved by standing there as it is.
+            if not ends or all(field.kind == "call" or traced.is_whole(field) for field in traced.fields):
+                return traced
     return None
 
 
@@ -243,12 +248,11 @@ class _Coder:
         return coded
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each code the letter's code point, its index in its field, and its message."""
+        """The code point of each code's letter, its index in its field, and its message."""
         if not self._parts:
-            return (np.zeros(0, int),) * 3
-        letters, offsets = (np.concatenate([part[i] for part in self._parts]) for i in (0, 1))
-        owners = np.repeat([part[2] for part in self._parts], [len(part[0]) for part in self._parts])
-        return letters, offsets, owners
+            return np.zeros(0, int), np.zeros(0, int), np.zeros(0, int)
+        letters, offsets, messages = zip(*self._parts, strict=True)
+        return np.concatenate(letters), np.concatenate(offsets), np.repeat(messages, list(map(len, letters)))
 
     def _part(self, number: int, part: Mapping[str, Any]) -> Mapping[str, Any]:
         if part["type"] == "text":

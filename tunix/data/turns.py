@@ -4,8 +4,8 @@ r"""Where the assistant's turns begin and end in a traced text, in characters an
                       ^^ message 0                           ^^^^^^ message 1
 
 A turn starts where the prompt that inference would send ends, and ends with its stop token. Both are the template's own
-text, compared letter by letter with what it writes where the conversation ends there, between two letters whose messages
-are proved. Nothing is searched in the text, and no turn reaches a letter of another message.
+text, compared with what it writes where the conversation ends there, between two letters whose messages are proved.
+Nothing is searched in the text, and no turn reaches a letter of another message.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Turns:
         before, limit = int(earlier.max(initial=-1)), int(later.min(initial=len(traced.text)))
         if not before < first <= last < limit:
             raise Refused(
-                UNPROVED, f"message {k + 1} (assistant): the chat template mixes its text with other messages'"
+                UNPROVED, f"message {k + 1} (assistant): the chat template mixes its text with that of others"
             )
         start = self._start(k, first, before)
         end, stops = self._end(k, last, limit)
@@ -133,7 +133,7 @@ class Turns:
         """The turns between a template's generation marks, which are in characters, of the messages that are trained.
 
         Raises:
-            Refused: a mark holds text of a message that is not the assistant's, or of one that is trained and one that is not.
+            Refused: a mark holds text of messages that are trained and of others.
         """
         traced, turns = self._traced, []
         for begin, end in spans:
@@ -144,9 +144,7 @@ class Turns:
             if owners.isdisjoint(trained):
                 continue
             if not owners.issubset(trained):
-                raise Refused(
-                    UNPROVED, "the chat template's generation marks hold text of a message that is not trained"
-                )
+                raise Refused(UNPROVED, "a generation mark of the chat template holds text that is not trained")
             tokens = slice(self._tokens.first_from(begin), self._tokens.first_from(end))
             said = [i for i in range(tokens.start, tokens.stop) if not self._tokens.is_blank(i)]
             stops = bool(said) and self._tokens.tokenizer.is_added(self._tokens.ids[said[-1]])
@@ -205,12 +203,14 @@ class Turns:
         closed, first = max(end, last + 1 + shared), tokens.first_from(end)
         inside = range(first, tokens.first_from(closed))
         added = [i for i in inside if is_added(ids[i]) and tokens.offsets[i, 1] <= closed]
+        stop = [i for i in added if ids[i] in tokens.tokenizer.stop_ids]
         if not calls:  # the added tokens that follow without a gap
             added = [i for n, i in enumerate(added) if i == first + n]
             others = first < len(ids) and is_added(ids[first]) and tokens.offsets[first, 0] < limit
             if not added and others and any(map(is_added, tokens.tokenizer.encode(closing)[:1])):
                 added = [first]  # history's turns end in another token than the last one, as gpt-oss's do
-        elif stop := [i for i in added if ids[i] in tokens.tokenizer.stop_ids]:
+            added = added or stop[:1]
+        elif stop:
             added = stop[:1]
         if added:
             return added[-1] + 1, True

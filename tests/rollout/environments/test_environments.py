@@ -147,7 +147,7 @@ def test_messages_go_on_as_the_template_writes_them(template: Any, stopped: bool
     action = tokenizer.encode("four" + STOPS[template] * stopped)
     observed = played.turn(np.asarray(action, np.int32))
     assert observed is not None
-    whole = render_prompt([*start, said, *new], tokenizer)
+    whole = render_prompt([*start, said, *new], tokenizer).tokens
     assert [*played.prompt, *action, *observed] == whole.tolist()
 
 
