@@ -18,36 +18,7 @@ from tunix.data.templates import TEMPLATES
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer
 
 CHATS, ROUNDS = 200, 9
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "a",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "I",
-    "at",
-    "be",
-    "this",
-    "have",
-    "from",
-    "or",
-    "had",
-    "by",
-]
+WORDS = [f"{a}{b}" for a in ("th", "w", "s", "fr") for b in ("e", "as", "is", "om", "en", "ing")]
 # In the manner of Qwen 3: calls and thoughts, of which those before the last question are forgotten.
 TEMPLATE = (
     TEMPLATES["chatml"]
