@@ -138,19 +138,27 @@ examples:
 
 def _run(parsed: Parsed) -> None:
     from tunix.commands.plan import require_fit
-    from tunix.recipe.recipe import Recipe
+    from tunix.run.opening import opened
 
+    recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny)
+    # Of several processes the first one speaks; which one this is JAX alone knows for certain, later.
+    numbers = (parsed.process, os.environ.get("JAX_PROCESS_ID"), os.environ.get("SLURM_PROCID"))
+    if all(str(number) in ("None", "0") for number in numbers):
+        print(line, file=sys.stderr, flush=True)
     if not (parsed.tiny or parsed.no_plan):
-        require_fit(Recipe.load(parsed.recipe, parsed.overrides), parsed.fresh)
-    from tunix.distributed.meeting import join  # these load jax, without which the plan above is made
+        require_fit(recipe, parsed.fresh)
+    if not parsed.verbose:
+        # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from tunix.distributed.meeting import join  # these load jax, without which all of the above is done
     from tunix.distributed.place import place_of
-    from tunix.run.train import train
+    from tunix.run.train import run
     from tunix.util import pathways
 
     # Under Pathways one process drives all devices, and there is no other to meet.
     if not pathways.begin() and (place := place_of(parsed.coordinator, parsed.processes, parsed.process)):
         join(place)
-    train(parsed.recipe, parsed.overrides, tiny=parsed.tiny, fresh=parsed.fresh)
+    run(recipe, fresh=parsed.fresh, verbose=parsed.verbose)
 
 
 def _check(parsed: Parsed) -> None:
