@@ -46,11 +46,13 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
 
 
 def stage_line(recipe: Recipe, rows: int, mesh: Mesh, total: int) -> str:
-    """What a run, or a stage of one, does, for people: `sft: 4,000 rows, 400 steps of 256; 1 CPU`."""
-    first = mesh.devices.flat[0]
-    kind = first.device_kind if first.platform != "cpu" else "CPU" if mesh.size == 1 else "CPU devices"
-    most = "at most " if recipe.eval.until else ""
-    return f"{recipe.algorithm.name}: {rows:,} rows, {most}{total} steps of {recipe.batch_size}; {mesh.size} {kind}"
+    """What a run, or a stage of one, does, for people: `sft: 4,000 rows, 400 steps of 256; 8 NVIDIA H100 80GB HBM3`.
+
+    The first line of the run has named a CPU already.
+    """
+    first, most = mesh.devices.flat[0], "at most " if recipe.eval.until else ""
+    devices = "" if first.platform == "cpu" else f"; {mesh.size} {first.device_kind}"
+    return f"{recipe.algorithm.name}: {rows:,} rows, {most}{total} steps of {recipe.batch_size}{devices}"
 
 
 def devices_line(mesh: Mesh) -> str:

@@ -67,7 +67,6 @@ class Display:
         self._log, self._verbose = log, verbose
         self._notebook = lead and self.console.is_jupyter
         self._printed = 0.0
-        self._began = time.monotonic()
         self._first: tuple[int, float] | None = None
         self._stepped = 0.0
         self._mean: float | None = None
@@ -163,7 +162,7 @@ class Display:
             logging.getLogger().removeHandler(handler)
 
     def stop(self) -> None:
-        """Ends the live line: it becomes a line with the time that the steps took."""
+        """Ends the live line: it becomes a plain line, without the remaining time."""
         if self._cell is not None:
             self._cell.show(self._state(NOTEBOOK_WIDTH, over=True))
             self._cell = None
@@ -201,14 +200,14 @@ class Display:
         return text
 
     def _state(self, width: int, over: bool = False) -> str:
-        """The live line; where it is over, with the time that the steps took and without a bar."""
-        now, left = time.monotonic(), None
+        """The live line; where it is over, without remaining time and bar."""
+        left = None
         if self._mean is not None:
-            left = max((self._total - self._step) * self._mean - (now - self._stepped), 0.0)
-        clock = f"in {duration(now - self._began)}" if over else f"{duration(left)} left"
-        count, rising = f"{self._step}/{self._total}", self._rising if self._unicode else []
+            left = max((self._total - self._step) * self._mean - (time.monotonic() - self._stepped), 0.0)
+        count, rising = f"{self._step}/{self._total or '?'}", self._rising if self._unicode else []
         share = self._step / self._total if self._unicode and self._total and not over else None
-        return live_line(width, self._title, count, clock, self._numbers, rising, share)
+        fixed = [count] if over else [count, f"{duration(left)} left"]
+        return live_line(width, self._title, fixed, self._numbers, rising, share)
 
     def _show_cell(self, now: float) -> None:
         """The live line of a notebook, at most every `NOTEBOOK_EVERY` seconds."""
@@ -257,24 +256,23 @@ def _is_library(file: str) -> bool:
 
 
 def live_line(
-    width: int, title: str, count: str, clock: str, numbers: Sequence[str], rising: Sequence[float], share: float | None
+    width: int, title: str, fixed: Sequence[str], numbers: Sequence[str], rising: Sequence[float], share: float | None
 ) -> str:
     """One line about a run that is no wider than `width`: what has no room is left out, the least important first.
 
-    >>> live_line(73, "grpo", "36/90", "0:02:10 left", ["reward 0.5742", "loss 0.0069"], [0.1, 0.2, 0.4, 0.6], 0.4)
+    >>> live_line(73, "grpo", ["36/90", "0:02:10 left"], ["reward 0.5742", "loss 0.0069"], [0.1, 0.2, 0.4, 0.6], 0.4)
     'grpo  ━━━━━───────  36/90  0:02:10 left  reward 0.5742  loss 0.0069  ▁▂▅█'
 
     Args:
         width: columns of the terminal.
         title: of the run; shortened to `LONGEST_NAME`, and further where it has no room.
-        count: step and total, never shortened.
-        clock: the remaining time, never shortened.
+        fixed: step and total, and the remaining time: never left out, never shortened.
         numbers: the most important first.
         rising: values of a curve, which takes what remains.
         share: the part of the steps that is done, for a bar, which takes what the curve leaves; None for no bar.
     """
-    parts = [count, clock]
-    room = width - len(count) - len(clock) - 2
+    parts = [*fixed]
+    room = width - len("  ".join(fixed))
     if room - 2 >= min(cell_len(title), NAME):
         parts.insert(0, set_cell_size(title, min(cell_len(title), LONGEST_NAME, room - 2)))
         room -= cell_len(parts[0]) + 2
@@ -290,7 +288,7 @@ def live_line(
     if share is not None and room - 2 >= BAR:
         length = min(room - 2, LONGEST_BAR)
         done = round(length * share)
-        parts.insert(-len(parts) + 1, "━" * done + "─" * (length - done))
+        parts.insert(1, "━" * done + "─" * (length - done))
     return "  ".join(parts)
 
 
