@@ -33,6 +33,7 @@ from tunix.commands.arguments import (
     trace_arguments,
 )
 from tunix.errors import Interrupted, UserError, nearest
+from tunix.util.full_disk import ROOM, is_full
 
 if TYPE_CHECKING:
     from tunix.commands.generate import Selection
@@ -84,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("TUNIX_DEBUG") == "1":
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print(f"error: {error.filename or 'a file'} could not be written: {error.strerror}. {ROOM}.", file=sys.stderr)
         return 2
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)

@@ -24,7 +24,7 @@ from tunix.run.build import assemble
 from tunix.run.checkpoint_owner import checkpoint_folder
 from tunix.run.curves import write_curves
 from tunix.run.export import report_merging
-from tunix.run.folder import claimed, prepare, reopen
+from tunix.run.folder import claimed, explaining_full_disk, prepare, reopen
 from tunix.run.loop import Loop, stop_signals
 from tunix.run.opening import opened
 from tunix.run.recorder import Recorder
@@ -69,7 +69,7 @@ def train(
 def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
     """As `train`, of a recipe about which the first line has been said."""
     prepare_jax()
-    with terminable(), together(_say):
+    with terminable(), together(_say), explaining_full_disk(recipe.output):
         processes.agree(_about(recipe))
         with _claimed(recipe, fresh) as folder:
             if not recipe.stages:

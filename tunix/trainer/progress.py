@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tunix.distributed import processes
+from tunix.errors import UserError
 from tunix.util.json_lines import append_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -149,7 +150,8 @@ class Display:
 
         def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
             if _is_library(filename):
-                self.detail(f"{category.__name__}: {message} ({filename}:{lineno})")
+                with suppress(UserError):
+                    self.detail(f"{category.__name__}: {message} ({filename}:{lineno})")
             else:
                 shown(message, category, filename, lineno)
 
@@ -242,6 +244,11 @@ class _Collector(logging.Handler):
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Whoever logs must not fail because the log cannot be written: the run's other files tell that."""
+        with suppress(UserError):
+            self._show(record)
+
+    def _show(self, record: logging.LogRecord) -> None:
         if record.name.partition(".")[0] == "tunix":
             self._display.say(record.getMessage())
         else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tunix.errors import UserError
 from tunix.util.atomic_io import write_text_atomic
+from tunix.util.full_disk import ROOM
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -37,8 +38,7 @@ def append_text(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written: {error.strerror}. Make room and run the same command: it goes on from the "
-            "last checkpoint."
+            f"{path} could not be written: {error.strerror}. {ROOM}: it goes on from the last checkpoint."
         ) from error
 
 
