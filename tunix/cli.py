@@ -145,7 +145,10 @@ examples:
 def _run(parsed: Parsed) -> None:
     from tunix.commands.plan import require_fit
     from tunix.run.opening import opened
+    from tunix.util.ports import refuse_taken
 
+    if parsed.process == 0 and parsed.coordinator:
+        refuse_taken(parsed.coordinator)
     recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny)
     # Of several processes the first one speaks; which one this is JAX alone knows for certain, later.
     numbers = (parsed.process, os.environ.get("JAX_PROCESS_ID"), os.environ.get("SLURM_PROCID"))
@@ -300,12 +303,16 @@ def _chat(parsed: Parsed) -> None:
 
 
 def _serve(parsed: Parsed) -> None:
+    from tunix.util.ports import listen
+
+    # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
+    listener = listen(parsed.host, parsed.port, f"--host {parsed.host} --port {parsed.port}")
     from tunix.commands.serve import serve
     from tunix.inference.model import InferenceOptions
 
     rest = {"slots": parsed.slots, "length": parsed.max_length}
     options = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, **rest)
-    serve(options, host=parsed.host, port=parsed.port, adapters=parsed.enable_lora)
+    serve(options, listener, adapters=parsed.enable_lora)
 
 
 def _inference_options(parsed: Parsed, slots: int | None) -> "InferenceOptions":

@@ -56,10 +56,8 @@ class ResumableOutput:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise UserError(
-                f"could not write {self._path}: {error.strerror or error}. {ROOM}: it goes on from the {self.done} rows "
-                "that are kept."
-            ) from error
+            kept = f"{ROOM}: it goes on from the {self.done} rows that are kept."
+            raise UserError(f"could not write {self._path}: {error.strerror or error}. {kept}") from error
         self.done += len(written)
 
     def lines(self) -> Iterator[str]:

@@ -294,7 +294,7 @@ def live_line(
         room -= len(curve) + 2
     if share is not None and room - 2 >= BAR:
         length = min(room - 2, LONGEST_BAR)
-        done = round(length * share)
+        done = int(length * share)
         parts.insert(1, "━" * done + "─" * (length - done))
     return "  ".join(parts)
 
