@@ -149,10 +149,11 @@ def _run(parsed: Parsed) -> None:
 
     if parsed.process == 0 and parsed.coordinator:
         refuse_taken(parsed.coordinator)
-    recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny)
-    # Of several processes the first one speaks; which one this is JAX alone knows for certain, later.
+    # Of several processes the first one speaks. JAX alone knows every scheduler's way to say which one this is.
     numbers = (parsed.process, os.environ.get("JAX_PROCESS_ID"), os.environ.get("SLURM_PROCID"))
-    if all(str(number) in ("None", "0") for number in numbers):
+    alone = all(number is None for number in numbers)
+    recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny, alone)
+    if alone or all(str(number) in ("None", "0") for number in numbers):
         print(line, file=sys.stderr, flush=True)
     if not (parsed.tiny or parsed.no_plan):
         require_fit(recipe, parsed.fresh)

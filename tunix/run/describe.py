@@ -48,10 +48,11 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
 def stage_line(recipe: Recipe, rows: int, mesh: Mesh, total: int) -> str:
     """What a run, or a stage of one, does, for people: `sft: 4,000 rows, 400 steps of 256; 8 NVIDIA H100 80GB HBM3`.
 
-    The first line of the run has named a CPU already.
+    The first line of the run has named a single CPU already.
     """
     first, most = mesh.devices.flat[0], "at most " if recipe.eval.until else ""
-    devices = "" if first.platform == "cpu" else f"; {mesh.size} {first.device_kind}"
+    kind = "CPU devices" if first.platform == "cpu" else first.device_kind
+    devices = "" if first.platform == "cpu" and mesh.size == 1 else f"; {mesh.size} {kind}"
     return f"{recipe.algorithm.name}: {rows:,} rows, {most}{total} steps of {recipe.batch_size}{devices}"
 
 

@@ -34,13 +34,14 @@ SMALL_FILES = 32 * 2**20
 """Bytes of local rows that are counted before a run starts, in some tenths of a second."""
 
 
-def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool) -> tuple[Recipe, str]:
+def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:
     """The recipe that a run trains, and the first line about it.
 
     Args:
         recipe: a recipe, a YAML file, or the name of a shipped one.
         overrides: as on the command line; only for a file or a name.
         tiny: whether it is shrunk for a laptop.
+        alone: whether one process trains it.
 
     Raises:
         UserError: the recipe is wrong, or a local file that it names.
@@ -50,31 +51,32 @@ def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool) ->
         raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
     whole = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe, overrides)
     if not tiny:
-        return whole, opening(whole)
+        return whole, opening(whole, alone=alone)
     small = whole.tiny() if isinstance(recipe, Recipe) else Recipe.load(recipe, overrides, tiny)
-    return small, opening(small, replaced(whole, small))
+    return small, opening(small, replaced(whole, small), alone=alone)
 
 
-def opening(recipe: Recipe, toy: str | None = None) -> str:
+def opening(recipe: Recipe, toy: str | None = None, *, alone: bool = True) -> str:
     """The first line: `Gemma, 0.8M weights, all trained on 4,000 rows; 1 CPU; runs/quickstart`.
 
     Args:
         recipe: of several stages the first one is described.
-        toy: what `--tiny` has replaced, e.g. `a toy model on generated rows`; None for a recipe as it was written.
+        toy: what `--tiny` has replaced, e.g. `toy model, generated rows`; None for a recipe as it was written.
+        alone: whether one process trains it; how many devices several have together is not known yet.
 
     Raises:
         UserError: a local file of rows or the model's config.json is missing or broken.
     """
     config, label = _model(recipe)
     parts = [f"{label}, {_weights(recipe, config)} on {_rows(recipe)}"]
-    if not accelerated():
+    if alone and not accelerated():
         parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")
     line = "; ".join([*parts, recipe.output])
     return line if toy is None else f"{toy}: {line}"
 
 
 def replaced(recipe: Recipe, tiny: Recipe) -> str:
-    """What `--tiny` has replaced in a recipe, e.g. `toy model, generated rows, at most 20 steps`."""
+    """What `--tiny` has replaced in a recipe, e.g. `toy model in place of ID, generated rows in place of NAME`."""
     first, toy = (one.stages[0] if one.stages else one for one in (recipe, tiny))
     words = []
     if first.model != toy.model:

@@ -61,7 +61,7 @@ def train(
         UserError: a mistake that the user can fix; none of their files was changed.
         Interrupted: after SIGINT or SIGTERM, with a checkpoint.
     """
-    recipe, line = opened(recipe, overrides, tiny)
+    recipe, line = opened(recipe, overrides, tiny, alone=processes.number() == 1)
     announce(line)
     return run(recipe, fresh=fresh, verbose=verbose)
 
