@@ -143,7 +143,6 @@ examples:
 
 
 def _run(parsed: Parsed) -> None:
-    from tunix.commands.plan import require_fit
     from tunix.run.opening import opened
     from tunix.util.ports import refuse_taken
 
@@ -156,6 +155,8 @@ def _run(parsed: Parsed) -> None:
     if alone or all(str(number) in ("None", "0") for number in numbers):
         print(line, file=sys.stderr, flush=True)
     if not (parsed.tiny or parsed.no_plan):
+        from tunix.commands.plan import require_fit
+
         require_fit(recipe, parsed.fresh)
     if not parsed.verbose:
         # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
