@@ -4,6 +4,7 @@ It is there within a second, before JAX is imported or weights are read: it says
 local files say, and leaves out the rest. Loads without jax.
 """
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,8 +31,8 @@ NAMES = {
     "mixtral": "Mixtral",
 }
 """Family -> the name that people use."""
-SMALL_FILES = 32 * 2**20
-"""Bytes of local rows that are counted before a run starts, in some tenths of a second."""
+SMALL_FILES, FEW_FILES = 32 * 2**20, 100
+"""Bytes and files of local rows that are counted before a run starts, in some tenths of a second."""
 
 
 def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:
@@ -139,18 +140,15 @@ def _weights(recipe: Recipe, config: DecoderConfig | None) -> str:
 def _rows(recipe: Recipe) -> str:
     """The number of the rows where it is quick to count them; else where they come from."""
     data, path = recipe.data, Path(recipe.data.train).expanduser()
-    files = [path] if path.is_file() else list(path.rglob("*")) if path.is_dir() else []
+    inside = path.rglob("*") if path.is_dir() else [path]
+    files = [file for file in itertools.islice(inside, FEW_FILES) if file.is_file()]
+    quick = 0 < len(files) < FEW_FILES and sum(file.stat().st_size for file in files) <= SMALL_FILES
     generated = data.train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
-    if generated or (files and sum(file.stat().st_size for file in files) <= SMALL_FILES):
-        return f"{len(open_rows(data.train, data.split)):,} rows"
-    return data.train
+    return f"{len(open_rows(data.train, data.split)):,} rows" if quick or generated else data.train
 
 
 def people_count(number: int) -> str:
     """A number of weights as people say it: 829_000 -> `0.8M`, 999_885_952 -> `1.0B`, 596_049_920 -> `596M`."""
-    unit, letter = next(
-        (unit, letter)
-        for least, unit, letter in ((0.95e9, 1e9, "B"), (1e5, 1e6, "M"), (0, 1e3, "k"))
-        if number >= least
-    )
+    units = ((0.95e9, 1e9, "B"), (1e5, 1e6, "M"), (0, 1e3, "k"))
+    unit, letter = next((unit, letter) for least, unit, letter in units if number >= least)
     return f"{number / unit:.1f}{letter}" if number < 100 * unit else f"{number / unit:.0f}{letter}"

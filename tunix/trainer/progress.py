@@ -130,7 +130,8 @@ class Display:
 
         def tell() -> None:
             while not done.wait(LINES_EVERY):
-                self._print(f"{what()}, {time.monotonic() - began:.0f} s")
+                with suppress(UserError):  # of a log that cannot be written: the main thread finds that out, too
+                    self.say(f"{what()}, {time.monotonic() - began:.0f} s")
 
         teller = threading.Thread(target=tell, name="progress", daemon=True)
         teller.start()
