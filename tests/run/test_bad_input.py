@@ -378,7 +378,7 @@ PLACES: Table = {
         ["output=train.jsonl/run"],
         ["output: train.jsonl/run cannot be written: Not a directory"],
     ),
-    "a file": (nothing, ["output=train.jsonl"], ["output: train.jsonl cannot be written: File exists"]),
+    "a file": (nothing, ["output=train.jsonl"], ["output: train.jsonl cannot be written: it is a file"]),
     "nowhere": (nothing, ["output=/proc/run"], ["output: /proc/run cannot be written"]),
 }
 TABLES = {"model": MODELS, "tokenizer": TOKENIZERS, "data": DATA, "place": PLACES}

@@ -142,7 +142,7 @@ def test_any_command_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.write_text("x"), "is a file, and a run is a folder"),
+        (lambda path: path.write_text("x"), "it is a file, and a run is a folder"),
         (lambda path: path.symlink_to(path.parent / "gone" / "deep"), "cannot be written"),
         (lambda path: (path.mkdir(), (path / "mine.txt").write_text("x")), "is not empty and holds no run"),
     ],

@@ -37,7 +37,7 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
         with locked(folder):
             move_aside(folder)
     if folder.is_file():
-        raise UserError(f"output: {folder} is a file, and a run is a folder: set output to another place")
+        raise UserError(f"output: {folder} cannot be written: it is a file, and a run is a folder. Set another output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
