@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.chat import render_chat, render_prompt
 from tunix.data.columns import Row, as_integers, as_messages, as_string, as_tools, as_weights, column
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS
 
 Rendered = tuple[np.ndarray, np.ndarray]
 """`[T]` int32 tokens and `[T]` bool mask of the trained ones."""

@@ -15,11 +15,11 @@ from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.ahead import Ahead
-from tunix.rollout.arrivals import ADDED
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import FILE, Journal
+from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.inputs import Inputs, row_kind_of
