@@ -110,7 +110,6 @@ BAD_OVERRIDES = [
     (["algorithm.name=own.py:Mine"], ["a class without `Config`"]),
     (["algorithm.name=own.py:number"], ["is no class"]),
     (["algorithm.name=broken.py:Mine"], ["importing broken.py failed with ZeroDivisionError"]),
-    (["--tiny", "model.path=me/mystery"], ["model.family", "'me/mystery'", "set it to one of"]),
 ]
 BAD_CALLS = [
     (["chek", "r.yaml"], ["'chek' is no command. Did you mean 'check'?"]),

@@ -20,8 +20,8 @@ from tunix.recipe.algorithms import algorithm_config
 from tunix.recipe.rules import complaints
 from tunix.recipe.sections import Sections
 from tunix.recipe.stages import SOURCE, resolved_stages
-from tunix.recipe.tiny import shrunk, tiny_model, tiny_overrides
-from tunix.util.yaml_io import overridden, problems, read_mapping, without_effect, write_yaml
+from tunix.recipe.tiny import replaced, shrunk, tiny_model
+from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, without_effect, write_yaml
 
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
@@ -50,7 +50,7 @@ class Recipe(Sections):
         Args:
             path: the file; if there is none, the bare name of a recipe that tunix includes, such as `quickstart`.
             overrides: each `section.key=value`, as on the command line; `stages.0.steps=3` overrides within a stage.
-            tiny: a model and data for a laptop; see `tiny`. Overrides of keys that it caps take precedence.
+            tiny: a model and data for a laptop; see `tiny`. What overrides set takes precedence.
 
         Raises:
             UserError: every mistake in the file and the overrides, one line each.
@@ -60,10 +60,7 @@ class Recipe(Sections):
         if ineffective := without_effect(sections, overrides):
             raise UserError("\n".join(f"{path}: {line}" for line in ineffective))
         recipe = cls.build(sections, str(path))
-        if not tiny:
-            return recipe
-        uncapped = tiny_overrides(overrides, [stage.algorithm for stage in recipe.stages or (recipe,)])
-        return cls.build(overridden(recipe.tiny(str(path)).sections(), uncapped), str(path))
+        return recipe.tiny(str(path), keys_set(sections, overrides)) if tiny else recipe
 
     @classmethod
     def build(cls, sections: Mapping[str, Any], where: str = "recipe") -> "Recipe":
@@ -118,27 +115,33 @@ class Recipe(Sections):
         kept = [f"{key}: {value}" for key, value in flattened(self.sections()) if not _FREE.match(key)]
         return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
-    def tiny(self, where: str = "recipe") -> "Recipe":
-        """This recipe for a laptop: a two-layer random model of the family, a few generated rows, at most 20 steps.
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """What of a tiny recipe is toy, a phrase each, such as `rows: 64 generated chats`; empty for any other."""
+        return tuple(dict.fromkeys(line for stage in self.stages or (self,) for line in replaced(stage)))
+
+    def tiny(self, where: str = "recipe", said: Iterable[frozenset[str]] = ()) -> "Recipe":
+        """This recipe for a laptop: a two-layer random model of the family and at most 20 steps; rows that would be
+        downloaded become a few generated ones, the user's own stay.
 
         Args:
             where: the file's name, for messages.
+            said: keys that stay as they are, of the recipe or of each of its stages; none by default.
 
         Raises:
             UserError: the family does not follow from the recipe.
         """
-        sections, output = self.sections(), f"{self.output}-tiny"
+        runs, kept = self.stages or (self,), tuple(said)
+        kept = kept or (frozenset(),) * len(runs)
+        output = self.output if "output" in kept[0] else f"{self.output}-tiny"
         try:
-            model = tiny_model(self.model)
-            if not self.stages:
-                return Recipe.build(
-                    {**shrunk(sections, self.algorithm, model["family"]), "model": model, "output": output}, where
-                )
-            staged = zip(sections["stages"], self.stages, strict=True)
-            first, *later = (shrunk(stage, recipe.algorithm, model["family"]) for stage, recipe in staged)
+            model = tiny_model(self.model, self.data, kept[0])
+            parts = self.sections()["stages"] if self.stages else [self.sections()]
+            tiny = [shrunk(part, run.algorithm, model, keys) for part, run, keys in zip(parts, runs, kept, strict=True)]
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        return Recipe.build({"output": output, "stages": [{**first, "model": model}, *later]}, where)
+        tiny[0]["model"] = dict(model.section)
+        return Recipe.build({"output": output, "stages": tiny} if self.stages else {**tiny[0], "output": output}, where)
 
 
 def included_recipes() -> dict[str, Path]:
