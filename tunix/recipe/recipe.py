@@ -4,6 +4,7 @@ A file and its overrides -> plain sections -> resolved stages (`stages.py`) -> `
 same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
 """
 
+import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,10 +56,8 @@ class Recipe(Sections):
         Raises:
             UserError: every mistake in the file and the overrides, one line each.
         """
-        path, overrides = _resolved_path(Path(path).expanduser()), list(overrides)
-        sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
-        if ineffective := without_effect(sections, overrides):
-            raise UserError("\n".join(f"{path}: {line}" for line in ineffective))
+        path, overrides = recipe_file(path), list(overrides)
+        sections = written_sections(path, overrides)
         recipe = cls.build(sections, str(path))
         return recipe.tiny(str(path), keys_set(sections, overrides)) if tiny else recipe
 
@@ -144,6 +143,19 @@ class Recipe(Sections):
         return Recipe.build({"output": output, "stages": tiny} if self.stages else {**tiny[0], "output": output}, where)
 
 
+def written_sections(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The plain values that a recipe's file and the overrides set, with the output, and nothing else filled in.
+
+    Raises:
+        UserError: the file cannot be read, or an override is malformed or has no effect.
+    """
+    overrides = list(overrides)
+    sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
+    if ineffective := without_effect(sections, overrides):
+        raise UserError("\n".join(f"{path}: {line}" for line in ineffective))
+    return sections
+
+
 def included_recipes() -> dict[str, Path]:
     """The included recipes by name: inside the installed package, or next to it in a source checkout."""
     package = Path(__file__).parents[1]
@@ -151,18 +163,30 @@ def included_recipes() -> dict[str, Path]:
     return {file.stem: file for place in places for file in sorted(place.glob("*.yaml"))}
 
 
-def _resolved_path(path: Path) -> Path:
-    """The file itself, or that of the included recipe with this bare name.
+def recipe_file(recipe: str | Path) -> Path:
+    """The file of a recipe: the path itself, or that of the included recipe with this bare name.
 
     Raises:
-        UserError: neither exists.
+        UserError: there is none; with the nearest included one.
     """
-    if path.exists() or path.suffix or len(path.parts) > 1:
+    path, known = Path(recipe).expanduser(), included_recipes()
+    if (path / "recipe.yaml").is_file():
+        raise UserError(f"{path} is the folder of a run; its recipe is {path / 'recipe.yaml'}")
+    if path.exists():
         return path
-    if path.name not in (known := included_recipes()):
-        names = ", ".join(known)
-        raise UserError(f"{path}: no such file, nor a recipe that tunix brings: {names}.{nearest(path.name, known)}")
-    return known[path.name]
+    bare = len(path.parts) == 1 and not path.suffix
+    if bare and path.name in known:
+        return known[path.name]
+    # Compared without suffixes, which any two names have in common.
+    stem = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    siblings = {other.stem: other.name for other in path.parent.glob("*.y*ml")}
+    if close := difflib.get_close_matches(stem, siblings, n=1):
+        raise UserError(f"{path}: no such file. Did you mean {siblings[close[0]]!r}?")
+    if close := difflib.get_close_matches(stem, known, n=1):
+        name = close[0]
+        raise UserError(f"{path}: no such file. Did you mean {name!r}, which tunix brings ({known[name]})?")
+    hint = nearest(path.name, siblings.values())
+    raise UserError(f"{path}: no such file, nor the name of a recipe that tunix brings (`tunix recipes`).{hint}")
 
 
 def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":

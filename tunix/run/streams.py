@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
-from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row, total_steps
+from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
+from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.ahead import Ahead
 from tunix.rollout.backlog import Backlog

@@ -20,7 +20,8 @@ from tunix import __version__
 from tunix.distributed import processes
 from tunix.distributed.watch import together
 from tunix.errors import UserError
-from tunix.recipe.recipe import Recipe, flattened
+from tunix.recipe.notes import hardware_note
+from tunix.recipe.recipe import Recipe, flattened, recipe_file
 from tunix.run.build import assemble
 from tunix.run.checkpoint_owner import checkpoint_folder
 from tunix.run.curves import write_curves
@@ -52,7 +53,10 @@ def train(
         UserError: a mistake that the user can fix; none of their files was changed.
         Interrupted: after SIGINT or SIGTERM, with a checkpoint.
     """
+    note = None
     if not isinstance(recipe, Recipe):
+        overrides = tuple(overrides)
+        note = None if tiny else hardware_note(recipe_file(recipe), overrides)
         recipe = Recipe.load(recipe, overrides, tiny)
     elif tuple(overrides):
         raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
@@ -62,6 +66,8 @@ def train(
     with terminable(), together(_say):
         processes.agree(_about(recipe))
         with _claimed(recipe, fresh) as folder:
+            if note is not None and processes.lead():
+                _say(f"note: {note}")
             if not recipe.stages:
                 return _run(recipe, folder)
             return _run_stages(recipe.stages, folder)
