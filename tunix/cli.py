@@ -366,13 +366,13 @@ COMMANDS = {
     ),
     "recipes": Command(
         "list the recipes that tunix brings, the measured ones first",
-        "tunix recipes",
+        "tunix recipes | less",
         no_arguments,
         _recipes,
     ),
     "doctor": Command(
         "say what this machine can run and what is missing; exit code 1 where something is",
-        "tunix doctor",
+        "tunix doctor && tunix run quickstart",
         no_arguments,
         _doctor,
     ),

@@ -42,7 +42,10 @@ EXTRAS = {
 }
 """Extras that a user may want -> what for."""
 _ASK = """
-import json, jax
+import json
+from tunix.util.startup import prepare_jax
+prepare_jax()
+import jax
 found = [{"platform": d.platform, "kind": d.device_kind, "memory": (d.memory_stats() or {}).get("bytes_limit")}
          for d in jax.local_devices()]
 print(json.dumps({"version": jax.__version__, "devices": found}))
@@ -94,7 +97,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding("ok", "packages", "all that tunix asks for")
     for extra, purpose in EXTRAS.items():
         needs = [need for need in wanted if _applies(need, extra) and not _applies(need, "")]
-        if absent := [need.name for need in needs if not _installed(need)]:
+        if absent := [str(need).partition(";")[0].strip() for need in needs if not _installed(need)]:
             text = f"not installed, for {purpose}: `pip install '.[{extra}]'` in the clone ({', '.join(absent)})"
             yield Finding("note", f"[{extra}]", text)
         else:
@@ -125,7 +128,12 @@ def _devices() -> Iterator[Finding]:
     """What JAX sees, and which recipes that is enough for."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=PATIENCE, check=False
+            [sys.executable, "-c", _ASK],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         )
     except subprocess.TimeoutExpired:
         yield Finding(

@@ -58,7 +58,7 @@ def read_header(path: Path) -> Header:
             labels[label] += f" {text}"
         elif not labels and not text.startswith("tunix "):
             paragraph.append(text)
-    summary = re.split(r"(?<=[a-z)\d])\. ", " ".join(filter(None, paragraph)), maxsplit=1)[0].rstrip(".:")
+    summary = re.split(r"(?<=[\w)`])\. ", " ".join(filter(None, paragraph)), maxsplit=1)[0].rstrip(".:")
     return Header(summary and f"{summary}.", labels.get("Hardware", ""), labels.get("Time", ""))
 
 

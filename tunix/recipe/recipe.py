@@ -185,8 +185,9 @@ def recipe_file(recipe: str | Path) -> Path:
     if close := difflib.get_close_matches(stem, known, n=1):
         name = close[0]
         raise UserError(f"{path}: no such file. Did you mean {name!r}, which tunix brings ({known[name]})?")
-    hint = nearest(path.name, siblings.values())
-    raise UserError(f"{path}: no such file, nor the name of a recipe that tunix brings (`tunix recipes`).{hint}")
+    if hint := nearest(path.name, siblings.values()):
+        raise UserError(f"{path}: no such file.{hint}")
+    raise UserError(f"{path}: no such file, nor the name of a recipe that tunix brings (`tunix recipes`)")
 
 
 def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":

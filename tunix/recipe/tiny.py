@@ -3,7 +3,7 @@
 The model becomes a two-layer random one of the same family, with a byte tokenizer, or with that of the recipe's folder
 where this is local. Rows, reward models and teachers that would be downloaded are replaced: rows by generated ones of
 the same format (`tunix/data/tiny.py`). Local files, functions, columns, templates and rewards stay, numbers that cost
-time are capped, and whatever the command line sets goes before all of it. `replaced` says what is toy.
+time are capped, and whatever the command line sets takes precedence. `replaced` says what is toy.
 """
 
 import copy

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -239,9 +239,7 @@ class _Neighbours(MetaPathFinder):
         specs = (PathFinder.find_spec(name, [str(folder)]) for folder in self._folders)
         return next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The neighbour of this name of the file that imports it; None for imports that are not the user's."""
         if path is not None:  # a module within a package, which Python finds by itself
             return None
