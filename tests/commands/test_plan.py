@@ -14,6 +14,7 @@ from tunix.cli import main
 from tunix.commands import plan as command
 from tunix.errors import UserError
 from tunix.plan.ask import Plan
+from tunix.util import accelerators
 
 GIB = 2**30
 
