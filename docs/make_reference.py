@@ -69,7 +69,7 @@ OPENING = """\
 
 Written by `python docs/make_reference.py` from the models that check recipes; a test keeps it up to date.
 
-A recipe is YAML. `tunix check RECIPE.yaml` prints it with every default filled in. Any key can be replaced on the
+A recipe is YAML. `tunix check RECIPE.yaml --all` prints it with every default filled in. Any key can be replaced on the
 command line: `tunix run RECIPE.yaml optimizer.learning_rate=1e-5 data.max_length=512`; `key=null` clears one. A key
 that is not here is refused, with the nearest one named.
 """

@@ -18,15 +18,16 @@ from tunix import __version__
 from tunix.commands.arguments import (
     Parser,
     chat_arguments,
+    check_arguments,
     eval_arguments,
     export_arguments,
     generate_arguments,
     import_arguments,
     inspect_arguments,
     launch_arguments,
+    no_arguments,
     plan_arguments,
     quantize_arguments,
-    recipe_arguments,
     run_arguments,
     score_arguments,
     serve_arguments,
@@ -173,10 +174,28 @@ def _run(parsed: Parsed) -> None:
 
 
 def _check(parsed: Parsed) -> None:
-    from tunix.recipe.recipe import Recipe
+    from tunix.commands.check import check
 
-    print(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny).to_yaml(), end="")
-    print(f"# ok: {parsed.recipe}")  # a comment, so that the output is a recipe again
+    print(check(parsed.recipe, parsed.overrides, tiny=parsed.tiny, everything=parsed.all), end="")
+
+
+def _recipes(parsed: Parsed) -> None:
+    import shutil
+
+    from tunix.commands.recipes import recipe_lines
+    from tunix.recipe.recipe import included_recipes
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(recipe_lines(included_recipes(), width)))
+
+
+def _doctor(parsed: Parsed) -> None:
+    from tunix.commands.doctor import doctor
+
+    findings, healthy = doctor()
+    print("\n".join(map(str, findings)))
+    if not healthy:
+        raise SystemExit(1)
 
 
 def _plan(parsed: Parsed) -> None:
@@ -363,10 +382,22 @@ COMMANDS = {
         _run,
     ),
     "check": Command(
-        "validate a recipe and print it with every value resolved",
-        "tunix check recipes/sft_gemma.yaml optimizer.name=lion",
-        recipe_arguments,
+        "validate a recipe with its rows, rewards and folders, and print what it says",
+        "tunix check recipes/sft_gemma.yaml optimizer.name=lion --all",
+        check_arguments,
         _check,
+    ),
+    "recipes": Command(
+        "list the recipes that tunix brings, the measured ones first",
+        "tunix recipes | less",
+        no_arguments,
+        _recipes,
+    ),
+    "doctor": Command(
+        "say what this machine can run and what is missing; exit code 1 where something is",
+        "tunix doctor && tunix run quickstart",
+        no_arguments,
+        _doctor,
     ),
     "plan": Command(
         "what a recipe needs of devices that need not be here, by their compilers",

@@ -16,6 +16,8 @@ DType = Literal["float32", "bfloat16"]
 CacheType = Literal["float32", "bfloat16", "int8", "fp8"]
 """What keys and values are kept in: numbers of 8 bits are integers with a scale for each token and kv head, or e4m3."""
 GradientSums = Literal["compute", "float32"]
+LOSS_WEIGHTS = "loss_weights"
+"""Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
 TINY_BATCH, TINY_GROUP, TINY_COMPLETION = 8, 4, 32
 """Largest sizes of a `--tiny` run: rows of a batch, completions of a prompt, tokens of a completion."""
 BaseType = Literal["nf4", "int8", "int4", "fp8"]

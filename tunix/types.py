@@ -86,8 +86,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
-LOSS_WEIGHTS = "loss_weights"
-"""Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""

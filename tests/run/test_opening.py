@@ -15,7 +15,7 @@ from tunix.models.families.table import FAMILIES, count_weights, presets, small
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
 from tunix.recipe.recipe import Recipe
-from tunix.run.opening import NAMES, opening, people_count, replaced
+from tunix.run.opening import NAMES, opened, opening, people_count
 
 MODELS = {**{family: small(family) for family in FAMILIES}, **presets()}
 EXPERTS = ("qwen3_5_moe", "qwen3_moe", "gpt_oss", "mixtral")
@@ -108,10 +108,14 @@ def test_devices_are_left_out_where_jax_has_to_be_asked(tmp_path, monkeypatch: p
 
 
 def test_a_toy_run_says_what_is_toy():
-    recipe = Recipe.load("sft_gemma")
-    tiny = Recipe.load("sft_gemma", tiny=True)
-    toy = replaced(recipe, tiny)
-    assert toy.startswith(f"toy model in place of {recipe.model.path}, generated rows in place of {recipe.data.train}")
-    assert opening(tiny, toy).startswith(f"{toy}: Gemma 3, ")
-    kept = tiny.model_copy(update={"data": recipe.data})
-    assert replaced(recipe, kept) == f"toy model in place of {recipe.model.path}"
+    recipe, line = opened("sft_gemma", (), tiny=True, alone=True)
+    assert line.startswith("toy (model: a random gemma3 of two layers, rows: 64 generated chats): Gemma 3, ")
+    assert line == opening(recipe, tiny=True)
+
+
+def test_a_recipe_for_an_accelerator_says_so_on_a_laptop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tunix.recipe.notes.accelerated", lambda: False)
+    first, note = opened("sft_gemma", (), tiny=False, alone=True)[1].split("\n")
+    assert "gemma-3-1b-it" in first
+    assert note.startswith("note: ")
+    assert "\n" not in opened("quickstart", (), tiny=False, alone=True)[1]

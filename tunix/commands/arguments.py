@@ -28,8 +28,20 @@ def recipe_arguments(parser: Parser) -> None:
     replaces = "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
     parser.add_argument(
-        "--tiny", action="store_true", help="a two-layer random model and a few generated rows: no download"
+        "--tiny",
+        action="store_true",
+        help="a two-layer random model, and generated rows for those of the hub: no download",
     )
+
+
+def no_arguments(parser: Parser) -> None:
+    """Declares none."""
+
+
+def check_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix check`."""
+    recipe_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="print every value, also those that were filled in")
 
 
 def run_arguments(parser: Parser) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunix.errors import UserError
-from tunix.types import Sequence
+
+if TYPE_CHECKING:  # it loads jax, which checking a recipe does not wait for
+    from tunix.types import Sequence
 
 TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
 COMPLETION_TOO_LONG = "longer than completion_length"

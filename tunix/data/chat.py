@@ -13,7 +13,6 @@ Axes: T time.
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from tunix.data.accounting import (
     Note,
     Refused,
 )
-from tunix.data.templates import MARKERS, TEMPLATE_NAMES, TEMPLATES
+from tunix.data.templates import MARKERS, template_text
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.traced import REASONING, Message, Outline, Render, Traced, trace
 from tunix.data.turns import Tokens, Turns
@@ -176,23 +175,14 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
     Raises:
         UserError: there is no such name or file, or the tokenizer lacks the format's marker tokens.
     """
-    if spec in TEMPLATES:
+    if spec in MARKERS:
         missing = [marker for marker in MARKERS[spec] if not tokenizer.has_token(marker)]
         if missing:
             raise UserError(
                 f"data.chat_template is {spec!r}, but {tokenizer.name} has no token {', '.join(missing)}: "
                 "choose the format of the model's family, or a .jinja file that uses the tokens it has"
             )
-        return tokenizer.replace_template(TEMPLATES[spec])
-    path = Path(spec).expanduser()
-    if path.suffix != ".jinja":
-        hint = nearest(spec, TEMPLATE_NAMES)
-        raise UserError(
-            f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATE_NAMES)} or a .jinja file.{hint}"
-        )
-    if not path.is_file():
-        raise UserError(f"data.chat_template: there is no file {path}")
-    return tokenizer.replace_template(path.read_text(encoding="utf-8"))
+    return tokenizer.replace_template(template_text(spec))
 
 
 def check_messages(messages: Any) -> None:

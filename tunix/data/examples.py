@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.accounting import (
     COMPLETION_TOO_LONG,
     CUT_AWAY,
@@ -42,7 +42,7 @@ from tunix.data.rendered import given_weights, render_row
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS, Sequence
+from tunix.types import Sequence
 
 
 def to_example(

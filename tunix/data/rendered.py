@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.chat import Rendered, render_chat, render_prompt
 from tunix.data.columns import (
     Row,
@@ -25,7 +25,6 @@ from tunix.data.columns import (
 from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS
 
 
 def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:

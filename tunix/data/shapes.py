@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.columns import Row, listed, near
 from tunix.data.config import DataConfig
 from tunix.data.pictures import IMAGES
 from tunix.errors import UserError, nearest
-from tunix.types import LOSS_WEIGHTS
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
 Overflow = Literal["truncate", "drop", "error", "keep"]

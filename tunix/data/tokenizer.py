@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
 from tunix.data.traced import Outline
 from tunix.errors import UserError
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
     import tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    from tunix.data.picture_reader import PictureReader
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 READ = (".json", ".jinja", ".model", ".txt")

@@ -27,6 +27,7 @@ from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
 from tunix.hf.picture_settings import with_reader
+from tunix.hf.run_export import exported
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
@@ -38,7 +39,6 @@ from tunix.models.quantization.formats import SCALE, Quantization, check_support
 from tunix.models.quantization.rules import Rules, read_rules
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
-from tunix.util.yaml_io import read_mapping
 
 TOKENIZER = "tokenizer"
 """Folder within a run folder, with the tokenizer that the run made or changed."""
@@ -118,20 +118,6 @@ def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -
     rounding = None if merged is None else rounding_of(merged)
     rules = read_rules(folder)
     return Source(decoder, load_tokenizer(folder), folder, merged, rounding, rules, name, folder)
-
-
-def exported(run: Path) -> Path:
-    """The folder that a finished run exported; the last stage's, if the run has stages.
-
-    Raises:
-        UserError: the run has not exported yet.
-    """
-    stages = read_mapping(run / "recipe.yaml").get("stages") or []
-    last = f"{len(stages) - 1}_*/export" if stages else "export"
-    found = next(run.glob(last), None)
-    if found is None:
-        raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder: tunix export {run} OUT")
-    return found
 
 
 def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | None) -> Source:

@@ -26,7 +26,8 @@ from tunix.data.shapes import Format, Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
-from tunix.hf.source import Source, check_vocabulary, exported, loaded, pretrained, require_lm_head
+from tunix.hf.run_export import exported
+from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head
 from tunix.inference.text_stream import until_stop
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params

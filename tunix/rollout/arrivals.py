@@ -14,13 +14,10 @@ import numpy as np
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.rollout.parts import Judge, Measuring, Parts, sequence_of
-from tunix.rollout.rewards.base import Score
+from tunix.rollout.rewards.base import ADDED, Score
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
 from tunix.types import Completion
-
-ADDED = ("completion_ids", "completion_tokens")
-"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
 
 
 def columns_of(owners: List[Prompt]) -> list[str]:

@@ -20,6 +20,7 @@ from tunix.hf.classifier_folder import require_classifier
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
+from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.player import Player
@@ -98,6 +99,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = open_stream(recipe, inputs, algorithm, collector, mesh)
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
+    for note in update_notes(recipe, len(inputs.train), total):
+        display.say(f"note: {note}")
     named = (inputs.tokenizer, teacher, reference, sampling_mesh)
     client = client_of(recipe, inputs.source, mesh, total, algorithm, *named)
     display.say(f"{stage}{stage_line(recipe, len(inputs.train), mesh, total)}")

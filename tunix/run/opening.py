@@ -13,7 +13,8 @@ from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import FAMILIES, count_weights, preset, read_config, with_sizes
 from tunix.models.param_names import trains
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.notes import hardware_note
+from tunix.recipe.recipe import Recipe, recipe_file
 from tunix.util.accelerators import accelerated, cpu_devices
 
 NAMES = {
@@ -36,7 +37,8 @@ SMALL_FILES, FEW_FILES = 32 * 2**20, 100
 
 
 def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:
-    """The recipe that a run trains, and the first line about it.
+    """The recipe that a run trains, and the first line about it; a note on the next one where it is made for an
+    accelerator that is not here.
 
     Args:
         recipe: a recipe, a YAML file, or the name of a shipped one.
@@ -50,19 +52,20 @@ def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, al
     overrides = list(overrides)
     if isinstance(recipe, Recipe) and overrides:
         raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
-    whole = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe, overrides)
-    if not tiny:
-        return whole, opening(whole, alone=alone)
-    small = whole.tiny() if isinstance(recipe, Recipe) else Recipe.load(recipe, overrides, tiny)
-    return small, opening(small, replaced(whole, small), alone=alone)
+    if isinstance(recipe, Recipe):
+        trained = recipe.tiny() if tiny else recipe
+        return trained, opening(trained, tiny, alone=alone)
+    trained = Recipe.load(recipe, overrides, tiny)
+    note = None if tiny else hardware_note(recipe_file(recipe), overrides)
+    return trained, opening(trained, tiny, alone=alone) + (f"\nnote: {note}" if note else "")
 
 
-def opening(recipe: Recipe, toy: str | None = None, *, alone: bool = True) -> str:
+def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     """The first line: `Gemma, 0.8M weights, all trained on 4,000 rows; 1 CPU; runs/quickstart`.
 
     Args:
         recipe: of several stages the first one is described.
-        toy: what `--tiny` has replaced, e.g. `toy model, generated rows`; None for a recipe as it was written.
+        tiny: whether it was shrunk, so that the line says what is toy.
         alone: whether one process trains it; how many devices several have together is not known yet.
 
     Raises:
@@ -73,22 +76,7 @@ def opening(recipe: Recipe, toy: str | None = None, *, alone: bool = True) -> st
     if alone and not accelerated():
         parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")
     line = "; ".join([*parts, recipe.output])
-    return line if toy is None else f"{toy}: {line}"
-
-
-def replaced(recipe: Recipe, tiny: Recipe) -> str:
-    """What `--tiny` has replaced in a recipe, e.g. `toy model in place of ID, generated rows in place of NAME`."""
-    first, toy = (one.stages[0] if one.stages else one for one in (recipe, tiny))
-    words = []
-    if first.model != toy.model:
-        words.append("toy model" if first.model.path is None else f"toy model in place of {first.model.path}")
-    if first.data.train != toy.data.train:
-        words.append(f"generated rows in place of {first.data.train}")
-    if first.reward and toy.reward and first.reward.model != toy.reward.model:
-        words.append(f"a toy reward in place of {first.reward.model}")
-    if first.teacher and toy.teacher and first.teacher.path != toy.teacher.path:
-        words.append(f"toy teacher in place of {first.teacher.path}")
-    return ", ".join(words or ["toy sizes"])
+    return f"toy ({', '.join(recipe.replaced) or 'sizes'}): {line}" if tiny else line
 
 
 def _model(recipe: Recipe) -> tuple[DecoderConfig | None, str]:

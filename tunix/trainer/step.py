@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from tunix.algorithms.loss import trained_only
+from tunix.config import LOSS_WEIGHTS
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
@@ -26,7 +27,7 @@ from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
+from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
 
 DROPOUT = 0xD0

@@ -163,6 +163,22 @@ def without_effect(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[st
     ]
 
 
+def keys_set(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[frozenset[str]]:
+    """The keys that overrides set, without their values: those of a recipe, or of each of its stages."""
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    stages = tree.get("stages")
+    if not isinstance(stages, list) or not stages:
+        return [frozenset(keys)]
+    shared = [key for key in keys if not key.startswith("stages.")]
+    sets = []
+    for number, stage in enumerate(stages):
+        begin = f"stages.{number}."
+        within = [key.removeprefix(begin) for key in keys if key.startswith(begin)]
+        # A key above the stages holds for those that do not set it themselves.
+        sets.append(frozenset([*within, *(key for key in shared if not _sets(stage, key.split(".")))]))
+    return sets
+
+
 def _sets(section: Any, parts: List[str]) -> bool:
     """Whether the key at the end of a path is set."""
     for part in parts:

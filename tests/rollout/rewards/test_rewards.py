@@ -137,9 +137,9 @@ TROUBLE = {
     "exit": "ended its process (exit code 3)",
     "crash": "ended its process (signal 11)",
     "hang": "took longer than 2 s",
-    "raise": "raised ZeroDivisionError: no digits",
-    "memory": "raised MemoryError",
-    "leave": "raised SystemExit: bye",
+    "raise": "raised ZeroDivisionError: no digits (mine.py, line 12)",
+    "memory": "raised MemoryError (mine.py, line 13)",
+    "leave": "raised SystemExit: bye (mine.py, line 14)",
     "nan": "returned NaN",
     "inf": "returned infinity",
     "string": "returned a string, not a number",
@@ -187,7 +187,8 @@ def test_no_samples_no_scores(functions: Path):
 
 def test_async_samples_have_a_deadline_each(functions: Path):
     asked = ["ab", "never", "abc", "timeout"]
-    expected = [2.0, Failure("waiting took longer than 1 s"), 3.0, Failure("waiting raised TimeoutError: of its own")]
+    raised = Failure("waiting raised TimeoutError: of its own (mine.py, line 30)")
+    expected = [2.0, Failure("waiting took longer than 1 s"), 3.0, raised]
     assert scores_of("waiting", asked, deadline=1.0) == expected
 
 
@@ -300,7 +301,11 @@ def test_functions_of_a_notebook_run_here():
 
     with Scorer([here, later]) as scorer:
         scores = scorer.score(["p"] * 3, ["ab", "", "x"], {"answer": ["no", "no", "x"]})
-    assert scores["here"] == [0.5, Failure("here raised ZeroDivisionError: division by zero"), 2.0]
+    good, failed, equal = scores["here"]
+    assert (good, equal) == (0.5, 2.0)
+    assert isinstance(failed, Failure)
+    assert failed.reason.startswith("here raised ZeroDivisionError: division by zero (")
+    assert failed.reason.endswith(f"test_rewards.py, line {here.__code__.co_firstlineno + 2})")
     assert scores["later"] == [0.5, 0.5, 0.5]
     assert seen == [os.getpid()] * 3
 

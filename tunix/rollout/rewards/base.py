@@ -24,6 +24,8 @@ from tunix.util.plugins import absolute, is_reference, load_object
 
 ONE = ("prompt", "completion")
 MANY = ("prompts", "completions")
+ADDED = ("completion_ids", "completion_tokens")
+"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
 
 
 @dataclass(frozen=True)

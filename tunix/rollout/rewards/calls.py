@@ -1,7 +1,7 @@
 """One call of a reward function, in this process or in a worker.
 
-An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name. Only
-the standard library is needed here.
+An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name.
+Nothing heavy is imported here.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from tunix.rollout.workers.messages import too_slow
+from tunix.util.plugins import user_line
 
 Outcome = float | str
 
@@ -54,9 +55,9 @@ def as_outcome(value: Any) -> Outcome:
 
 
 def raised(error: BaseException) -> str:
-    """An exception as one line, e.g. `raised ValueError: no digits`."""
-    text = " ".join(str(error).split())
-    return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "")
+    """An exception as one line, e.g. `raised ValueError: no digits (judge.py, line 12)`."""
+    text, line = " ".join(str(error).split()), user_line(error)
+    return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "") + (f" ({line})" if line else "")
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome] | str:
