@@ -143,9 +143,9 @@ def answer_text(answer: Any) -> str:
     """
     if isinstance(answer, str):
         return answer
-    if isinstance(answer, Real | Decimal) and not isinstance(answer, bool):
-        if isinstance(answer, Integral) or isfinite(answer):  # a whole number may be too large for a float
-            return str(answer)
+    is_whole = isinstance(answer, Integral) and not isinstance(answer, bool)  # and may be too large for a float
+    if is_whole or (isinstance(answer, Real | Decimal) and not isinstance(answer, bool) and isfinite(answer)):
+        return str(answer)
     if answer is None:
         raise ValueError("the answer is null: give the row one, or leave the row out")
     raise ValueError(
