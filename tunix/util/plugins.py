@@ -38,9 +38,9 @@ def load_object(reference: str) -> Any:
         module = _file_module(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # whatever the user's code raises is for the user to fix
         raise UserError(f"{reference}: importing {place} failed with {type(error).__name__}: {error}") from error
-    if name not in vars(module):
+    if not hasattr(module, name):  # a module may import its names when they are asked for, as trl.rewards does
         raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
-    return vars(module)[name]
+    return getattr(module, name)
 
 
 def check_options(

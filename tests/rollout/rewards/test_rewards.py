@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -116,7 +116,7 @@ def mine(name: str, **settings: object) -> RewardFunction:
     return RewardFunction.model_validate({"name": f"mine.py:{name}", **settings})
 
 
-def scores_of(name: str, completions: list[str], deadline: float = 10.0, workers: int = 2) -> list[float | Failure]:
+def scores_of(name: str, completions: list[str], deadline: float = 10.0, workers: int = 2) -> list[Score]:
     with Scorer([mine(name)], deadline, workers) as scorer:
         return scorer.score(["p"] * len(completions), completions)[name]
 
