@@ -521,3 +521,25 @@ def test_scores_are_a_list_of_numbers_or_a_sentence(values: object, reason: str)
 
     with Scorer([here]) as scorer:
         assert scorer.score(["p"], ["c"]) == {"here": [Failure(f"here {reason}")]}
+
+
+@pytest.mark.slow  # trl is no dependency: where it is installed, its own functions are called
+def test_the_functions_of_trl(tmp_path: Path):
+    pytest.importorskip("trl")
+    (tmp_path / "theirs.py").write_text(
+        "from trl.rewards import get_soft_overlong_punishment\n"
+        "overlong = get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)\n"
+    )
+    names = ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward", "theirs.py:overlong")
+    rewards = [RewardFunction.model_validate({"name": name, "style": "trl"}) for name in names]
+    with Scorer(rewards, deadline=60.0, workers=1) as scorer:
+        scoring = scorer.open(["prompt", "solution", "completion_ids"])
+        texts = [r"\boxed{4}", "<think>a</think> $5$", r"\boxed{4}"]
+        for number, (text, solution, length) in enumerate(zip(texts, ["$4$", "$4$", "none"], [6, 8, 11], strict=True)):
+            row = {"prompt": ASKED, "solution": solution, "completion_ids": [1] * length}
+            scoring.add(number, "Sum?", text, row, ASKED)
+        assert scoring.result() == {
+            "accuracy_reward": [1.0, 0.0, None],  # a solution that cannot be parsed
+            "think_format_reward": [0.0, 1.0, 0.0],
+            "overlong": [0.0, -0.5, -1.0],  # (10 - 4 - 8) / 4
+        }

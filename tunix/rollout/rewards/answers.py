@@ -74,7 +74,7 @@ class Number(NamedTuple):
 def number(completion: str, answer: Any) -> float:
     """1 where the last number of the completion equals the last number of the answer, else 0.
 
-    A line that is `####` and a number, as in GSM8K, goes before all other numbers of its text.
+    A line that is `####` and a number, as in GSM8K, takes precedence over all other numbers of its text.
 
     Args:
         completion: what the model wrote; thousands' separators, currencies, signs and percent are understood, and a
