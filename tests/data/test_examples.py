@@ -9,6 +9,7 @@ from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
 from tunix.data.cutting import Cutter
 from tunix.data.examples import to_example
+from tunix.data.rendered import prompt_text
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -195,3 +196,37 @@ def test_pieces_keep_their_tokens_weights():
     cut = Cutter(3, wrapped=False)
     pieces = [cut.take(example).piece for _ in range(2)]
     assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
+
+
+ASKED = "It's 2 + 2?"
+PARTS = [{"type": "text", "text": "It's 2"}, {"type": "image", "text": None}, {"type": "text", "text": " + 2?"}]
+"""`ASKED` around a picture, with the null that Arrow fills in."""
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": ASKED}, ASKED),
+        ({"prompt": [{"role": "user", "content": ASKED}]}, ASKED),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": ASKED}]}]}, ASKED),
+        ({"prompt": [{"role": "user", "content": PARTS}]}, ASKED),
+        ({"messages": [{"role": "user", "content": PARTS}, CHAT[1]]}, ASKED),  # the answer is no prompt
+        ({"prompt": None, "messages": [{"role": "user", "content": ASKED}]}, ASKED),  # null: another row has it
+        ({"prompt": [{"role": "system", "content": PARTS}]}, ASKED),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ""),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Sum?"},
+                    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+                    {"role": "tool", "content": "4"},
+                ]
+            },
+            "4",
+        ),
+        ({"prompt_ids": [1, 2]}, ""),
+    ],
+)
+def test_what_rewards_read_of_a_prompt(row: dict[str, object], text: str):
+    """The string, or the text of the last message before the assistant's turn."""
+    assert prompt_text(row) == text

@@ -185,6 +185,20 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
     return tokenizer.replace_template(template_text(spec))
 
 
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """Id of the special token that a turn of the assistant ends with, after white space at most; None where the chat
+    template writes none, and for a tokenizer without a template."""
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        text = _render([{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}], tokenizer, {})
+    except UserError:  # it refuses a conversation of two turns
+        return None
+    _, probe, tail = text.rpartition(_PROBE)
+    ids = tokenizer.encode(tail.lstrip()) if probe else []
+    return ids[0] if ids and tokenizer.is_added(ids[0]) else None
+
+
 def check_messages(messages: Any) -> None:
     """Refuses a value that is not a list of valid messages, which templates would render as nonsense.
 

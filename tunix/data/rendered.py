@@ -44,12 +44,26 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
     return rendered._replace(mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
 
 
+def prompt_messages(row: Row) -> list[dict[str, Any]] | None:
+    """The messages of a prompt, without the assistant's turns at its end; None where it is a string or token ids.
+
+    Raises:
+        UserError: they are no messages, or all the assistant's.
+    """
+    prompt = next((row[name] for name in ("prompt", "messages") if row.get(name) is not None), "")
+    return None if isinstance(prompt, str) else asked(as_messages(prompt))
+
+
 def prompt_text(row: Row) -> str:
-    """The prompt that rewards read: the string, or the last message's content; empty for token ids."""
-    prompt = row.get("prompt", row.get("messages", ""))
-    if isinstance(prompt, str):
-        return prompt
-    return str(asked(as_messages(prompt))[-1]["content"])
+    """The prompt that rewards read: the string, or the text of the last message's content; empty for token ids."""
+    messages = prompt_messages(row)
+    if messages is None:
+        return row.get("prompt") or ""
+    content = messages[-1].get("content")
+    if not isinstance(content, list | tuple | np.ndarray):
+        return "" if content is None else str(content)
+    # As templates join them; a picture has no text.
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
 def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:

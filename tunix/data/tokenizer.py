@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from tunix.data.picture_reader import PictureReader
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+GENERATION_CONFIG = "generation_config.json"
 READ = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files that are read of a tokenizer's folder, and copied into an export."""
+
+_WITH_EOS = (GENERATION_CONFIG, "config.json")
+"""Files that may name eos ids; the first takes precedence, as in transformers."""
 
 # Qwen's word splitter. For a folder of model type qwen2 transformers rebuilds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: the exported folder then gives the ids that were trained on.
@@ -59,7 +63,8 @@ class Tokenizer:
     hf: PreTrainedTokenizerFast
     """The transformers tokenizer, which determines everything here."""
     generation_stops: tuple[int, ...] = ()
-    """The eos ids of the folder's generation_config.json."""
+    """Further ids that end a completion: the eos ids of the folder's generation_config.json, or of its config.json,
+    and what a turn of the chat template ends in."""
     pictures: PictureReader | None = None
     """How pictures are read; None where the model sees none."""
 
@@ -92,7 +97,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: EOS, the families' end-of-turn tokens, those of generation_config.json."""
+        """Ids that end a completion: EOS, the families' end-of-turn tokens, and `generation_stops`."""
         turns = [self._added_vocab[token] for token in END_OF_TURN if token in self._added_vocab]
         eos = self._id(self.hf.eos_token)
         return tuple(dict.fromkeys((*([] if eos is None else [eos]), *turns, *self.generation_stops)))
@@ -266,7 +271,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
             if (folder / "tokenizer_config.json").is_file():
                 raise UserError(f"{folder} has a tokenizer_config.json, but no vocabulary: tokenizer.json is missing")
             return None
-        return Tokenizer(_load(str(folder)), _generation_stops(folder / "generation_config.json"))
+        return Tokenizer(_load(str(folder)), _generation_stops(folder))
     if str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
         raise UserError(f"{folder_or_id}: there is no such folder, so no tokenizer either")
     return Tokenizer(_load(str(folder_or_id)), _hub_generation_stops(str(folder_or_id)))
@@ -303,24 +308,41 @@ def _reader(folder: Path) -> Any:
 
 
 def _hub_generation_stops(name: str) -> tuple[int, ...]:
-    """EOS ids of a hub model's generation_config.json, where it has one."""
+    """EOS ids of a hub model, where it names some."""
     from transformers.utils.hub import cached_file
 
-    path = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    return () if path is None else _generation_stops(Path(path))
+    files = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in _WITH_EOS)
+    return next((_generation_stops(Path(path).parent) for path in files if path is not None), ())
 
 
-def _generation_stops(path: Path) -> tuple[int, ...]:
-    """EOS ids in a generation_config.json; empty where it does not exist or names none."""
-    if not path.is_file():
-        return ()
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}. Fix or delete it") from error
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+def _generation_stops(folder: Path) -> tuple[int, ...]:
+    """EOS ids of a folder's generation_config.json, or of its config.json where that names none; empty without any."""
+    for file in (folder / name for name in _WITH_EOS):
+        if file.is_file():
+            try:
+                fields = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(f"{file} is not JSON: {error}. Fix or delete it") from error
+            if ids := eos_ids(fields, str(file)):
+                return ids
+    return ()
+
+
+def eos_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    """The `eos_token_id` of a folder's JSON file, which may be one id or a list; empty where it names none.
+
+    Args:
+        fields: the file's content.
+        file: its name, for messages.
+
+    Raises:
+        UserError: it is no id.
+    """
+    ids = fields.get("eos_token_id")
+    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
+        raise UserError(f"{file}: eos_token_id is {ids!r:.80}, neither a token id nor a list of them. Fix it")
+    return tuple(listed)
 
 
 def bytes_tokenizer(template: TemplateName = "gemma", pictures: bool = False) -> Tokenizer:

@@ -62,9 +62,9 @@ def load_object(reference: str) -> Any:
         raise UserError(
             f"{reference}: importing {place} failed{line} with {type(error).__name__}: {error}{_hidden(error)}"
         ) from error
-    if name not in vars(module):
+    if not hasattr(module, name):  # a module may import its names when they are asked for, as trl.rewards does
         raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
-    return vars(module)[name]
+    return getattr(module, name)
 
 
 def user_line(error: BaseException) -> str | None:

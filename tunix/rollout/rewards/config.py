@@ -1,6 +1,6 @@
 """The recipe's section `reward`. Loads without jax."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,10 @@ class RewardFunction(Config):
     name: str
     """A shipped reward (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests),
     or `module:function` or `file.py:function`."""
+    style: Literal["tunix", "trl"] = "tunix"
+    """How it is called: by the names of its parameters, with texts; or as TRL's GRPOTrainer calls its reward functions,
+    with `prompts` and `completions` of the batch (lists of messages where the row has messages), the columns as lists,
+    `log_metric` and `log_extra`. There a score of None leaves the sample out of this reward."""
     label: str | None = None
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0
