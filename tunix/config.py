@@ -190,7 +190,8 @@ class ModelConfig(Config):
     computation, or `float32`, which loses no digits over however many devices, for twice the bytes."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
     """For mixtures of experts: what the loss that evens out their use is multiplied by, e.g. 0.001. It is off by
-    default: in RL it disturbs what is learned. `moe/...` logs the use either way."""
+    default: in RL it disturbs what is learned. The use is that of the whole batch, so `micro_batch_size` changes
+    nothing; where there are several micro-batches it takes another forward pass. `moe/...` logs the use either way."""
     attention: Literal["auto", "einsum", "chunked", "splash", "mosaic"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
