@@ -55,7 +55,9 @@ def load_sums(auxiliary: Auxiliary, rows: Float[Array, "L E"] | None, coefficien
 def load_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The sums with the rows of each expert replaced by metrics; as they are without experts.
 
-    `moe/load_balance` is what its function says. `moe/largest_share` is E times the share of a layer's rows that its most used expert has, 1 where all are used alike
+    `moe/load_balance` is what its function says.
+
+    `moe/largest_share` is E times the share of a layer's rows that its most used expert has, 1 where all are used alike
     and E where one has all, in the mean of the layers; `moe/largest_share_max` is that of the most uneven layer.
     `moe/unused` is the share of experts without a row.
     """

@@ -75,6 +75,9 @@ class DPOConfig(RuledConfig):
     `f_alpha_divergence_coef` is 1 less this. Null: 0.5."""
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
+    sft_reduction: Literal["sequences", "tokens"] = "sequences"
+    """What that is a mean over: chosen completions, of each one's token mean, as in RPO; or `tokens`, the batch's chosen
+    ones, as TRL's `sft` term."""
     reference: Literal["snapshot", "precompute"] = "snapshot"
     """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, computed at every step.
     `precompute`: its log-probs of all rows are computed before the first step, and stored alongside them."""
@@ -119,6 +122,7 @@ class DPOConfig(RuledConfig):
             lambda s: s["loss"] in REFERENCED,
             f"with this loss: it is read by {', '.join(REFERENCED)}",
         ),
+        Rule(("sft_reduction",), lambda s: bool(s["sft_weight"]), "while sft_weight is 0: set sft_weight"),
         Rule(("group_size",), lambda s: bool(s["online"]), "without online: true"),
     )
 
