@@ -76,8 +76,8 @@ class DPOConfig(RuledConfig):
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
     sft_reduction: Literal["sequences", "tokens"] = "sequences"
-    """What that is a mean over: chosen completions, of each one's token mean, as in RPO; or `tokens`, the batch's chosen
-    ones, as TRL's `sft` term."""
+    """What that is a mean over: chosen completions, of each one's token mean, as in RPO; or `tokens`, the chosen tokens
+    of the batch, as TRL's `sft` term."""
     reference: Literal["snapshot", "precompute"] = "snapshot"
     """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, computed at every step.
     `precompute`: its log-probs of all rows are computed before the first step, and stored alongside them."""
