@@ -42,7 +42,7 @@ class RuledConfig(AlgorithmConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
+        """The value that null becomes for each key, given the other settings, unchecked as for a rule."""
         return {}
 
     def conflicts(self) -> list[str]:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ def load_object(reference: str) -> Any:
         UserError: the file, the module or the name does not exist, or the import fails.
     """
     place, _, name = reference.rpartition(":")
-    if place.endswith(".py") and not Path(place).is_file():
+    if place.endswith(".py") and not os.path.isfile(place):  # which takes any text
         raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
     try:
         module = _file_module(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)

@@ -45,8 +45,9 @@ class Rule(Config):
     @model_validator(mode="before")
     @classmethod
     def _tiled(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "tile" not in values and values.get("weights") in USUAL_TILE:
-            return {**values, "tile": USUAL_TILE[values["weights"]]}
+        weights = values.get("weights") if isinstance(values, dict) else None
+        if isinstance(weights, str) and weights in USUAL_TILE and "tile" not in values:
+            return {**values, "tile": USUAL_TILE[weights]}
         return values
 
     @field_validator("module")
