@@ -33,9 +33,10 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095
 
 def _possible(value: str) -> str:
     """The text, which an operating system would take as a path: others raise wherever somebody looks for the file."""
-    longest, length = max(len(os.fsencode(name)) for name in value.split("/")), len(os.fsencode(value))
-    if longest > LONGEST_NAME or length > LONGEST_PATH:
-        raise ValueError(f"{value!r} is no path: a name in it has {longest} bytes, at most {LONGEST_NAME} can be")
+    if (longest := max(len(os.fsencode(name)) for name in value.split("/"))) > LONGEST_NAME:
+        raise ValueError(f"{value!r} is no path: a name in it has {longest} bytes, and may have {LONGEST_NAME}")
+    if (length := len(os.fsencode(value))) > LONGEST_PATH:
+        raise ValueError(f"{value!r} is no path: it has {length} bytes, and may have {LONGEST_PATH}")
     if "\0" in value:
         raise ValueError(f"{value!r} is no path: it has a zero byte")
     if value.startswith("~") and os.path.expanduser(value) == value:

@@ -4,8 +4,8 @@ For each layer, a token's row of a second table and a projection of its usual em
 them by its output, and adds what it makes of them to the stream (Gemma 4 E2B and E4B, after Gemma 3n). The table may
 have more rows than there are ids, or fewer: an id beyond it has the projection alone.
 
-Axes: B rows, T time, Vi rows of the second table, D model width, L layers, Dp width of inputs of layers, Da width of
-all of them.
+Axes: B rows, T time, D model width, L layers, Dp width of inputs of layers, Da width of all of them, Vl ids that
+have inputs of layers.
 """
 
 import jax
@@ -42,7 +42,7 @@ class LayerInputs(nnx.Module):
 
 def layer_inputs(
     config: DecoderConfig,
-    table: Float[Array, "Vi Da"],
+    table: Float[Array, "Vl Da"],
     context: Float[Array, "D L Dp"],
     norm: Float[Array, "Dp"],
     tokens: Int[Array, "B T"],

@@ -55,7 +55,8 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     if config.sft_weight:
         weights, lengths = jnp.asarray(batch.weights)[::2], jnp.asarray(batch.lengths)[::2]
         if config.sft_reduction == "tokens":  # the mean length of the whole batch, for a term that is divided by pairs
-            lengths = jnp.sum(weights * lengths) / jnp.sum(weights)
+            trained = jnp.sum(weights)
+            lengths = jnp.where(trained > 0, jnp.sum(weights * lengths) / jnp.where(trained > 0, trained, 1.0), 1.0)
         terms["sft"] = Term(-config.sft_weight * sums[::2] / lengths, "pairs")
     of_pairs = {
         "rewards/chosen": chosen,
