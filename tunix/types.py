@@ -69,6 +69,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     U   runs of a key head's channels: its query, its key, and the values of its value heads
     V   vocabulary
     Vi  visits: pairs of a page and who reads or writes it
+    Vl  ids that have inputs of layers: rows of their table
     W   ids of a chunk: a piece of the vocabulary, or of each part of it
     k   chosen experts of a token
     p   parts of the vocabulary

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from tunix.config import BaseType, Config, Fraction, Positive
+from tunix.config import BaseType, Config, Fraction, Place, Positive
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import axes_of, count_weights, tensors_of
@@ -28,7 +28,7 @@ class Low(NamedTuple):
 class AdapterConfig(Config):
     """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
 
-    source: str | None = Field(default=None, alias="from")
+    source: Place | None = Field(default=None, alias="from")
     """A PEFT folder, a hub id of one, or a run that exported an adapter: training goes on from its A and B. Its rank,
     alpha, patterns, targets and kind are read from there, and what is also set here has to agree. The base
     stays the reference. `model.path` is its base, or ends in the same adapter."""

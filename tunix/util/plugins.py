@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import os
 import sys
 import sysconfig
 import traceback
@@ -49,7 +50,7 @@ def load_object(reference: str) -> Any:
         UserError: the file, the module or the name does not exist, or the import fails.
     """
     place, _, name = reference.rpartition(":")
-    if place.endswith(".py") and not Path(place).is_file():
+    if place.endswith(".py") and not os.path.isfile(place):  # which takes any text
         raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
     _NEIGHBOURS.add(Path.cwd())
     _NEIGHBOURS.forget_changed()

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunix.config import Config, Positive
+from tunix.config import Config, Place, Positive
 
 
 class RewardFunction(Config):
@@ -46,7 +46,7 @@ class RewardConfig(Config):
 
     functions: tuple[RewardFunction, ...] = ()
     """One or several; a name alone is a function with weight 1 and no options."""
-    model: str | None = None
+    model: Place | None = None
     """Hub id, folder, or run of a reward model (a sequence classifier with one label). It scores in addition to the
     functions, under the name `model`, on the devices of the run."""
     model_weight: float = 1.0
