@@ -4,8 +4,10 @@ pip before 23.2 (Python 3.10 brings 23.0) resolves the dependencies before it lo
 a dependency of which the old Python has no version. This file has to be readable by the Pythons that it refuses.
 """
 
+from __future__ import annotations
+
 import sys
-from typing import Any, Dict  # noqa: UP035
+from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
@@ -13,7 +15,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 class RequiredPython(BuildHookInterface):
     """Stops the build of a wheel under a Python that `requires-python` leaves out."""
 
-    def initialize(self, version: str, build_data: Dict[str, Any]) -> None:  # noqa: UP006
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Exits with a sentence, or lets the build go on.
 
         Args:
