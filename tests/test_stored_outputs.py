@@ -42,7 +42,8 @@ def shape(line: str) -> str:
 
 def stored_screen() -> list[str]:
     """The lines of the quickstart's page, without its marks for what was left out."""
-    (block,) = re.findall(r"## What the screen shows\n.*?\n```\n(.*?)```", QUICKSTART.read_text(), re.DOTALL)
+    section = QUICKSTART.read_text().partition("## What the screen shows\n")[2].partition("\n## ")[0]
+    *_, block = re.findall(r"^```\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     return [line for line in block.splitlines() if line != "..."]
 
 

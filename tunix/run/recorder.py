@@ -204,6 +204,7 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
         "data/truncated": float(counted.truncated),
         "data/dropped": float(sum(counted.dropped.values())),
         **({"data/pieces": float(counted.pieces)} if counted.pieces else {}),
+        **({"data/noted": float(sum(counted.notes.values()))} if counted.notes else {}),
         "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
 
