@@ -219,7 +219,7 @@ class ModelConfig(Config):
     attention: Literal["auto", "einsum", "chunked", "splash", "mosaic"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
-    `mosaic` one for NVIDIA's Hopper and Blackwell (`pip install 'tunix[gpu]'`). `auto`: the kernel where there is one,
+    `mosaic` one for NVIDIA's Hopper and Blackwell (`pip install '.[gpu]'`). `auto`: the kernel where there is one,
     else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
 
     @model_validator(mode="after")

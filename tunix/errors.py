@@ -41,6 +41,17 @@ def _without_middle(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
 
 
+def install_command(extra: str) -> str:
+    """What installs an optional part, e.g. `pip install '.[serve]'` in a clone of tunix.
+
+    A name instead of the folder would be looked up on the package index, where `tunix` is another project.
+
+    Args:
+        extra: an extra of pyproject.toml, e.g. `serve`; several are parted by commas.
+    """
+    return f"`pip install '.[{extra}]'` in a clone of tunix"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint such as ` Did you mean 'steps'?`, or nothing when no known name is near.
 

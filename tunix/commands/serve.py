@@ -3,7 +3,7 @@
 import socket
 import sys
 
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 
@@ -23,7 +23,7 @@ def serve(options: InferenceOptions, listener: socket.socket, *, adapters: bool)
         try:
             from tunix.serving.app import server_of
         except ModuleNotFoundError as error:
-            raise UserError(f"tunix serve needs {error.name}: pip install 'tunix[serve]'") from None
+            raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
         from tunix.serving.service import Service
 
         inference = InferenceModel(options)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import export
 
 from tunix.config import DType, MeshConfig
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 from tunix.hf.generation_config import write_generation_config
 from tunix.hf.model_folder import copy_tokenizer
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head
@@ -78,7 +78,7 @@ def _require_flatbuffers() -> None:
     if find_spec("flatbuffers") is None:
         raise UserError(
             "--format stablehlo: jax writes programs with the package flatbuffers, which is not installed: "
-            "pip install 'tunix[stablehlo]'"
+            + install_command("stablehlo")
         )
 
 
