@@ -308,9 +308,9 @@ DATA: Table = {
         ["d has no split 'trian'", "Did you mean 'train'?"],
     ),
     "unknown suffix": (
-        write("rows.csv", "a,b\n"),
-        ["data.train=rows.csv"],
-        ["rows.csv: rows are read from .jsonl", "not from '.csv'"],
+        write("rows.txt", "a,b\n"),
+        ["data.train=rows.txt"],
+        ["rows.txt: rows are read from .jsonl", "not from '.txt'"],
     ),
     "broken parquet": (
         write("rows.parquet", "PAR1"),

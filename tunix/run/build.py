@@ -28,7 +28,7 @@ from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line
 from tunix.run.devices import apart, mesh_of
 from tunix.run.experts import check_exchange, check_products
-from tunix.run.inputs import Inputs, compare_views, open_inputs, row_kind_of, sampling_of
+from tunix.run.inputs import Inputs, compare_views, held_out_line, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
 from tunix.run.reference_model import reference_source, reference_weights
@@ -94,6 +94,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     named = (inputs.tokenizer, teacher, reference, sampling_mesh)
     client = client_of(recipe, inputs.source, mesh, total, algorithm, *named)
     display.say(overview(client.learner, recipe.quantization, inputs, mesh, total))
+    if (line := held_out_line(inputs)) is not None:
+        display.say(line)
     if why is not None and mesh.size > 1:
         display.say(why)
     spec = client.learner.spec
