@@ -160,6 +160,18 @@ def test_folders_that_would_mix_or_repeat_rows_are_refused(name: str, tmp_path: 
         open_rows(str(tmp_path), split)
 
 
+def test_a_copy_of_a_hub_dataset_of_several_configurations_is_refused(tmp_path: Path):
+    for name in ("main", "socratic"):
+        write(tmp_path / f"{name}/train-00000-of-00001.parquet", [{"n": len(name)}])
+    card = "---\nlicense: mit\nconfigs:\n- config_name: main\n  data_files: main/*\n"
+    (tmp_path / "README.md").write_text(f"{card}---\n# Rows\n")
+    assert numbers(tmp_path, "train") == [4, 8]
+    (tmp_path / "README.md").write_text(f"{card}- config_name: socratic\n  data_files: socratic/*\n---\n# Rows\n")
+    with pytest.raises(UserError, match=r"holds several datasets, as its README\.md says \(main, socratic\)"):
+        open_rows(str(tmp_path))
+    assert numbers(tmp_path / "main", "train") == [4]
+
+
 def test_words_for_a_split_mean_the_same(tmp_path: Path):
     write(tmp_path / "train.jsonl", [{"n": 0}])
     write(tmp_path / "dev.jsonl", [{"n": 1}])

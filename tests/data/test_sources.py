@@ -169,9 +169,9 @@ def test_held_out_rows_are_never_those_of_the_training_split(tmp_path):
     assert held_out(str(tmp_path / "one/train.jsonl")) == (None, [0])
     assert held_out([{"n": 7}]) == (None, [7])
     assert held_out({"train_sft": [{"n": 0}], "test_sft": [{"n": 1}]}) == ("test_sft", [1])
-    saved = datasets.DatasetDict({split: datasets.Dataset.from_list([{"n": i}]) for i, split in enumerate(splits)})
-    datasets.DatasetDict({"train": saved["train"], "dev": saved["train"]}).save_to_disk(tmp_path / "saved")
-    assert held_out(str(tmp_path / "saved")) == ("dev", [0])
+    saved = {split: datasets.Dataset.from_list([{"n": i}]) for i, split in enumerate(["train", "dev"])}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
+    assert held_out(str(tmp_path / "saved")) == ("dev", [1])
     for unclear in ({"train": ROWS, "test_a": ROWS, "test_b": ROWS}, {"train": ROWS, "extra": ROWS}):
         with pytest.raises(UserError, match=r"has the splits 'train', .*which is held out is not clear: .*eval_split"):
             open_held_out(unclear)

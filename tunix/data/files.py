@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from tunix.errors import UserError
+from tunix.util.yaml_io import parse_yaml
 
 if TYPE_CHECKING:
     import pyarrow
@@ -337,8 +338,10 @@ def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
     begin with `_`, and files that describe a dataset are left out.
 
     Raises:
-        UserError: there are no data files, or the names of some only hint at a split.
+        UserError: there are no data files, the names of some only hint at a split, or README.md says that there are
+            several datasets.
     """
+    _refuse_configurations(folder)
     files: list[Path] = []
     for file in sorted(folder.rglob("*")):
         *parents, name = file.relative_to(folder).parts
@@ -363,6 +366,22 @@ def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
     if len(set(sorts)) > 1:
         _refuse_pair(folder, files[0], files[sorts.index(not sorts[0])], "may be different splits")
     return {"train": files}, False
+
+
+def _refuse_configurations(folder: Path) -> None:
+    """Raises UserError where a copy of a hub dataset holds several, which its README.md lists as the hub reads it."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return
+    header = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        card = parse_yaml(header[1], str(readme)) if header else None
+    except UserError:  # no card of a dataset
+        return
+    configurations = card.get("configs") if isinstance(card, dict) else None
+    if isinstance(configurations, list) and len(configurations) > 1:
+        names = ", ".join(str(one.get("config_name")) for one in configurations if isinstance(one, dict))
+        raise UserError(f"{folder} holds several datasets, as its README.md says ({names}): name the files of one")
 
 
 def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -> Table:
