@@ -159,7 +159,7 @@ def test_other_data_than_at_the_checkpoint():
         stream(other).set_state(state)
     with pytest.raises(UserError, match="but others"):
         stream(list(reversed(ROWS))).set_state(state)
-    with pytest.raises(UserError, match=r"but others .*then of none"):
+    with pytest.raises(UserError, match=r"but others .*then none"):
         stream().set_state({key: value for key, value in state.items() if key != "digest"})
 
 

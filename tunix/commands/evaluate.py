@@ -281,6 +281,7 @@ def _write(out: Path, setting: Setting, results: Mapping[Task, EvalResult], metr
     report = {
         "model": setting.inference.options.model,
         "data": setting.table.rows.name,
+        "split": setting.table.rows.split,
         "metrics": numbers,
         "rows": rows,
     }

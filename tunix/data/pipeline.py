@@ -145,7 +145,7 @@ class Stream(Generic[T]):
         Raises:
             UserError: the data has other rows than it had then.
         """
-        rows, saved = self._rows, state.get("digest", "of none")
+        rows, saved = self._rows, state.get("digest", "none")
         again = "give it the same data, or start over with --fresh"
         if state["rows"] != len(rows):
             raise UserError(
