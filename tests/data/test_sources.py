@@ -193,12 +193,11 @@ def test_a_digest_is_that_of_the_rows(tmp_path):
 
 def test_a_digest_covers_values_that_json_lacks():
     pixels = np.zeros((2, 2), np.uint8)
-    values = [b"a", b"b", pixels, pixels + 1, PIL.Image.fromarray(pixels), PIL.Image.fromarray(pixels + 1)]
+    values = [b"a", b"b", {(1, 2): 3}, pixels, pixels + 1, PIL.Image.fromarray(pixels), PIL.Image.fromarray(pixels + 1)]
     values += [datetime.date(2024, 7, 26), datetime.date(2024, 7, 27), decimal.Decimal("1.0"), decimal.Decimal("1.1")]
     digests = [open_rows([{"image": value}]).digest for value in values]
     assert digests == [open_rows([{"image": value}]).digest for value in values]
-    # An array and a picture of the same bytes may be alike.
-    assert len(set(digests)) == len(values) - 2
+    assert len(set(digests)) == len(values)
 
 
 def test_a_digest_of_many_rows_reads_some_of_them_and_every_line(tmp_path, monkeypatch):

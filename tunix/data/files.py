@@ -398,9 +398,9 @@ def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -
     """
     files = splits[split]
     for other in splits.keys() - {split}:
-        if shared := [file for file in files if file in splits[other]]:
+        if shared := {*files} & {*splits[other]}:
             raise UserError(
-                f"{folder}: {shared[0].relative_to(folder)} may be of the split {split!r} or {other!r}: rename it, or "
+                f"{folder}: {min(shared).relative_to(folder)} may be of the split {split!r} or {other!r}: rename it, or "
                 "name the file itself"
             )
     _refuse_twice(folder, split, files)

@@ -41,8 +41,15 @@ CHECKED = 10_000
 
 
 @runtime_checkable
-class _Buffer(Protocol):
-    """A picture or an array, whose values are bytes."""
+class _Array(Protocol):
+    """An array of numbers, or a scalar of numpy."""
+
+    def tolist(self) -> Any: ...
+
+
+@runtime_checkable
+class _Picture(Protocol):
+    """A picture of PIL, whose values are bytes."""
 
     def tobytes(self) -> bytes: ...
 
@@ -111,7 +118,7 @@ class Rows:
             # The last row is among them: a file that is being written grows there.
             row = self[i * (len(self) - 1) // max(number - 1, 1)]
             values = sorted((str(name), value) for name, value in row.items() if value is not None)
-            total.update(json.dumps(values, default=_as_json).encode() + b"\n")
+            total.update(json.dumps(values, default=_as_json, skipkeys=True).encode() + b"\n")
         parts = [str(len(self)), total.hexdigest(), *(line_digests(self._table) if len(self) > most else [])]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -124,7 +131,9 @@ def _as_json(value: Any) -> Any:
     """What stands for a value that JSON does not have, such as a picture, in a digest."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
-    if isinstance(value, _Buffer):
+    if isinstance(value, _Array):
+        return value.tolist()
+    if isinstance(value, _Picture):
         return hashlib.sha256(value.tobytes()).hexdigest()
     return str(value) if isinstance(value, date | time | timedelta | Decimal) else type(value).__name__
 
