@@ -115,9 +115,9 @@ What a row of `data.train` holds. `data.columns` maps other names to these.
 | `input_ids`, with `labels` (the ids again, -100 where not trained) or `loss_mask` | as they say; nothing is added |
 | `input_ids` with `loss_weights`, by every row or none | each token counts so much, in the loss and its denominators |
 
-Three columns may stand beside them: `weight`, a number that scales the row's share of the loss, `tools`, for chat
-templates that know tools, and `images`, with `data.pictures`. `tunix inspect RECIPE.yaml` shows rows as the model will
-see them.
+Four columns may stand beside them: `weight`, a number that scales the row's share of the loss, `tools` and
+`chat_template_kwargs`, which the chat template reads, and `images`, with `data.pictures`. `tunix inspect RECIPE.yaml`
+shows rows as the model will see them, and which were refused or shortened.
 """
 
 STAGES = """\

@@ -217,7 +217,7 @@ class MeshConfig(Config):
     """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp x expert, weights over fsdp and
     tensor, the experts of a mixture over expert too.
 
-    `mesh: auto`, the default, chooses the sizes, and says why when the run starts. Sizes that are given have to divide
+    `mesh: auto`, the default, chooses the sizes, and the run's log says why. Sizes that are given have to divide
     the model's heads, kv heads, ffn, vocabulary (by tensor), experts (by expert) and d_model (by fsdp), and the rows.
     """
 

@@ -36,6 +36,8 @@ def run_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix run`."""
     recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
+    says = "also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)"
+    parser.add_argument("-v", "--verbose", action="store_true", help=says)
     unasked = "do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)"
     parser.add_argument("--no-plan", action="store_true", help=unasked)
     meets = "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same"
@@ -85,6 +87,8 @@ def _file_arguments(parser: Parser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the file where there is another one")
     parser.add_argument("--dry-run", action="store_true", help="print the file, and write nothing")
     parser.add_argument("--submit", action="store_true", help="submit what was written, by sbatch or kubectl apply")
+    says = "also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)"
+    parser.add_argument("-v", "--verbose", action="store_true", help=says)
     unasked = "do not compile the programs first to see whether they fit (`tunix plan`)"
     parser.add_argument("--no-plan", action="store_true", help=unasked)
 

@@ -84,8 +84,9 @@ class Examples:
 
     @property
     def note(self) -> str:
-        """Text about dropped and truncated rows, e.g. `; 2 x longer than max_length`; empty without any."""
-        lost = {**self.accounting.dropped, "cut off at max_length": self.accounting.truncated}
+        """Text about dropped and shortened rows, e.g. `; 2 x longer than max_length`; empty without any."""
+        counted = self.accounting
+        lost = {**counted.dropped, "cut off at max_length": counted.truncated, **counted.notes}
         return "".join(f"; {count} x {reason}" for reason, count in lost.items() if count)
 
 

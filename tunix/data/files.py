@@ -87,7 +87,7 @@ def open_file(path: Path) -> Table:
     if not path.stat().st_size:
         raise UserError(f"{path} is empty: there are no rows to read")
     if suffix in (".parquet", ".arrow"):
-        return _Arrow(_read_arrow(path, suffix))
+        return ArrowTable(_read_arrow(path, suffix))
     content = _decompressed(path) if path.suffix.lower() in COMPRESSED else None
     if suffix.startswith((".csv", ".tsv")):
         return _read_csv(path, path.read_bytes() if content is None else content, suffix.startswith(".tsv"))
@@ -293,7 +293,7 @@ def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
         raise UserError(f"{path} has the column {repeated[0]!r} twice: rename one of them")
 
 
-class _Arrow:
+class ArrowTable:
     """The rows of a pyarrow table, taken from small zero-copy batches so that any row is found in microseconds."""
 
     def __init__(self, table: pyarrow.Table) -> None:
@@ -308,7 +308,7 @@ class _Arrow:
         return self._batches[b].slice(i - self._ends[b] + self._batches[b].num_rows, 1).to_pylist()[0]
 
 
-class _Chain:
+class Chain:
     """Several tables one after the other."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -325,7 +325,7 @@ class _Chain:
 
 def line_digests(table: Table) -> list[str]:
     """The digests of the lines of a table that was read from JSON lines, file by file; empty for others."""
-    tables = table.tables if isinstance(table, _Chain) else [table]
+    tables = table.tables if isinstance(table, Chain) else [table]
     return [part.digest for part in tables if isinstance(part, _JsonLines)]
 
 
@@ -400,8 +400,8 @@ def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -
     for other in splits.keys() - {split}:
         if shared := {*files} & {*splits[other]}:
             raise UserError(
-                f"{folder}: {min(shared).relative_to(folder)} may be of the split {split!r} or {other!r}: rename it, or "
-                "name the file itself"
+                f"{folder}: {min(shared).relative_to(folder)} may be of the split {split!r} or {other!r}: rename it, "
+                "or name the file itself"
             )
     _refuse_twice(folder, split, files)
     tables = [open_file(file) for file in files]
@@ -415,7 +415,7 @@ def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -
                 file,
                 f"have rows of different columns ({', '.join(sorted(columns[widest]))}; {', '.join(sorted(names))})",
             )
-    return _Chain(tables)
+    return Chain(tables)
 
 
 def _refuse_twice(folder: Path, split: str, files: Sequence[Path]) -> None:

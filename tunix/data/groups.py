@@ -150,5 +150,6 @@ class Groups(Generic[T]):
             self._ahead = None
         if not self._accounting.kept and self._accounting.rows >= len(self._renderer.rows):
             name = self._renderer.rows.name
-            raise UserError(f"{name}: nothing in it can be trained on: {reasons(self._accounting)}")
+            last = f"; of the last one, {example.detail}" if isinstance(example, Dropped) and example.detail else ""
+            raise UserError(f"{name}: nothing in it can be trained on: {reasons(self._accounting)}{last}")
         return taken.piece

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from tunix.data.accounting import NO_COMMON_PROMPT, Dropped
-from tunix.data.chat import common_prefix
+from tunix.data.chat import Rendered
 from tunix.data.columns import Row, as_messages, as_string, column
-from tunix.data.rendered import Rendered, given_ids, joined, needed, render_completion, render_messages
+from tunix.data.rendered import given_ids, joined, needed, render_completion, render_messages
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.turns import common_prefix
 from tunix.errors import UserError
 
 Pair = tuple[Rendered, Rendered]
@@ -125,7 +126,7 @@ def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
             mask |= (offsets[:, 0] >= turn.end()) & (offsets[:, 0] < after)
     bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
     tokens = np.asarray([*bos, *ids, tokenizer.eos_id], np.int32)
-    return tokens, np.asarray([*(False for _ in bos), *mask, turns[-1][1] == "Assistant"])
+    return Rendered(tokens, np.asarray([*(False for _ in bos), *mask, turns[-1][1] == "Assistant"]))
 
 
 def _texts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:

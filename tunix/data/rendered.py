@@ -11,15 +11,21 @@ from typing import Any
 import numpy as np
 
 from tunix.config import RowKind
-from tunix.data.chat import render_chat, render_prompt
-from tunix.data.columns import Row, as_integers, as_messages, as_string, as_tools, as_weights, column
-from tunix.data.shapes import Rendering
+from tunix.data.chat import Rendered, render_chat, render_prompt
+from tunix.data.columns import (
+    Row,
+    as_integers,
+    as_messages,
+    as_string,
+    as_template_kwargs,
+    as_tools,
+    as_weights,
+    column,
+)
+from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import LOSS_WEIGHTS
-
-Rendered = tuple[np.ndarray, np.ndarray]
-"""`[T]` int32 tokens and `[T]` bool mask of the trained ones."""
 
 
 def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
@@ -29,15 +35,14 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
         UserError: a missing or malformed column.
     """
     if settings.train_on == RowKind.PROMPT:
-        tokens = _prompt(row, tokenizer, settings)
-        return tokens, np.zeros(len(tokens), bool)
+        return _prompt(row, tokenizer, settings)
     if settings.format == "tokens":
-        tokens, mask = (
+        rendered = (
             _given_completion(row, settings) if settings.train_on == RowKind.LABELS else _given_tokens(row, settings)
         )
     else:
-        tokens, mask = _text_row(row, needed(tokenizer, settings), settings)
-    return tokens, np.ones_like(mask) if settings.train_on == RowKind.ALL else mask
+        rendered = _text_row(row, needed(tokenizer, settings), settings)
+    return rendered._replace(mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
 
 
 def prompt_text(row: Row) -> str:
@@ -76,8 +81,13 @@ def render_messages(
     messages: List[dict[str, Any]], row: Row, tokenizer: Tokenizer, settings: Rendering, trained_from: int = 0
 ) -> Rendered:
     """Renders a chat with the row's tools; the assistant's turns from message `trained_from` on are trained."""
-    tools = as_tools(column(row, "tools", settings.columns, None))
-    return render_chat(messages, tokenizer, trained_from=trained_from, **tools, **settings.template_kwargs)
+    return render_chat(messages, tokenizer, trained_from=trained_from, **_template_kwargs(row, settings))
+
+
+def _template_kwargs(row: Row, settings: Rendering) -> dict[str, Any]:
+    """The variables of the chat template: the recipe's, the row's own, which take precedence, and its tools."""
+    more = as_template_kwargs(column(row, TEMPLATE_KWARGS, settings.columns, None))
+    return {**settings.template_kwargs, **more, **as_tools(column(row, "tools", settings.columns, None))}
 
 
 def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
@@ -111,7 +121,7 @@ def given_ids(row: Row, name: str, settings: Rendering) -> np.ndarray:
 def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -> Rendered:
     """Tokens of prompt and completion, trained from the completion's first token."""
     tokens = np.asarray([*prompt, *completion], np.int32)
-    return tokens, np.arange(len(tokens)) >= len(prompt)
+    return Rendered(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 def as_chat(role: str, text: str, settings: Rendering) -> list[dict[str, Any]]:
@@ -131,17 +141,16 @@ def _text_row(row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
     return joined([], [*tokenizer.encode(text, bos=tokenizer.adds_bos), tokenizer.eos_id])
 
 
-def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> np.ndarray:
+def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
     """The prompt's tokens: ids, a string, or a chat up to the start of the assistant's turn."""
     if settings.format == "tokens":
-        return given_ids(row, "prompt_ids", settings)
+        return joined(given_ids(row, "prompt_ids", settings), [])
     tokenizer = needed(tokenizer, settings)
     prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
     if isinstance(prompt, str) and not settings.chat:
-        return np.asarray(tokenizer.encode(prompt, bos=tokenizer.adds_bos), np.int32)
+        return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
     messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
-    tools = as_tools(column(row, "tools", settings.columns, None))
-    return render_prompt(messages, tokenizer, **tools, **settings.template_kwargs)
+    return render_prompt(messages, tokenizer, **_template_kwargs(row, settings))
 
 
 def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -184,11 +193,11 @@ def _given_tokens(row: Row, settings: Rendering) -> Rendered:
     if weights is not None:
         if labels is not None or loss_mask is not None:
             raise UserError("it has loss_weights and labels or loss_mask: a weight of 0 says what is not trained")
-        return tokens, weights > 0
+        return Rendered(tokens, weights > 0)
     if labels is not None and loss_mask is not None:
         raise UserError("it has labels and loss_mask: leave one of them out")
     if labels is None and loss_mask is None:
-        return tokens, np.ones(len(tokens), bool)
+        return Rendered(tokens, np.ones(len(tokens), bool))
     name = "loss_mask" if labels is None else "labels"
     given = as_integers(loss_mask if labels is None else labels, name)
     if len(given) != len(tokens):
@@ -196,7 +205,7 @@ def _given_tokens(row: Row, settings: Rendering) -> Rendered:
     if name == "loss_mask":
         if not np.isin(given, (0, 1)).all():
             raise UserError(f"loss_mask holds 0 and 1, not {given[~np.isin(given, (0, 1))][0]}")
-        return tokens, given == 1
+        return Rendered(tokens, given == 1)
     wrong = np.flatnonzero((given != -100) & (given != tokens))
     if len(wrong):
         i = int(wrong[0])
@@ -204,7 +213,7 @@ def _given_tokens(row: Row, settings: Rendering) -> Rendered:
             f"labels[{i}] is {given[i]}, but input_ids[{i}] is {tokens[i]}: "
             "labels repeat the ids, unshifted, or are -100"
         )
-    return tokens, given != -100
+    return Rendered(tokens, given != -100)
 
 
 _GIVEN = {

@@ -51,7 +51,9 @@ SHAPES: Mapping[RowKind, Shapes] = {
     RowKind.PAIRS: PAIRS,
     RowKind.LABELS: LABELS,
 }
-OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", "margin", IMAGES)
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""The column of a row's own variables of the chat template, e.g. `{"enable_thinking": false}`."""
+OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", TEMPLATE_KWARGS, "margin", IMAGES)
 FIXED = ("prompt", "margin")
 """Optional columns of pairs that every row has or none; for token ids `loss_weights` is such a column."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time, timedelta
@@ -21,6 +22,8 @@ from tunix.data.config import DataConfig
 from tunix.data.files import (
     COMPRESSED,
     SUFFIXES,
+    ArrowTable,
+    Chain,
     Table,
     files_by_split,
     line_digests,
@@ -82,6 +85,7 @@ class Rows:
         self.name, self.folder, self.split = name, folder, split
         self.files = frozenset(file.resolve() for file in files)
         self._table = table
+        self._pads = _is_arrow(table)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -91,7 +95,7 @@ class Rows:
         row = self._table[i]
         if not isinstance(row, Mapping):
             raise UserError(f"row {i + 1} of {self.name} is {row!r:.80}, not an object with columns")
-        return dict(row)
+        return dict(_without_padding(row) if self._pads else row)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -294,6 +298,21 @@ def _load_hub(name: str) -> dict[str, Any]:
         ) from error
     assert isinstance(splits, datasets.DatasetDict), type(splits)
     return {str(split): rows for split, rows in splits.items()}
+
+
+def _is_arrow(table: Table) -> bool:
+    """Whether the rows are stored by Arrow, whose structs have the keys of all rows, null where a row lacks them."""
+    if isinstance(table, Chain):
+        return all(map(_is_arrow, table.tables))
+    datasets = sys.modules.get("datasets")  # imported, if any of its tables exists
+    return isinstance(table, ArrowTable) or (datasets is not None and isinstance(table, datasets.Dataset))
+
+
+def _without_padding(value: Any, inside: bool = False) -> Any:
+    """A value of Arrow without the null keys of structs; a column that is null stays."""
+    if isinstance(value, Mapping):
+        return {key: _without_padding(x, True) for key, x in value.items() if x is not None or not inside}
+    return [_without_padding(x, True) for x in value] if isinstance(value, list) else value
 
 
 def texts(rows: Rows) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +22,12 @@ import numpy as np
 
 from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
+from tunix.data.traced import Outline
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -140,14 +142,63 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
     ) -> str:
         """The text of a conversation by the chat template, soft tokens of pictures included; errors of Jinja are not
-        caught."""
-        text = self.hf.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
+        caught. It is that of `apply_chat_template`, for messages without null."""
+        return self.expanded(self._templated(messages, template_kwargs, add_generation_prompt)[0])
+
+    @cached_property
+    def outlines(self) -> dict[Hashable, Outline]:
+        """What the chat template writes around conversations of each shape that was rendered."""
+        return {}
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template or "") is not None
+
+    def generation_spans(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[tuple[int, int]]:
+        """The first and end characters of each part of `apply_template`'s text that the template marks as generated."""
+        text, spans = self._templated(messages, template_kwargs, return_assistant_tokens_mask=True)
+        return [(len(self.expanded(text[:begin])), len(self.expanded(text[:end]))) for begin, end in spans]
+
+    def _templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        return_assistant_tokens_mask: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The template's text, and the characters between its generation marks where they are asked for."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
             add_generation_prompt=add_generation_prompt,
-            **template_kwargs,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **{**self._special_tokens, **template_kwargs},
         )
-        return self.expanded(text)  # pyright: ignore[reportArgumentType]
+        return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(self.hf.special_tokens_map)
+
+    @cached_property
+    def reads_arguments_as_text(self) -> bool:
+        """Whether the chat template writes a tool call's arguments as a string of JSON and fails for an object, as that
+        of DeepSeek V3 does."""
+        from jinja2 import TemplateError
+
+        def writes(arguments: object) -> bool:
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                self.apply_template([{"role": "user", "content": "a"}, said])
+            except (TemplateError, TypeError, ValueError):
+                return False
+            return True
+
+        return not writes({"a": "b"}) and writes('{"a": "b"}')
 
     def expanded(self, text: str) -> str:
         """The text with the soft tokens of each picture that it marks; unchanged for a model that sees none."""

@@ -184,7 +184,7 @@ class InferenceModel:
         )
         example = to_example(row, self.tokenizer, rendering, where)
         if isinstance(example, Dropped):
-            raise UserError(f"{where}: {name} is empty; give it at least one token")
+            raise UserError(f"{where}: {example.detail or f'{name} is empty; give it at least one token'}")
         tokens = example.sequences[0].tokens
         if tokens.min() < 0:
             raise UserError(f"{where}: input_ids holds {tokens.min()}, which is no token id")

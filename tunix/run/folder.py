@@ -15,6 +15,7 @@ from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoin
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import write_text_atomic
+from tunix.util.full_disk import ROOM, is_full
 from tunix.util.json_lines import forget_after
 from tunix.util.yaml_io import read_mapping
 
@@ -35,6 +36,8 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
     if fresh and stored.is_file():
         with locked(folder):
             move_aside(folder)
+    if folder.is_file():
+        raise UserError(f"output: {folder} cannot be written: it is a file, and a run is a folder. Set another output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,6 +93,31 @@ def move_aside(folder: Path) -> Path:
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1
     return folder.rename(aside)
+
+
+@contextmanager
+def explaining_full_disk(output: str) -> Iterator[None]:
+    """Makes one sentence of a full disk, wherever it is met, which says what of the run is kept.
+
+    Raises:
+        UserError: the disk was full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        said = str(error) if isinstance(error, UserError) else f"{output}: the disk is full. {ROOM}."
+        raise UserError(f"{said} {_kept(Path(output).expanduser())}") from error
+
+
+def _kept(folder: Path) -> str:
+    """The newest checkpoint of a run, or of each of its stages."""
+    stages = {path.parent.name: _steps(path.parent) for path in sorted(folder.glob("*/recipe.yaml"))}
+    single = _steps(folder)
+    newest = [f"step {max(steps)} of {name}" for name, steps in stages.items() if steps]
+    newest += [f"step {max(single)}"] if single else []
+    return f"The checkpoint of {', '.join(newest)} is kept." if newest else "No checkpoint was written yet."
 
 
 @contextmanager
