@@ -186,8 +186,8 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
-    """Id of the token that a trained turn of the assistant ends with; None where the chat template writes none, and for a
-    tokenizer without a template."""
+    """Id of the token that a trained turn of the assistant ends with; None where the chat template writes none, and
+    without a template."""
     if tokenizer.chat_template is None:
         return None
     try:

@@ -204,8 +204,9 @@ class Turns:
         inside = range(first, tokens.first_from(closed))
         added = [i for i in inside if is_added(ids[i]) and tokens.offsets[i, 1] <= closed]
         stop = [i for i in added if ids[i] in tokens.tokenizer.stop_ids]
-        if not calls:  # the added tokens that follow without a gap
-            added = [i for n, i in enumerate(added) if i == first + n]
+        if not calls:  # the added tokens that follow each other, after white space at most
+            after = next((i for i in inside if not tokens.is_blank(i)), first)
+            added = [i for n, i in enumerate(added) if i == after + n]
             others = first < len(ids) and is_added(ids[first]) and tokens.offsets[first, 0] < limit
             if not added and others and any(map(is_added, tokens.tokenizer.encode(closing)[:1])):
                 added = [first]  # history's turns end in another token than the last one, as gpt-oss's do
