@@ -145,10 +145,11 @@ def _coloured(console: Console) -> bool:
 
 def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
     """The sequence as text with trained tokens marked; ids where there is no tokenizer."""
-    text = Text()
+    text, before = Text(), []
     for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
         ids = [int(sequence.tokens[t]) for t in group]
-        words = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        words = tokenizer.decode(ids, previous=before) if tokenizer else " ".join(map(str, ids))
+        before = ids
         if coloured:
             text.append(words, "bold green" if trained else "dim")
         else:

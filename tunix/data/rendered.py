@@ -49,7 +49,9 @@ def prompt_text(row: Row) -> str:
 
 
 def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
-    """Renders two strings, tokenized separately and ended by EOS; or two lists of messages as one chat.
+    """Renders two strings, of which the second continues the first and ends in EOS; or two lists of messages as one chat.
+
+    The prompt's ids are those that a sampler is given, and the completion's follow them: no token crosses the border.
 
     Args:
         prompt: the row's prompt.
@@ -65,7 +67,7 @@ def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokeniz
         prompt, completion = as_chat("user", prompt, settings), as_chat("assistant", completion, settings)
     if isinstance(prompt, str) and isinstance(completion, str):
         start = tokenizer.encode(tokenizer.expanded(prompt), bos=tokenizer.adds_bos)
-        return joined(start, [*tokenizer.encode(completion), tokenizer.eos_id])
+        return joined(start, tokenizer.ended(tokenizer.encode_after(start, completion)))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion are both strings or both lists of messages, not one of each")
     before, after = as_messages(prompt), as_messages(completion)
@@ -128,7 +130,7 @@ def _text_row(row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
         prompt, completion = (column(row, name, settings.columns) for name in ("prompt", "completion"))
         return render_completion(prompt, completion, row, tokenizer, settings)
     text = as_string(column(row, "text", settings.columns), "text")
-    return joined([], [*tokenizer.encode(text, bos=tokenizer.adds_bos), tokenizer.eos_id])
+    return joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
 
 
 def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> np.ndarray:
