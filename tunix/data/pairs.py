@@ -23,8 +23,9 @@ import numpy as np
 from tunix.data.accounting import NO_COMMON_PROMPT, Dropped
 from tunix.data.chat import common_prefix
 from tunix.data.columns import Row, as_messages, as_string, column
-from tunix.data.rendered import Rendered, given_ids, joined, needed, render_completion, render_messages
+from tunix.data.rendered import Rendered, joined, needed, render_completion, render_messages
 from tunix.data.shapes import Rendering
+from tunix.data.token_rows import given_ids
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
@@ -44,9 +45,8 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> P
         UserError: a missing or malformed column.
     """
     if settings.format == "tokens":
-        prompt, chosen, rejected = (
-            given_ids(row, name, settings) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
-        )
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        prompt, chosen, rejected = given_ids(row, names, tokenizer, settings)
         return joined(prompt, chosen), joined(prompt, rejected)
     tokenizer = needed(tokenizer, settings)
     chosen, rejected = column(row, "chosen", settings.columns), column(row, "rejected", settings.columns)

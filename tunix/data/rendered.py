@@ -12,11 +12,11 @@ import numpy as np
 
 from tunix.config import RowKind
 from tunix.data.chat import render_chat, render_prompt
-from tunix.data.columns import Row, as_integers, as_messages, as_string, as_tools, as_weights, column
+from tunix.data.columns import Row, as_messages, as_string, as_tools, column
 from tunix.data.shapes import Rendering
+from tunix.data.token_rows import given_ids, given_tokens
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS
 
 Rendered = tuple[np.ndarray, np.ndarray]
 """`[T]` int32 tokens and `[T]` bool mask of the trained ones."""
@@ -33,7 +33,9 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
         return tokens, np.zeros(len(tokens), bool)
     if settings.format == "tokens":
         tokens, mask = (
-            _given_completion(row, settings) if settings.train_on == RowKind.LABELS else _given_tokens(row, settings)
+            joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
+            if settings.train_on == RowKind.LABELS
+            else given_tokens(row, tokenizer, settings)
         )
     else:
         tokens, mask = _text_row(row, needed(tokenizer, settings), settings)
@@ -49,7 +51,7 @@ def prompt_text(row: Row) -> str:
 
 
 def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
-    """Renders two strings, of which the second continues the first and ends in EOS; or two lists of messages as one chat.
+    """Renders two strings, the second as the continuation of the first, up to EOS; or two lists of messages as a chat.
 
     The prompt's ids are those that a sampler is given, and the completion's follow them: no token crosses the border.
 
@@ -97,19 +99,6 @@ def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
     return tokenizer
 
 
-def given_ids(row: Row, name: str, settings: Rendering) -> np.ndarray:
-    """The token ids of a column, `[T]` int32, unchanged.
-
-    Raises:
-        UserError: the column contains something else.
-    """
-    theirs = settings.columns.get(name, name)
-    ids = as_integers(column(row, name, settings.columns), theirs)
-    if len(ids) and ids.min() < 0:
-        raise UserError(f"{theirs} holds {ids.min()}, which is no token id")
-    return ids
-
-
 def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -> Rendered:
     """Tokens of prompt and completion, trained from the completion's first token."""
     tokens = np.asarray([*prompt, *completion], np.int32)
@@ -136,7 +125,7 @@ def _text_row(row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
 def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> np.ndarray:
     """The prompt's tokens: ids, a string, or a chat up to the start of the assistant's turn."""
     if settings.format == "tokens":
-        return given_ids(row, "prompt_ids", settings)
+        return given_ids(row, ("prompt_ids",), tokenizer, settings)[0]
     tokenizer = needed(tokenizer, settings)
     prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
     if isinstance(prompt, str) and not settings.chat:
@@ -156,57 +145,6 @@ def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if last == len(messages):
         raise UserError("messages holds nothing but the assistant's: there is no prompt")
     return messages[: len(messages) - last]
-
-
-def _given_completion(row: Row, settings: Rendering) -> Rendered:
-    """Tokens of `prompt_ids` and `completion_ids`; the completion is trained."""
-    return joined(given_ids(row, "prompt_ids", settings), given_ids(row, "completion_ids", settings))
-
-
-def given_weights(row: Row, number: int, settings: Rendering) -> np.ndarray | None:
-    """The loss weights of a row's tokens, `[T]`; None where the rows have none.
-
-    Raises:
-        UserError: the row has weights and the first row has none, or the other way round.
-    """
-    if LOSS_WEIGHTS in settings.fixed:
-        return as_weights(column(row, LOSS_WEIGHTS, settings.columns), LOSS_WEIGHTS, number)
-    if settings.train_on == RowKind.COMPLETION and column(row, LOSS_WEIGHTS, settings.columns, None) is not None:
-        raise UserError(
-            "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
-        )
-    return None
-
-
-def _given_tokens(row: Row, settings: Rendering) -> Rendered:
-    """The ids unchanged, with the mask from `labels` (not shifted, -100 is not trained), `loss_mask` or weights."""
-    tokens = given_ids(row, "input_ids", settings)
-    labels, loss_mask = (column(row, name, settings.columns, None) for name in ("labels", "loss_mask"))
-    weights = given_weights(row, len(tokens), settings)
-    if weights is not None:
-        if labels is not None or loss_mask is not None:
-            raise UserError("it has loss_weights and labels or loss_mask: a weight of 0 says what is not trained")
-        return tokens, weights > 0
-    if labels is not None and loss_mask is not None:
-        raise UserError("it has labels and loss_mask: leave one of them out")
-    if labels is None and loss_mask is None:
-        return tokens, np.ones(len(tokens), bool)
-    name = "loss_mask" if labels is None else "labels"
-    given = as_integers(loss_mask if labels is None else labels, name)
-    if len(given) != len(tokens):
-        raise UserError(f"{name} has {len(given)} values for {len(tokens)} input_ids")
-    if name == "loss_mask":
-        if not np.isin(given, (0, 1)).all():
-            raise UserError(f"loss_mask holds 0 and 1, not {given[~np.isin(given, (0, 1))][0]}")
-        return tokens, given == 1
-    wrong = np.flatnonzero((given != -100) & (given != tokens))
-    if len(wrong):
-        i = int(wrong[0])
-        raise UserError(
-            f"labels[{i}] is {given[i]}, but input_ids[{i}] is {tokens[i]}: "
-            "labels repeat the ids, unshifted, or are -100"
-        )
-    return tokens, given != -100
 
 
 _GIVEN = {

@@ -37,7 +37,7 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 READ = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files that are read of a tokenizer's folder, and copied into an export."""
 
-# Qwen's word splitter. For a folder of model type qwen2 AutoTokenizer rebuilds this one and NFC, whatever tokenizer.json
+# Qwen's word splitter. For a folder of model type qwen2 AutoTokenizer builds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: other readers of an exported folder then get the ids of training.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,7 +55,7 @@ def refuse_half_characters(text: str) -> None:
     """
     if not text.isascii() and (half := _HALF.search(text)):
         raise UserError(
-            f"character {half.start() + 1} of a text is {ascii(half[0])}, half of a character (a lone surrogate, as "
+            f"character {half.start() + 1} of a text is {half[0]!a}, half of a character (a lone surrogate, as "
             "texts have that were cut by UTF-16 units): remove it, or put U+FFFD in its place"
         )
 
@@ -182,9 +182,7 @@ class Tokenizer:
             last -= 1
         return ids if last >= 0 and ids[last] in self.stop_ids else [*ids, self.eos_id]
 
-    def decode(
-        self, ids: Iterable[int | np.integer], skip_special: bool = False, previous: Sequence[int] = ()
-    ) -> str:
+    def decode(self, ids: Iterable[int | np.integer], skip_special: bool = False, previous: Sequence[int] = ()) -> str:
         """The text of `ids`, exactly: spaces are not tidied.
 
         Args:
