@@ -130,7 +130,7 @@ def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serv
         ({"prompt": [5, 100000]}, 400, "outside of the vocabulary"),
         ({"prompt": list(range(64))}, 400, "leaves no room"),
         ({"prompt": []}, 400, "has no token"),
-        ({"prompt": ["1", "2"]}, 400, "prompt: Value error, it is a text or a list of token ids (whole numbers)"),
+        ({"prompt": ["1", "2"]}, 400, "prompt: Value error, it is a text or a list of token ids, whole numbers"),
         ({"prompt": [[1, 2]]}, 400, "several prompts are several requests"),
         ({"prompt": [True, 5]}, 400, "several prompts are several requests"),
         ({"prompt": "Hi \ud83d"}, 400, "character 4 of a text is '\\ud83d', half of a character"),

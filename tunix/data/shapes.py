@@ -211,9 +211,10 @@ def _is_sharegpt(value: Any) -> bool:
 
 def _sharegpt(name: str, shapes: Shapes) -> str:
     """What to do with a column of ShareGPT's turns."""
+    place = " in a column messages" if "messages" in shapes else ""
     return (
-        f"{name!r} holds ShareGPT's turns of from and value: make them a list of {{role, content}} (human is user, gpt is "
-        f"assistant){' in a column messages' if 'messages' in shapes else ''}, for instance in a function ({FUNCTION})."
+        f"{name!r} holds ShareGPT's turns of from and value: make them a list of {{role, content}}{place} (human is "
+        f"user, gpt is assistant), for instance in a function ({FUNCTION})."
     )
 
 

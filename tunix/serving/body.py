@@ -56,9 +56,7 @@ class CompletionBody(BaseModel):
     def _single(cls, prompt: Any) -> Any:
         """Refuses a list of prompts: digits in strings are texts, no token ids."""
         if isinstance(prompt, list) and any(type(item) is not int for item in prompt):
-            raise ValueError(
-                "it is a text or a list of token ids (whole numbers); several prompts are several requests"
-            )
+            raise ValueError("it is a text or a list of token ids, whole numbers; several prompts are several requests")
         return prompt
 
     def sampling(self, stop_ids: Sequence[int]) -> Sampling:
