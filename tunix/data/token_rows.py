@@ -5,7 +5,7 @@ read, or known to change nothing, or refused by its name. What `attention_mask` 
 is cut off with everything that belongs to it. Other padding is known by its ids: it is refused where it would be
 trained, or seen by later tokens.
 
-Axes: T tokens of a row.
+Axes: T time.
 """
 
 from __future__ import annotations
