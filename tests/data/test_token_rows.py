@@ -35,7 +35,8 @@ def test_each_mask_says_what_is_trained(name):
     assert rendered({"input_ids": IDS, "is_answer": LAST_TWO}, columns={name: "is_answer"}) == [(IDS, LAST_TWO)]
     assert rendered({"input_ids": np.array(IDS), name: np.array(LAST_TWO, bool)}, None) == [(IDS, LAST_TWO)]
     # A column that data.columns makes another of ours is read as that one, and not a second time.
-    assert rendered({"input_ids": IDS, name: LAST_TWO}, columns={"loss_mask": name}) == [(IDS, LAST_TWO)]
+    row = {"input_ids": IDS, "attention_mask": LAST_TWO}
+    assert rendered(row, columns={name: "attention_mask"}) == [(IDS, LAST_TWO)]
     how = rendering(DataConfig(train="given"), {"input_ids": IDS}, "row 1")
     assert to_example({"input_ids": IDS, name: [0] * 5}, None, how) == Dropped(NOTHING_TRAINED)
 
