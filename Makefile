@@ -15,8 +15,14 @@ WORKERS ?= 2
 # 3.11 first: it is what the checks run on and what the numbers in this repository were measured with. A name is taken
 # only if it starts, is one of the three versions, and can make a virtual environment.
 CANDIDATES := python3.11 python3.12 python3.13 python3 python
-SUITABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+VERSIONS := 3.11, 3.12 or 3.13
+FITS := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit( \
+	"tunix needs Python $(VERSIONS); %s is Python %d.%d" % ((sys.executable,) + sys.version_info[:2]))
+SUITABLE := $(FITS); import ensurepip, venv
 PYTHON ?= $(shell for name in $(CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
+# What each candidate is, for those of whom none will do.
+SEEN = for name in $(CANDIDATES); do command -v $$name >/dev/null && \
+	echo "  $$name is $$($$name --version 2>&1 || echo not runnable)"; done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help quickstart test test-slow lint format docs notebooks peers device-wheels
@@ -90,27 +96,36 @@ device-wheels: | $(BIN)/pip
 	rm -f $(FROM_JAX:%=$(WHEELS)/%-*.whl)
 	@$(BIN)/python -c '$(WEIGH)'
 
-# pip arrives last, so that a .venv that was cut short is made again.
+# pip arrives last, so that a .venv that was cut short is made again; one that could not be made is not left behind.
 $(BIN)/pip:
-	@test -n "$(PYTHON)" || { echo "tunix needs Python 3.11, 3.12 or 3.13 with its venv module, and none was found (tried: $(CANDIDATES)). Install one, on Debian and Ubuntu with 'apt install python3 python3-venv', or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	@test -n "$(PYTHON)" || { echo "tunix needs Python $(VERSIONS) with its venv module, and none was found (tried: $(CANDIDATES)). Install one, on Debian and Ubuntu with 'apt install python3 python3-venv', or name it: make PYTHON=/path/to/python3.11" >&2; $(SEEN) >&2; exit 2; }
+	@$(PYTHON) -c '$(FITS)' || exit 2
+	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || { echo "$(PYTHON) cannot make a virtual environment: it lacks the module venv or ensurepip. Install it, on Debian and Ubuntu with 'apt install python3-venv', or name another: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -e $(VENV) || cleaning=yes; echo "$(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV) || { test -z "$$cleaning" || rm -rf $(VENV); exit 2; }
+
+# Another's .venv may hold any Python, and that of a .venv may have been taken away since.
+SOUND = @$(BIN)/python -c '$(FITS)' || { echo "$(VENV) cannot be used. Remove it and call make again, which makes another: rm -r $(VENV)" >&2; exit 2; }
 
 $(VENV)/installed: pyproject.toml | $(BIN)/pip
+	$(SOUND)
 	@echo "Installing tunix into $(VENV) (about 1.5 GB; a minute or two) ..."
 	@$(PIP) --editable .
 	@touch $@
 
 $(VENV)/installed-test: pyproject.toml | $(BIN)/pip
+	$(SOUND)
 	@echo "Installing tunix and what its tests need into $(VENV) (torch is the largest part; some minutes) ..."
 	@$(PIP) --editable ".[test]"
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: pyproject.toml | $(BIN)/pip
+	$(SOUND)
 	@echo "Installing tunix and the developers' tools into $(VENV) ..."
 	@$(PIP) --editable ".[test,dev]"
 	@touch $@ $(VENV)/installed $(VENV)/installed-test
 
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/pip
+	$(SOUND)
 	@echo "Installing tunix and what builds its site into $(VENV) ..."
 	@$(PIP) --editable ".[docs]"
 	@touch $@ $(VENV)/installed

@@ -1,7 +1,7 @@
 """`python -m benchmarks.compiled`: training steps of published sizes, compiled for accelerators that are not here.
 
-Each is compiled in a process of its own from shapes alone, by XLA's TPU compiler (`pip install 'tunix[plan-tpu]'`) or
-NVIDIA's (`'tunix[plan-gpu]'`): peak memory, FLOPs, memory traffic and collectives of each device, with loops counted
+Each is compiled in a process of its own from shapes alone, by XLA's TPU compiler (`pip install '.[plan-tpu]'`) or
+NVIDIA's (`'.[plan-gpu]'`): peak memory, FLOPs, memory traffic and collectives of each device, with loops counted
 as often as they run. Nothing is run. With `--engine`, the sampler's decode program (`compiled_engine.py`).
 """
 

@@ -2,7 +2,7 @@
 
 One row of T tokens, forward and backward, of one layer's mixing alone (no projections). All take turns; medians, ratios
 to the chunks, and the memory that each program takes besides its arguments. With `--cycles TOPOLOGY`, what a TPU's
-compiler (`pip install 'tunix[plan-tpu]'`) expects of them on a device that is not here: nothing is run.
+compiler (`pip install '.[plan-tpu]'`) expects of them on a device that is not here: nothing is run.
 
 Axes: T time, N query heads, K kv heads, H head dim, Hk key heads, Jv value heads of a key head, Dk width of a key, Dv
 width of a value.

@@ -13,6 +13,8 @@ from repository import outside_pages, relinked, site_path
 
 _ORIGINS: dict[str, str] = {}
 """Page of the site -> its file in the repository, for those outside of docs/."""
+WIDE = 60
+"""Characters of LaTeX from which an equation within a line may be wider than a phone."""
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -44,7 +46,9 @@ def _mathml(equation: re.Match[str]) -> str:
     drawn = convert(source, display="block" if block else "inline")
     for pattern, replacement in _AFTER:
         drawn = re.sub(pattern, replacement, drawn)
-    return f'<div class="equation">{drawn}</div>' if block else drawn
+    if block:
+        return f'<div class="equation">{drawn}</div>'
+    return f'<span class="equation">{drawn}</span>' if len(source) > WIDE else drawn
 
 
 _BEFORE = (

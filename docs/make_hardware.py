@@ -3,7 +3,7 @@
     python docs/make_hardware.py                        the lines, from docs/hardware.json
     python docs/make_hardware.py --plan sft_qwen ...    plans these recipes again first (all without names)
 
-A plan needs `pip install 'tunix[plan-gpu,plan-tpu]'`; nothing else does. A test compares the lines with the file, and a
+A plan needs `pip install '.[plan-gpu,plan-tpu]'`; nothing else does. A test compares the lines with the file, and a
 slow test the file with new plans, so neither can fall behind.
 """
 

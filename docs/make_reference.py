@@ -69,7 +69,7 @@ OPENING = """\
 
 Written by `python docs/make_reference.py` from the models that check recipes; a test keeps it up to date.
 
-A recipe is YAML. `tunix check RECIPE.yaml` prints it with every default filled in. Any key can be replaced on the
+A recipe is YAML. `tunix check RECIPE.yaml --all` prints it with every default filled in. Any key can be replaced on the
 command line: `tunix run RECIPE.yaml optimizer.learning_rate=1e-5 data.max_length=512`; `key=null` clears one. A key
 that is not here is refused, with the nearest one named.
 """
@@ -117,9 +117,9 @@ What a row of `data.train` holds. `data.columns` maps other names to these.
 | `input_ids`, with `attention_mask` beside any of these | as before, without the padding at the ends |
 | `input_ids` with `loss_weights`, by every row or none | each token counts so much, in the loss and its denominators |
 
-Three columns may stand beside them: `weight`, a number that scales the row's share of the loss, `tools`, for chat
-templates that know tools, and `images`, with `data.pictures`. `tunix inspect RECIPE.yaml` shows rows as the model will
-see them.
+Four columns may stand beside them: `weight`, a number that scales the row's share of the loss, `tools` and
+`chat_template_kwargs`, which the chat template reads, and `images`, with `data.pictures`. `tunix inspect RECIPE.yaml`
+shows rows as the model will see them, and which were refused or shortened.
 """
 
 STAGES = """\

@@ -21,7 +21,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode, from_dict
-from nbformat.v4 import new_output
+
+from tunix.trainer.progress import LIVE
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = {path.stem[:2]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
@@ -31,9 +32,10 @@ KEY = "executed_code"
 _TIMES = (
     (re.compile(r"^step (\d+)/(?!\1\b).*\n", re.MULTILINE), ""),
     (re.compile(r"  [\d.]+[kM]? tokens/s"), ""),
+    (re.compile(r"^compiling .+: \d+ done, \d+ s\n", re.MULTILINE), ""),
     (re.compile(r"^done in \S+ s:", re.MULTILINE), "done:"),
 )
-"""A run reports its progress every ten seconds, so which steps those are is a matter of speed; only the last stays."""
+"""A run reports its progress every ten seconds, so what it says then is a matter of speed; only the last step stays."""
 
 
 def digest(notebook: NotebookNode) -> str:
@@ -70,7 +72,9 @@ def cleaned(notebook: NotebookNode, folder: Path) -> None:
 def _joined(outputs: Iterable[NotebookNode]) -> Iterable[NotebookNode]:
     """The outputs of a cell, with the pieces of each stream as one: where it is cut depends on the machine's speed."""
     streams: dict[str, NotebookNode] = {}
-    for output in map(_printed, outputs):
+    for output in outputs:
+        if output.get("metadata") == LIVE:
+            output.data["text/plain"] = without_times(output.data["text/plain"])
         if output.output_type != "stream":
             yield output
         elif output.name in streams:
@@ -79,14 +83,6 @@ def _joined(outputs: Iterable[NotebookNode]) -> Iterable[NotebookNode]:
             streams[output.name] = output
             output.text = without_times(output.text)
             yield output
-
-
-def _printed(output: NotebookNode) -> NotebookNode:
-    """What a run reports, as the lines of stderr that it is elsewhere: rich shows each as a display of its own."""
-    data = output.get("data", {})
-    if "<pre style=" not in data.get("text/html", ""):
-        return output
-    return new_output("stream", name="stderr", text=data["text/plain"])
 
 
 def without_times(text: str) -> str:

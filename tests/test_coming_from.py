@@ -120,6 +120,39 @@ def advantage_beside_others(s: Sections) -> None:
     close(once[0, 1], -(1 / 3) / (sqrt(1 / 3) + 1e-6), 1e-9)
 
 
+def delta(s: Sections) -> None:
+    """TRL: -min(min(r, delta) A, clip(r) A). Ours bounds only what has A < 0, and from 1 + epsilon on that is the same:
+    for A = -2 and r of 9, 1.15 and .5 with delta 1.2 and 3: 2.4, 2.3, 1.6 and 6, 2.3, 1.6."""
+    clips(None)(s)
+    for bound, expected in ((1.2, (2.4, 2.3, 1.6)), (3.0, (6.0, 2.3, 1.6))):
+        for r, value in zip((9.0, 1.15, 0.5), expected, strict=True):
+            assert -min(min(r, bound) * -2, min(max(r, 0.8), 1.2) * -2) == value
+            close(at_ratio(s, r, -2.0, bound), value)
+        for r in (9.0, 1.15, 0.5):
+            close(at_ratio(s, r, 1.0, bound), -min(min(r, bound), min(max(r, 0.8), 1.2)))
+    # Below it theirs caps the unclipped ratio alone: with 1.1, a ratio of 1.15 has 2.3 for A = -2 (ours 2.2), and -1.1
+    # for A = 1 (ours -1.15).
+    assert -min(min(1.15, 1.1) * -2, 1.15 * -2) == 2.3
+    assert -min(min(1.15, 1.1), 1.15) == -1.1
+    close(at_ratio(s, 1.15, -2.0, 1.1), 2.2)
+    close(at_ratio(s, 1.15, 1.0, 1.1), -1.15)
+
+
+def at_ratio(s: Sections, ratio: float, advantage: float, dual: float) -> float:
+    """The loss of a single token with a dual clip."""
+    sampled = {"reference_logprobs": [-1.0], "sampler_logprobs": [-1.0 - log(ratio)]}
+    token = Taken([-1.0], [-1.0 - log(ratio)], [advantage], sampled)
+    return loss(s, [token], dual_clip=dual, kl=0.0, **unread(s))["train/loss"]
+
+
+def weighted_k3(s: Sections) -> None:
+    """By each token's ratio with `ratio: sequence` too, where TRL takes sqrt(1.5 x .5) for both of the first's."""
+    k3(0.04, (1.5, 0.5, 1.1))(s)
+    close(loss(s, ratio="sequence")["loss/kl"], 0.04 * (1.5 * K3[0] + 0.5 * K3[1] + 1.1 * K3[2]) / 3)
+    theirs = 0.04 * (sqrt(0.75) * (K3[0] + K3[1]) + 1.1 * K3[2]) / 3
+    assert abs(loss(s, ratio="sequence")["loss/kl"] - theirs) > 1e-3
+
+
 def clips(dual: float | None) -> Callable[[Sections], None]:
     """min(1.5, 1.2), min(.5, .8), and with A = -2 and a ratio of 9: -18, or 3 x -2 with the dual clip."""
 
@@ -226,13 +259,22 @@ PAIR = [Side([-1.0, -2.0], [-1.5, -2.5]), Side([-1.0], [-0.5])]
 """Log-ratios 1 over two tokens and -.5 over one."""
 
 
-def preference(s: Sections) -> float:
-    return reduced(partial(dpo_loss, config=algorithm(s)), pair_inputs(pairs_of(PAIR)))["train/loss"]
+def preference(s: Sections, sides: list[Side] = PAIR, **changes: Any) -> float:
+    return reduced(partial(dpo_loss, config=algorithm(s, **changes)), pair_inputs(pairs_of(sides)))["train/loss"]
 
 
 def dpo(s: Sections) -> None:
     """-log sigmoid(.1 x 1.5)."""
     close(preference(s), log(1 + exp(-0.15)))
+
+
+def dpo_and_sft(s: Sections) -> None:
+    """Chosen completions of two tokens and of one: theirs is (1 + 2 + 4) / 3, a mean of means (1.5 + 4) / 2. Log-ratios
+    1.5 apart, and 2."""
+    ragged = [*PAIR, Side([-4.0], [-5.0]), Side([-3.0, -1.0], [-2.0, -1.0])]
+    dpo = (log(1 + exp(-0.15)) + log(1 + exp(-0.2))) / 2
+    close(preference(s, ragged), dpo + 0.5 * 7 / 3)
+    close(preference(s, ragged, sft_reduction="sequences"), dpo + 0.5 * 5.5 / 2)
 
 
 def ipo(s: Sections) -> None:
@@ -316,8 +358,8 @@ CHECKS: dict[str, dict[str, Callable[[Sections], None]]] = {
         "scale_rewards": advantage(1e-4),
         "loss_type": token_mean,
         "epsilon: 0.2": clips(None),
-        "delta": clips(None),
-        "beta: 0.04": k3(0.04, (1.5, 0.5, 1.1)),
+        "delta": delta,
+        "beta: 0.04": weighted_k3,
         "learning_rate": rate(1e-6, 0.5e-6),
         "lr_scheduler_type": rate(1e-6, 0.5e-6),
         "adam_beta1": adam,
@@ -336,6 +378,7 @@ CHECKS: dict[str, dict[str, Callable[[Sections], None]]] = {
         "label_smoothing": dpo,
         "learning_rate": rate(1e-6, 0.5e-6),
     },
+    "TRL: DPO with an SFT term": {"loss_weights": dpo_and_sft},
     "TRL: IPO": {"ipo": ipo},
     "TRL: SFT with LoRA": {
         "loss_type": nll,

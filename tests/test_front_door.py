@@ -58,7 +58,7 @@ def test_answers_stand_in_the_order_of_prompts(model):
 
 def test_chat_answers_in_the_models_template(model):
     said = [{"role": "user", "content": "hello"}]
-    asked = render_prompt(said, model.tokenizer)
+    asked = render_prompt(said, model.tokenizer).tokens
     expected = model.generate([asked.tolist()], sampling=GREEDY)[0].text
     assert model.chat("hello", sampling=GREEDY) == model.chat(said, sampling=GREEDY) == expected
 

@@ -224,6 +224,11 @@ def test_the_front_door_is_instant(code: str):
     assert not loaded(code) & {*HEAVY, "pydantic", "yaml", "numpy", "rich"}
 
 
+def test_the_first_line_of_a_run_waits_for_nothing_heavy():
+    code = "from tunix.run.opening import opened\nassert '0.8M' in opened('quickstart', [], tiny=False, alone=True)[1]"
+    assert not loaded(code) & {*HEAVY, "rich", "pyarrow", "huggingface_hub"}
+
+
 def test_help_of_a_command_is_instant():
     assert not loaded(CALL, "run", "--help") & {*HEAVY, "pydantic", "yaml", "numpy", "rich"}
 

@@ -12,6 +12,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from notebooks.execute import KEY, NOTEBOOKS, ROOT, cleaned, digest, execute
+from tunix.trainer.progress import LIVE
 
 SMALL = """\
 overrides = [
@@ -112,29 +113,27 @@ def test_the_digest_is_of_the_code_in_its_order():
 
 
 def test_two_executions_store_the_same():
-    """The same run on a fast and on a slow machine: other steps are reported, in other pieces."""
-    fast = [
-        "compiling\n",
-        "step 1/3  loss 2.0  3.1k tokens/s\nstep 3/3  loss 1.0  4k tokens/s\n",
-        "done in 3.1 s: /a/runs\n",
-    ]
+    """The same run on a fast and on a slow machine: other speeds are reported, in other pieces."""
+    fast = ["compiling\n", "run  3/3  loss 1.0  4k tokens/s", "done in 3.1 s: /a/runs\n"]
     slow = [
-        "compiling\nstep 1/3  loss 2.0  31 tokens/s\n",
-        "step 2/3  loss 1.5  40 tokens/s\n",
-        "step 3/3  loss 1.0  40 tokens/s\ndone in 310 s: /b/c/runs\n",
+        "compiling\ncompiling the sampler: 3 done, 10 s\n",
+        "run  3/3  loss 1.0  40 tokens/s",
+        "step 2/3  loss 1.5  40 tokens/s\ndone in 310 s: /b/c/runs\n",
     ]
     stored = []
-    for pieces, folder in ((fast, "/a"), (slow, "/b/c")):
-        outputs = [new_output("stream", name="stderr", text=text) for text in pieces[:1]]
-        outputs += [
-            new_output("display_data", {"text/html": "<pre style='x'>", "text/plain": text}) for text in pieces[1:]
+    for (before, live, after), folder in ((fast, "/a"), (slow, "/b/c")):
+        outputs = [
+            new_output("stream", name="stdout", text=before),
+            new_output("display_data", {"text/plain": live}, metadata=LIVE),
+            new_output("stream", name="stdout", text=after),
         ]
         notebook = new_notebook(cells=[new_code_cell("run()", outputs=outputs, id="run")])
         cleaned(notebook, Path(folder))
         stored.append(notebook)
     assert stored[0] == stored[1]
-    (reported,) = stored[0].cells[0].outputs
-    assert reported.text == "compiling\nstep 3/3  loss 1.0\ndone: runs\n"
+    said, live = stored[0].cells[0].outputs
+    assert said.text == "compiling\ndone: runs\n"
+    assert live.data == {"text/plain": "run  3/3  loss 1.0"}
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 import tunix
 from tests.marks import slow
+from tests.package_text import package_text
 from tunix.cli import COMMANDS
 from tunix.commands.arguments import Parser
 from tunix.models.families.table import FAMILIES
@@ -32,6 +33,10 @@ ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("tunix/algorithms/*/README.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 HUB_ID = "Qwen/Qwen3-0.6B"
+HUB = re.compile(r"Qwen/Qwen3-[0-9.]+B")
+"""That, or a teacher's."""
+MESSAGE = re.compile(r"^> `(.+)`$", re.MULTILINE)
+"""A message that a page quotes, with `…` for what a run fills in."""
 REQUIRED = {"model": {"path": HUB_ID}, "data": {"train": "rows.jsonl"}}
 
 
@@ -96,7 +101,7 @@ def write(page: str, folder: Path, model: str = HUB_ID) -> None:
         if block.language == "json":
             json.loads(block.text)
         if block.title:
-            text = block.text * 8 if block.language == "json" else block.text.replace(HUB_ID, model)
+            text = block.text * 8 if block.language == "json" else HUB.sub(model, block.text)
             (folder / block.title).write_text(text, encoding="utf-8")
 
 
@@ -166,7 +171,8 @@ def test_the_commands_of_a_page_parse(page: str):
 def test_a_recipe_of_a_page_trains(page: str, name: str, folder: Path, small: Path):
     for rows in ("docs/guide/preferences.md", "README.md", page):  # a page may use the rows that another one shows
         write(rows, folder, str(small))
-    result = tunix.train(folder / name, ["data.max_length=128", "batch_size=4"])
+    shorter = ["data.completion_length=32"] if "completion_length" in (folder / name).read_text() else []
+    result = tunix.train(folder / name, ["data.max_length=128", "batch_size=4", *shorter])
     steps = {row["step"]: row["train/loss"] for row in result.metrics if "train/loss" in row}
     assert list(steps) == list(range(1, len(steps) + 1)) != []
     assert all(map(math.isfinite, steps.values()))
@@ -222,3 +228,61 @@ def test_every_link_leads_somewhere(page: str):
     broken = [link for link in links if not ((ROOT / page).parent / link.partition("#")[0]).exists()]
     assert not broken
     assert not re.search(r"\bQ[A-Z]{4,}\b|SCREEN", PAGES[page]), "a number was never filled in"
+
+
+OPENING = ("json", "yaml", "sh")
+ALGORITHMS = sorted(page for page in PAGES if page.startswith("tunix/algorithms/"))
+
+
+@pytest.mark.parametrize("page", ALGORITHMS)
+def test_an_algorithm_s_page_opens_with_a_recipe_that_loads_and_becomes_tiny(page: str, folder: Path):
+    """And the rows that it reads are shown beside it, and the commands that run it."""
+    write(page, folder)
+    opening = PAGES[page].partition("\n## ")[0]
+    rows, recipe, commands = (re.search(rf"^```{language}.*?^```$", opening, re.M | re.S) for language in OPENING)
+    assert rows is not None
+    assert recipe is not None
+    assert commands is not None
+    name = Path(page).parent.name
+    assert commands[0].splitlines()[1].split()[:4] == ["tunix", "run", f"{name}.yaml", "--tiny"]
+    whole = Recipe.load(folder / f"{name}.yaml")
+    assert whole.algorithm.name == name
+    assert Path(whole.data.train).name in rows[0]
+    assert Recipe.load(folder / f"{name}.yaml", tiny=True).model.init == "random"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if MESSAGE.search(PAGES[page])])
+def test_a_quoted_message_is_still_printed(page: str):
+    gone = [
+        (message, part)
+        for message in MESSAGE.findall(PAGES[page])
+        for part in map(str.strip, message.split("…"))
+        if part and part not in package_text()
+    ]
+    assert not gone
+
+
+def test_a_changed_message_would_be_found():
+    assert len(MESSAGE.findall(PAGES["docs/guide/troubleshooting.md"])) > 20
+    assert "nothing in it can be trained on: " in package_text()
+    assert "nothing of it can be trained on: " not in package_text()
+
+
+def test_times_are_those_of_the_recipes():
+    """The table of recipes has the time of each one's header, and the choice of an algorithm that of the table."""
+    times = dict(re.findall(r"^\| \[(\w+)\]\([^|]*\|[^|]*\|[^|]*\| ([^|]*) \|", PAGES["docs/guide/recipes.md"], re.M))
+    assert times.keys() == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    for name, time in times.items():
+        header = re.search(r"^# Time +(.*\n(?:#            .*\n)*)", (ROOT / f"recipes/{name}.yaml").read_text(), re.M)
+        assert header is not None
+        assert time in " ".join(header[1].replace("#", "").split()), name
+    chosen = re.findall(r"\| \[(\w+)\]\([^|]*\.yaml\) \| ([^|]*) \|$", PAGES["docs/guide/choosing.md"], re.M)
+    assert len(chosen) >= 10
+    assert [(name, time) for name, time in chosen if not time.startswith(times[name])] == []
+
+
+def test_what_was_measured_comes_first():
+    measured, _, planned = PAGES["docs/guide/recipes.md"].partition("\n## Planned")
+    assert re.findall(r"^\| \[(\w+)\]", measured, re.M) == ["quickstart", "sft_pydoc", "dpo_pydoc"]
+    assert "GiB" not in measured
+    assert planned.count("GiB") == planned.count(".yaml)")

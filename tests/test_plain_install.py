@@ -57,5 +57,5 @@ def test_a_recipe_runs_tiny_without_extras(recipe: str, plain: Path, tmp_path: P
 def test_a_recipe_with_pictures_says_what_to_install(recipe: str, plain: Path, tmp_path: Path):
     done = run_tiny(recipe, plain, tmp_path)
     assert done.returncode == 2
-    assert "pictures need Pillow: pip install 'tunix[pictures]'" in done.stderr
+    assert "pictures need Pillow: `pip install '.[pictures]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -238,7 +238,7 @@ CASES |= {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "hidden_size_per_layer_input": 12,
-            "vocab_size_per_layer_input": 97,
+            "vocab_size_per_layer_input": 120,
         },
     ),
     "gemma4-shared-keys": Case(

@@ -18,21 +18,23 @@ from tunix import __version__
 from tunix.commands.arguments import (
     Parser,
     chat_arguments,
+    check_arguments,
     eval_arguments,
     export_arguments,
     generate_arguments,
     import_arguments,
     inspect_arguments,
     launch_arguments,
+    no_arguments,
     plan_arguments,
     quantize_arguments,
-    recipe_arguments,
     run_arguments,
     score_arguments,
     serve_arguments,
     trace_arguments,
 )
 from tunix.errors import Interrupted, UserError, nearest
+from tunix.util.full_disk import ROOM, is_full
 
 if TYPE_CHECKING:
     from tunix.commands.generate import Selection
@@ -84,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("TUNIX_DEBUG") == "1":
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if not is_full(error):
+            raise
+        print(f"error: {error.filename or 'a file'} could not be written: {error.strerror}. {ROOM}.", file=sys.stderr)
         return 2
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
@@ -137,27 +144,58 @@ examples:
 
 
 def _run(parsed: Parsed) -> None:
-    from tunix.commands.plan import require_fit
-    from tunix.recipe.recipe import Recipe
+    from tunix.run.opening import opened
+    from tunix.util.ports import refuse_taken
 
+    if parsed.process == 0 and parsed.coordinator:
+        refuse_taken(parsed.coordinator)
+    # Of several processes the first one speaks. JAX alone knows every scheduler's way to say which one this is.
+    numbers = (parsed.process, os.environ.get("JAX_PROCESS_ID"), os.environ.get("SLURM_PROCID"))
+    alone = all(number is None for number in numbers)
+    recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny, alone)
+    if alone or all(str(number) in ("None", "0") for number in numbers):
+        print(line, file=sys.stderr, flush=True)
     if not (parsed.tiny or parsed.no_plan):
-        require_fit(Recipe.load(parsed.recipe, parsed.overrides), parsed.fresh)
-    from tunix.distributed.meeting import join  # these load jax, without which the plan above is made
+        from tunix.commands.plan import require_fit
+
+        require_fit(recipe, parsed.fresh)
+    if not parsed.verbose:
+        # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from tunix.distributed.meeting import join  # these load jax, without which all of the above is done
     from tunix.distributed.place import place_of
-    from tunix.run.train import train
+    from tunix.run.train import run
     from tunix.util import pathways
 
     # Under Pathways one process drives all devices, and there is no other to meet.
     if not pathways.begin() and (place := place_of(parsed.coordinator, parsed.processes, parsed.process)):
         join(place)
-    train(parsed.recipe, parsed.overrides, tiny=parsed.tiny, fresh=parsed.fresh)
+    run(recipe, fresh=parsed.fresh, verbose=parsed.verbose)
 
 
 def _check(parsed: Parsed) -> None:
-    from tunix.recipe.recipe import Recipe
+    from tunix.commands.check import check
 
-    print(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny).to_yaml(), end="")
-    print(f"# ok: {parsed.recipe}")  # a comment, so that the output is a recipe again
+    print(check(parsed.recipe, parsed.overrides, tiny=parsed.tiny, everything=parsed.all), end="")
+
+
+def _recipes(parsed: Parsed) -> None:
+    import shutil
+
+    from tunix.commands.recipes import recipe_lines
+    from tunix.recipe.recipe import included_recipes
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(recipe_lines(included_recipes(), width)))
+
+
+def _doctor(parsed: Parsed) -> None:
+    from tunix.commands.doctor import doctor
+
+    findings, healthy = doctor()
+    print("\n".join(map(str, findings)))
+    if not healthy:
+        raise SystemExit(1)
 
 
 def _plan(parsed: Parsed) -> None:
@@ -286,12 +324,16 @@ def _chat(parsed: Parsed) -> None:
 
 
 def _serve(parsed: Parsed) -> None:
+    from tunix.util.ports import listen
+
+    # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
+    listener = listen(parsed.host, parsed.port, f"--host {parsed.host} --port {parsed.port}")
     from tunix.commands.serve import serve
     from tunix.inference.model import InferenceOptions
 
     rest = {"slots": parsed.slots, "length": parsed.max_length}
     options = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, **rest)
-    serve(options, host=parsed.host, port=parsed.port, adapters=parsed.enable_lora)
+    serve(options, listener, adapters=parsed.enable_lora)
 
 
 def _inference_options(parsed: Parsed, slots: int | None) -> "InferenceOptions":
@@ -340,10 +382,22 @@ COMMANDS = {
         _run,
     ),
     "check": Command(
-        "validate a recipe and print it with every value resolved",
-        "tunix check recipes/sft_gemma.yaml optimizer.name=lion",
-        recipe_arguments,
+        "validate a recipe with its rows, rewards and folders, and print what it says",
+        "tunix check recipes/sft_gemma.yaml optimizer.name=lion --all",
+        check_arguments,
         _check,
+    ),
+    "recipes": Command(
+        "list the recipes that tunix brings, the measured ones first",
+        "tunix recipes | less",
+        no_arguments,
+        _recipes,
+    ),
+    "doctor": Command(
+        "say what this machine can run and what is missing; exit code 1 where something is",
+        "tunix doctor && tunix run quickstart",
+        no_arguments,
+        _doctor,
     ),
     "plan": Command(
         "what a recipe needs of devices that need not be here, by their compilers",

@@ -5,6 +5,7 @@ The names are a contract with users. A folder's own section is in its `config.py
 here, before any device is initialised. Loads without jax.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -16,6 +17,8 @@ DType = Literal["float32", "bfloat16"]
 CacheType = Literal["float32", "bfloat16", "int8", "fp8"]
 """What keys and values are kept in: numbers of 8 bits are integers with a scale for each token and kv head, or e4m3."""
 GradientSums = Literal["compute", "float32"]
+LOSS_WEIGHTS = "loss_weights"
+"""Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
 TINY_BATCH, TINY_GROUP, TINY_COMPLETION = 8, 4, 32
 """Largest sizes of a `--tiny` run: rows of a batch, completions of a prompt, tokens of a completion."""
 BaseType = Literal["nf4", "int8", "int4", "fp8"]
@@ -24,6 +27,27 @@ CriticKind = Literal["own", "shared", "alone"]
 """Where values come from: a separate model, a head on the policy's trunk, or a model without a language head."""
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes of a file's name, and of its path, at most, on Linux."""
+
+
+def _possible(value: str) -> str:
+    """The text, which an operating system would take as a path: others raise wherever somebody looks for the file."""
+    if (longest := max(len(os.fsencode(name)) for name in value.split("/"))) > LONGEST_NAME:
+        raise ValueError(f"{value!r} is no path: a name in it has {longest} bytes, and may have {LONGEST_NAME}")
+    if (length := len(os.fsencode(value))) > LONGEST_PATH:
+        raise ValueError(f"{value!r} is no path: it has {length} bytes, and may have {LONGEST_PATH}")
+    if "\0" in value:
+        raise ValueError(f"{value!r} is no path: it has a zero byte")
+    if value.startswith("~") and os.path.expanduser(value) == value:
+        raise ValueError(f"{value!r}: there is no such user's folder; ~/ is that of the one who runs this")
+    return value
+
+
+Place = Annotated[str, AfterValidator(_possible)]
+"""A path, or something in its place: a hub id, an address, a reference to code."""
 
 
 def families(info: Any) -> tuple[str, ...]:
@@ -163,7 +187,7 @@ class AlgorithmConfig(Config):
 class ModelConfig(Config):
     """Which weights, and in which precision."""
 
-    path: str | None = None
+    path: Place | None = None
     """Hub id, local folder, the folder of a run, or a folder on an object store, such as gs://bucket/model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from scratch: give `family`, and `preset` or `sizes`."""
@@ -190,11 +214,12 @@ class ModelConfig(Config):
     computation, or `float32`, which loses no digits over however many devices, for twice the bytes."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
     """For mixtures of experts: what the loss that evens out their use is multiplied by, e.g. 0.001. It is off by
-    default: in RL it disturbs what is learned. `moe/...` logs the use either way."""
+    default: in RL it disturbs what is learned. The use is that of the whole batch, so `micro_batch_size` changes
+    nothing; where there are several micro-batches it takes another forward pass. `moe/...` logs the use either way."""
     attention: Literal["auto", "einsum", "chunked", "splash", "mosaic"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
-    `mosaic` one for NVIDIA's Hopper and Blackwell (`pip install 'tunix[gpu]'`). `auto`: the kernel where there is one,
+    `mosaic` one for NVIDIA's Hopper and Blackwell (`pip install '.[gpu]'`). `auto`: the kernel where there is one,
     else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
 
     @model_validator(mode="after")
@@ -217,7 +242,7 @@ class MeshConfig(Config):
     """Devices along each axis; -1 takes what is left. Rows are split over data x fsdp x expert, weights over fsdp and
     tensor, the experts of a mixture over expert too.
 
-    `mesh: auto`, the default, chooses the sizes, and says why when the run starts. Sizes that are given have to divide
+    `mesh: auto`, the default, chooses the sizes, and the run's log says why. Sizes that are given have to divide
     the model's heads, kv heads, ffn, vocabulary (by tensor), experts (by expert) and d_model (by fsdp), and the rows.
     """
 

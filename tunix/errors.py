@@ -5,11 +5,21 @@ without a traceback and exits with 2. Everything else is a bug in tunix and rise
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LONGEST_WORD, LONGEST_LINE = 240, 600
+"""Characters of a message's word, and of its line, at most: a value may have thousands."""
 
 
 class UserError(ValueError):
-    """A user error: something that the user can fix. The message names the key or file, the value and the remedy."""
+    """A user error: something that the user can fix. The message names the key or file, the value and the remedy.
+
+    Of very long words and lines of the message the middle is left out: its beginning says where, its end what to do.
+    """
+
+    def __init__(self, message: str):
+        super().__init__("\n".join(_shortened(line) for line in message.split("\n")))
 
 
 class Doubtful(UserError):
@@ -18,6 +28,28 @@ class Doubtful(UserError):
 
 class Interrupted(Exception):
     """A run that SIGINT or SIGTERM stopped after a checkpoint; the command line exits with 130."""
+
+
+def _shortened(line: str) -> str:
+    """The line without the middle of words above `LONGEST_WORD`, and without its own where it is still too long."""
+    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_WORD), line)
+    return _without_middle(words, LONGEST_LINE)
+
+
+def _without_middle(text: str, longest: int) -> str:
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"
+
+
+def install_command(extra: str) -> str:
+    """What installs an optional part, e.g. `pip install '.[serve]'` in a clone of tunix.
+
+    A name instead of the folder would be looked up on the package index, where `tunix` is another project.
+
+    Args:
+        extra: an extra of pyproject.toml, e.g. `serve`; several are parted by commas.
+    """
+    return f"`pip install '.[{extra}]'` in a clone of tunix"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

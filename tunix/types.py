@@ -69,6 +69,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     U   runs of a key head's channels: its query, its key, and the values of its value heads
     V   vocabulary
     Vi  visits: pairs of a page and who reads or writes it
+    Vl  ids that have inputs of layers: rows of their table
     W   ids of a chunk: a piece of the vocabulary, or of each part of it
     k   chosen experts of a token
     p   parts of the vocabulary
@@ -86,8 +87,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
-LOSS_WEIGHTS = "loss_weights"
-"""Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""

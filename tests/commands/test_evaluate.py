@@ -223,6 +223,34 @@ def test_rows_alone_as_json_lines(base: Path):
     np.testing.assert_allclose([row["loss"] for row in found], losses, atol=1e-5)
 
 
+def test_a_run_and_its_export_read_strings_alike_and_say_how(base: Path, capsys: pytest.CaptureFixture[str]):
+    """Of rows that are strings and a tokenizer with a chat template: a run of strings, and one of chats."""
+    rows = [{"prompt": f"say {word}", "completion": word} for word in ("yes", "no")]
+    write_rows(Path("train.jsonl"), rows)
+    write_rows(Path("rows.jsonl"), rows)
+    losses = {}
+    for name, chat in (("plain", False), ("chats", True)):
+        Path(name).mkdir()
+        data = {"train": "train.jsonl", "chat": chat}
+        recipe = {"model": {"path": str(base)}, "data": data, "output": name}
+        (Path(name) / "recipe.yaml").write_text(json.dumps(recipe))
+        (Path(name) / "export").symlink_to(base)
+        for model in (name, f"{name}/export"):
+            losses[model] = values(evaluated(model, "rows.jsonl"))["loss"]
+            first = capsys.readouterr().out.splitlines()[0]
+            said = "messages of the chat template (--raw" if chat else "strings stand as they are"
+            assert first.startswith(f"{model} on rows.jsonl; ")
+            assert said in first
+    losses["any"], losses["raw"] = (values(evaluated(str(base), "rows.jsonl", *x))["loss"] for x in ([], ["--raw"]))
+    losses["chats --raw"] = values(evaluated("chats", "rows.jsonl", "--raw"))["loss"]
+    plain, chats = losses["raw"], losses["any"]
+    assert abs(plain - chats) > 1e-3
+    assert losses == {
+        **dict.fromkeys(("plain", "plain/export", "raw", "chats --raw"), pytest.approx(plain, abs=1e-6)),
+        **dict.fromkeys(("chats", "chats/export", "any"), pytest.approx(chats, abs=1e-6)),
+    }
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 JUDGED = ["rows.jsonl", "--reward", "number"]

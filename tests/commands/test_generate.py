@@ -258,6 +258,9 @@ def test_a_run_is_asked_as_it_was_trained(base: Path, tmp_path: Path, capsys: py
         assert generated(run, [{"prompt": "hi"}], *GREEDY)[0]["tokens"] == expected, data
     write_rows(strings, [user("a", said("assistant", "b"))])
     assert generated(tmp_path / "run1", [{"prompt": "hi"}], *GREEDY)[0]["tokens"] == as_chat
+    write_rows(strings, [{"chosen": "User: a\n\nAssistant: b", "rejected": "User: a\n\nAssistant: c"}])
+    assert generated(tmp_path / "run1", [{"prompt": "hi"}], *GREEDY)[0]["tokens"] == as_text
+    assert generated(tmp_path / "run1" / "export", [{"prompt": "hi"}], *GREEDY)[0]["tokens"] == as_text
     strings.unlink()
     assert generated(tmp_path / "run1", [{"prompt": "hi"}], *GREEDY, "--raw")[0]["tokens"] == as_text
     assert main(["generate", "run1", "hi"]) == 2

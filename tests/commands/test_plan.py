@@ -14,6 +14,7 @@ from tunix.cli import main
 from tunix.commands import plan as command
 from tunix.errors import UserError
 from tunix.plan.ask import Plan
+from tunix.util import accelerators
 
 GIB = 2**30
 
@@ -180,13 +181,13 @@ def test_a_run_that_cannot_be_planned_starts(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_accelerators_are_found_without_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(command, "DEVICES", (str(tmp_path / "nvidia[0-9]*"),))
+    monkeypatch.setattr(accelerators, "DEVICES", (str(tmp_path / "nvidia[0-9]*"),))
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert not command.accelerated()
+    assert not accelerators.accelerated()
     (tmp_path / "nvidia0").touch()
-    assert command.accelerated()
+    assert accelerators.accelerated()
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not command.accelerated()
+    assert not accelerators.accelerated()
 
 
 def test_the_command_line_plans_before_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

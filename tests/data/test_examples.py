@@ -9,6 +9,7 @@ from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
 from tunix.data.cutting import Cutter
 from tunix.data.examples import to_example
+from tunix.data.rendered import prompt_text
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -40,13 +41,13 @@ def test_strings():
 
 
 def test_messages():
-    tokens, mask = render_chat(CHAT, TOKENIZER)
+    tokens, mask, _ = render_chat(CHAT, TOKENIZER)
     assert kept({"messages": CHAT}, Rendering("messages")) == (tokens.tolist(), mask.astype(int).tolist())
     # <end_of_turn> after the b, but not the newline behind it.
     assert [TOKENIZER.decode([i]) for i in tokens[mask]] == ["b", "<end_of_turn>"]
     filled = [{**message, "tool_calls": None} for message in CHAT]  # as Arrow fills it
     assert kept({"messages": filled}, Rendering("messages"))[0] == tokens.tolist()
-    tokens, mask = render_chat([*CHAT, *CHAT], TOKENIZER)
+    tokens, mask, _ = render_chat([*CHAT, *CHAT], TOKENIZER)
     half = len(tokens) // 2
     split = {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]}
     assert kept(split, Rendering("prompt_completion"))[0] == tokens.tolist()
@@ -247,3 +248,37 @@ def test_rows_of_other_tools_are_told_what_to_do(row, train_on, advice):
 def test_messages_under_another_name_may_be_sharegpt_too():
     with pytest.raises(UserError, match=r"^row 1: 'turns' holds ShareGPT's turns"):
         rendering(DataConfig(train="x", columns={"messages": "turns"}), {"turns": TURNS}, "row 1")
+
+
+ASKED = "It's 2 + 2?"
+PARTS = [{"type": "text", "text": "It's 2"}, {"type": "image", "text": None}, {"type": "text", "text": " + 2?"}]
+"""`ASKED` around a picture, with the null that Arrow fills in."""
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": ASKED}, ASKED),
+        ({"prompt": [{"role": "user", "content": ASKED}]}, ASKED),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": ASKED}]}]}, ASKED),
+        ({"prompt": [{"role": "user", "content": PARTS}]}, ASKED),
+        ({"messages": [{"role": "user", "content": PARTS}, CHAT[1]]}, ASKED),  # the answer is no prompt
+        ({"prompt": None, "messages": [{"role": "user", "content": ASKED}]}, ASKED),  # null: another row has it
+        ({"prompt": [{"role": "system", "content": PARTS}]}, ASKED),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ""),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "Sum?"},
+                    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+                    {"role": "tool", "content": "4"},
+                ]
+            },
+            "4",
+        ),
+        ({"prompt_ids": [1, 2]}, ""),
+    ],
+)
+def test_what_rewards_read_of_a_prompt(row: dict[str, object], text: str):
+    """The string, or the text of the last message before the assistant's turn."""
+    assert prompt_text(row) == text

@@ -372,7 +372,7 @@ def test_rows_without_a_label_are_named():
 @pytest.mark.parametrize(
     ("function", "train_on"),
     [
-        *((name, "pairs") for name in ("pairs", "chat_pairs", "conversations", "transcripts", "tokens")),
+        *((name, "pairs") for name in ("pairs", "conversations", "tokens")),
         *((name, "labels") for name in ("labels", "chat_labels", "tokens")),
     ],
 )

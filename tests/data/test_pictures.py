@@ -341,5 +341,5 @@ def test_a_tokenizer_without_the_tokens_is_refused():
 
 def test_pillow_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(UserError, match=r"pictures need Pillow: pip install 'tunix\[pictures\]'"):
+    with pytest.raises(UserError, match=r"pictures need Pillow: `pip install '\.\[pictures\]'"):
         reading.opened(b"", 1, None)

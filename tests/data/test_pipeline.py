@@ -12,10 +12,11 @@ import pytest
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.config import DataConfig
-from tunix.data.pipeline import Batches, account, eval_batches, total_steps
+from tunix.data.pipeline import Batches, account, eval_batches
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
+from tunix.recipe.notes import total_steps
 
 CONFIG = DataConfig(train="given", max_length=16)
 # Row i is recognised by its first id. Every fifth has nothing to train on; every seventh is longer than 16.

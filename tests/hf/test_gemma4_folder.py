@@ -1,6 +1,7 @@
 """Gemma 4's folders: a multimodal one gives its text part, spare keys and values stay out, other fields are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
 
 from tests.hf.test_model_folder import rewrite
-from tests.tiny_models import CASES, load, randomise
+from tests.tiny_models import CASES, load, loss_and_gradients, our_logits, randomise, rows_of
 from tunix.cli import main
 from tunix.errors import UserError
 from tunix.hf.checked_config import read_folder
@@ -49,6 +50,39 @@ def test_a_multimodal_gemma4_gives_its_text_part(tmp_path):
         theirs = whole(input_ids=ids).logits
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "text")(ids).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_ids_beyond_the_inputs_of_layers_have_none(tmp_path):
+    """A table of 60 rows for 97 ids is one of 97 whose last rows are 0, which transformers computes; and so is its
+    gradient. A folder of it is read back as it was."""
+    case = CASES["gemma4-inputs-of-layers"]
+    whole = replace(case, fields={**case.fields, "vocab_size_per_layer_input": 97}).hf_config()
+    hf = AutoModelForCausalLM.from_config(whole, attn_implementation="eager").eval()
+    randomise(hf)
+    name = "model.embed_tokens_per_layer.weight"
+    with torch.no_grad():
+        hf.model.embed_tokens_per_layer.weight[60:] = 0
+    hf.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: {**tensors, name: tensors[name][:60].clone()})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size_per_layer_input": 60}))
+
+    model, params = load(tmp_path)
+    assert (model.config.vocab_size, model.config.layer_vocab) == (97, 60)
+    ids = np.array([[3, 59, 60, 96, 12, 61, 59, 70]])
+    labels = torch.from_numpy(ids)
+    result = hf(labels, labels=labels)
+    result.loss.backward()
+    rows = rows_of(*([row] for row in ids))
+    np.testing.assert_allclose(our_logits(model, params, rows)[:1, :8], result.logits.detach(), atol=1e-4)
+    _, gradients = loss_and_gradients(model, params, rows)
+    theirs = hf.model.embed_tokens_per_layer.weight.grad[:60].numpy()
+    np.testing.assert_allclose(gradients["inputs/embed/w"] / 7, theirs, atol=1e-4)
+
+    save_folder(tmp_path / "again", model.config, params, source=tmp_path, dtype="float32")
+    again, same = load(tmp_path / "again")
+    assert again.config == model.config
+    np.testing.assert_array_equal(params["inputs/embed/w"], same["inputs/embed/w"])
 
 
 def test_a_key_in_a_layer_beyond_the_last_is_not_spare(tmp_path):
@@ -97,7 +131,7 @@ def test_heads_of_global_layers_shrink_with_the_others():
         ({"enable_moe_block": True}, "use_double_wide_mlp = True is not supported in layers with experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers = 5 leaves no local or no global layer"),
-        ({"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input = 50 must be vocab_size = 97"),
+        ({"vocab_size_per_layer_input": -1}, "vocab_size_per_layer_input = -1 must be a positive integer"),
         ({"layer_types": ["full_attention"] * 6}, "layer_types = .*names no local layer"),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config = .*must be the same for the global layers"),
         ({"per_layer_config": {n: {"head_dim": 16, "num_key_value_heads": 2} for n in "135"}}, "other kv heads"),

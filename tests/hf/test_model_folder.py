@@ -1,10 +1,12 @@
 """Hugging Face folders: what is read, what is refused and how, onto meshes, within how much memory, and back out."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -13,16 +15,18 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.marks import slow
-from tests.tiny_models import CASES, LLAMA3, SIZES, load, one_device, reference_folder
+from tests.tiny_models import CASES, LLAMA3, SIZES, YARN, load, one_device, reference_folder
 from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params, resolve_folder, save_folder
 from tunix.mesh import build_mesh
 from tunix.models.config import Rope
 from tunix.models.families.table import FAMILIES, from_hf, preset, presets, read_config, small, to_hf, with_sizes
+from tunix.models.layers import inverse_frequencies
 from tunix.models.model import Model
 from tunix.trainer.perf import Compilations
 from tunix.util.atomic_io import atomic_folder, write_text_atomic
@@ -65,6 +69,27 @@ def test_both_spellings_of_rope_read_the_same():
     assert llama(rope_theta=500.0, rope_parameters=LLAMA3, rope_scaling={"type": "llama3", **stretch}) == new
     assert llama(rope_theta=7.0).rope == llama(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope
     assert llama().rope == Rope(10_000.0)
+
+
+def test_the_factor_of_a_yarn_rope_is_the_one_that_transformers_reads():
+    """Of a factor of 16: 0.1 log 16 + 1, as with an mscale alone and a pair with a 0; a pair is a quotient of two."""
+    stated = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 16.0, "original_max_position_embeddings": 8}
+    grown = 0.1 * math.log(16)
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({}, grown + 1),
+        ({"attn_factor": 1.0}, grown + 1),
+        ({"attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 1.0}, 0.7),
+        ({"mscale": 2.0}, grown + 1),
+        ({"mscale": 2.0, "mscale_all_dim": 0}, grown + 1),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, grown + 1),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (2 * grown + 1) / (0.5 * grown + 1)),
+    ]
+    for more, expected in cases:
+        rope = {**stated, **more}
+        theirs = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(head_dim=8, rope_parameters=rope), torch.device("cpu"))
+        ours = inverse_frequencies(llama(rope_parameters=rope).rope, 8)
+        np.testing.assert_allclose([ours[1], theirs[1]], expected, rtol=1e-6, err_msg=str(more))
+        np.testing.assert_allclose(ours[0], theirs[0].numpy(), rtol=1e-5)
 
 
 def test_both_spellings_of_gemma3_ropes_read_the_same():
@@ -148,6 +173,7 @@ def test_the_preset_of_a_published_config():
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor = 1.0"),
         ({"rope_parameters": {**LLAMA3, "mrope_section": [1]}}, "rope_parameters.mrope_section"),
         ({"rope_parameters": LLAMA3, "rope_theta": 3.0}, "rope_parameters.*contradicts"),
+        ({"rope_parameters": {**YARN, "attn_factor": 0.7}}, "attn_factor = 0.7 is read by some .* as attention_factor"),
         ({"rope_parameters": [1]}, "rope_parameters"),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_folder_that_is_not_there_and_a_missing_package_are_named(bucket, monk
         raise ImportError("Please install s3fs to access S3")
 
     monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", absent)
-    with pytest.raises(UserError, match=r"install s3fs.*pip install 'tunix\[s3\]'"):
+    with pytest.raises(UserError, match=r"install s3fs.*pip install '\.\[s3\]'"):
         resolve_folder("s3://bucket/model")
 
 

@@ -116,6 +116,6 @@ def test_what_cannot_be_exported_is_told(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is a reward model"):
         export_stablehlo(folder, tmp_path / "out", shapes=SHAPES)
     monkeypatch.setattr(stablehlo, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'tunix\[stablehlo\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[stablehlo\]'"):
         export_stablehlo(folder, tmp_path / "out", shapes=SHAPES)
     assert not (tmp_path / "out").exists()

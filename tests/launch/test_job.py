@@ -99,9 +99,9 @@ def test_what_slurm_needs(mesh: Any, options: dict[str, Any], words: str):
         (
             "gke-tpu",
             {"image": None},
-            "--image is missing: there is no public one. Build an image with `pip install 'tunix[tpu]'`",
+            "--image is missing: there is no public one. Build an image with `pip install '.[tpu]'`",
         ),
-        ("pathways", {"image": None}, "`pip install 'tunix[pathways,gcs]'`"),
+        ("pathways", {"image": None}, "`pip install '.[pathways,gcs]'`"),
         ("pathways", {"pathways_dir": None}, "--pathways-dir is missing"),
         ("pathways", {"pathways_dir": "/tmp"}, "--pathways-dir is missing: a folder that exists"),
         ("gke-gpu", {"pathways_dir": "gs://a/b"}, "--pathways-dir: it means nothing with --target gke-gpu"),

@@ -102,8 +102,10 @@ def test_one_expert_can_have_all_tokens_and_others_none():
     moe.router.w[...] = jnp.zeros_like(moe.router.w[...]).at[:, 2].set(5.0).at[:, 3].set(4.0)
     x = jnp.abs(inputs())
     np.testing.assert_allclose(moe(x)[0], by_the_papers(moe, x), atol=1e-5)
-    # All choose 2 and then 3, nearly all of the probability is 2's: E (1/2 p2 + 1/2 p3) = 2.
-    np.testing.assert_allclose(moe(x)[1]["load_balance"], 2.0, rtol=1e-2)
+    terms = moe(x)[1]
+    np.testing.assert_array_equal(terms["rows"], [0, 0, B * T, B * T])
+    # Nearly all of the probability is 2's or 3's, and two rows are expected of each token.
+    np.testing.assert_allclose(terms["expected"][2:].sum(), 2 * B * T, rtol=1e-2)
 
 
 def test_of_equal_scores_the_lower_number_is_chosen():
@@ -112,8 +114,9 @@ def test_of_equal_scores_the_lower_number_is_chosen():
     choice = moe.chosen(moe.router(inputs()))
     np.testing.assert_array_equal(choice.experts, np.broadcast_to([0, 1], (B, T, 2)))
     np.testing.assert_allclose(choice.weights, 0.5)
-    # Every expert has the mean probability 1/4, and two of four have half of the choices each: 4 (1/8 + 1/8).
-    np.testing.assert_allclose(moe(inputs())[1]["load_balance"], 1.0, rtol=1e-6)
+    terms = moe(inputs())[1]
+    np.testing.assert_array_equal(terms["rows"], [B * T, B * T, 0, 0])
+    np.testing.assert_allclose(terms["expected"], B * T / 2, rtol=1e-6)  # two rows a token, alike over four
 
 
 def test_padding_is_zero_has_no_gradient_and_changes_nothing():
@@ -125,7 +128,9 @@ def test_padding_is_zero_has_no_gradient_and_changes_nothing():
     np.testing.assert_array_equal(y, jnp.where(real[..., None], whole, 0))
     other = jnp.where(real[..., None], x, 7.0)
     np.testing.assert_array_equal(padded(other)[0], y)
-    np.testing.assert_allclose(padded(other)[1]["load_balance"], terms["load_balance"], rtol=1e-6)
+    assert terms["rows"].sum() == 2 * real.sum()
+    np.testing.assert_allclose(terms["expected"].sum(), 2 * real.sum(), rtol=1e-6)
+    np.testing.assert_allclose(padded(other)[1]["expected"], terms["expected"], rtol=1e-6)
     gradient = jax.grad(lambda x: jnp.sum(padded(x)[0] ** 2))(x)
     assert np.all(np.asarray(gradient)[~np.asarray(real)] == 0)
 

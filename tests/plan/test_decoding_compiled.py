@@ -1,6 +1,6 @@
 """The sampler's programs compiled for accelerators that are not here: no second cache, no gathered weights.
 
-Needs the compilers, `pip install 'tunix[plan-tpu,plan-gpu]'`; each is set up in a process of its own.
+Needs the compilers, `pip install '.[plan-tpu,plan-gpu]'`; each is set up in a process of its own.
 """
 
 import json

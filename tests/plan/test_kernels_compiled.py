@@ -1,7 +1,7 @@
 """Training steps compiled for accelerators that are not here: their kernels, no array with the square of a row, no
 second copy of frozen experts, and tokens that go to their experts' devices alone.
 
-Needs the compilers, `pip install 'tunix[plan-tpu,plan-gpu]'`, and tokamax; each is set up in a process of its own.
+Needs the compilers, `pip install '.[plan-tpu,plan-gpu]'`, and tokamax; each is set up in a process of its own.
 """
 
 import json

@@ -378,7 +378,7 @@ PLACES: Table = {
         ["output=train.jsonl/run"],
         ["output: train.jsonl/run cannot be written: Not a directory"],
     ),
-    "a file": (nothing, ["output=train.jsonl"], ["output: train.jsonl cannot be written: File exists"]),
+    "a file": (nothing, ["output=train.jsonl"], ["output: train.jsonl cannot be written: it is a file"]),
     "nowhere": (nothing, ["output=/proc/run"], ["output: /proc/run cannot be written"]),
 }
 TABLES = {"model": MODELS, "tokenizer": TOKENIZERS, "data": DATA, "place": PLACES}
@@ -583,7 +583,10 @@ def test_a_full_disk_stops_a_save_and_the_run_goes_on_when_there_is_room(
     before = [files(done / f"run/checkpoints/{step}") for step in (2, 4)]
     with full_disk(20_000):
         message = refused(["run", "r.yaml", "steps=8"], capsys)
-    assert_says(message, ["run/checkpoints: a checkpoint could not be written", "make room", "same command"])
+    assert_says(
+        message,
+        ["run/checkpoints: a checkpoint could not be written", "Make room", "same command", "of step 4 is kept"],
+    )
     assert [files(done / f"run/checkpoints/{step}") for step in (2, 4)] == before
     settle(done / "run/checkpoints")
     train("r.yaml", "steps=8")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainers import PLAIN
 from tunix.algorithms.base import Update
-from tunix.data.accounting import Accounting
+from tunix.data.accounting import THOUGHTS, Accounting
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.run import recorder as recorders
@@ -72,6 +72,24 @@ def test_fill_counts_the_rows_of_micro_batches(monkeypatch: pytest.MonkeyPatch):
     assert row_of(Work(PLAIN, rows=1), {}, monkeypatch)["perf/fill"] == 10 / 16
     # Two rows are padded to four.
     assert row_of(Work(PLAIN, rows=4), {}, monkeypatch)["perf/fill"] == 10 / 32
+
+
+def test_each_rule_that_shortens_rows_is_said_once(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(Display, "say", lambda _, text: said.append(text))
+    recorder = Recorder([], Display("run", 3, 0), LoggingConfig(), Work(PLAIN))
+    counts = [
+        Accounting(rows=8, kept=8),
+        Accounting(rows=16, kept=15, truncated=2, dropped={"no prompt": 1}),
+        Accounting(rows=24, kept=22, truncated=3, dropped={"no prompt": 2}, notes={THOUGHTS: 4}),
+    ]
+    for step, accounting in enumerate(counts, 1):
+        recorder.push(step, Update({}, (batch(),)), accounting)
+    assert said == [
+        "rows: 1 of the first 16: dropped, no prompt (tunix inspect shows which)",
+        "rows: 2 of the first 16: cut off (tunix inspect shows which)",
+        f"rows: 4 of the first 24: {THOUGHTS} (tunix inspect shows which)",
+    ]
 
 
 def test_a_step_that_is_all_update_has_one_share_of_the_peak(monkeypatch: pytest.MonkeyPatch):

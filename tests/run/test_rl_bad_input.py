@@ -244,7 +244,7 @@ def test_episodes_that_break_or_never_end_are_counted(tmp_path: Path, capsys: py
             assert not end.isupper()
             assert not end.isdigit()
             kinds["endless"] += 1
-        elif reason == "the environment Odd raised KeyError: 'digits'":
+        elif reason == "the environment Odd raised KeyError: 'digits' (env.py, line 13)":
             assert end.isdigit()
             kinds["broken"] += 1
         else:

@@ -1,6 +1,7 @@
 """tunix's own server: what it samples is what the engine samples, whoever else asks; what it cannot do, it refuses."""
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,9 @@ from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, model_folder, train
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.distributed.meeting import join
+from tunix.distributed.place import Place
+from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.engine.request import Request
 from tunix.serving.body import HALF
@@ -256,11 +260,48 @@ def test_the_command_answers_until_it_is_told_to_end(model: Path, tmp_path: Path
     assert "Traceback" not in told
 
 
-def test_a_port_that_is_taken(model: Path, serve: Serve, capsys: pytest.CaptureFixture[str]):
-    _, url = serve()
-    port = url.rpartition(":")[2]
-    assert main(["serve", str(model), "--port", port]) == 2
-    assert f"--port {port}: Address already in use" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["serve", "nowhere/at/all", "--port", "{}"], "--host 127.0.0.1 --port {}"),
+        (
+            ["run", "nowhere.yaml", "--coordinator", "127.0.0.1:{}", "--processes", "2", "--process", "0"],
+            "--coordinator 127.0.0.1:{}",
+        ),
+        (
+            ["run", "nowhere.yaml", "--coordinator", "10.0.0.1:{}", "--processes", "2", "--process", "0"],
+            "--coordinator 10.0.0.1:{}",
+        ),
+    ],
+)
+def test_a_port_that_is_taken_is_said_before_anything_else(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([word.format(port) for word in words]) == 2
+    said = capsys.readouterr().err
+    remedy = f"another program listens at port {port}: choose another port, or end that program"
+    assert said == f"error: {option.format(port)}: Address already in use: {remedy}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "70000"], "--port 70000: ports are numbers from 1 to 65535"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: Cannot assign requested address: choose another"),
+    ],
+)
+def test_what_cannot_be_listened_at(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "nowhere/at/all", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_port_of_a_coordinator_from_the_environment_is_looked_at_before_processes_are_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"--coordinator {address}: Address already in use"):
+            join(Place(address, 2, 0))
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]):

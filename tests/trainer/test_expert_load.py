@@ -19,17 +19,23 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.config import Experts
 from tunix.models.families.table import small
 from tunix.models.quantization.rules import QuantizationConfig
-from tunix.trainer.expert_load import COUNTS, load_metrics, load_sums
+from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.expert_load import COUNTS, MEANS, load_metrics, load_sums
 
 SFT_LOSS = SFT(SFTConfig()).objective
 CONFIG = replace(small("qwen3_moe"), vocab_size=96, d_model=16, ffn=8, experts=Experts(4, 2))
 
 
 def test_metrics_are_those_of_the_rows_of_all_micro_batches():
-    """8 rows of 2 layers: 4 to one expert and 4 to the second is 4 * 4/8 = 2, and 2 each is 1; two of 8 have none."""
-    sums = {COUNTS: jnp.asarray([[4.0, 4, 0, 0], [2, 2, 2, 2]]), "train/loss": jnp.float32(3)}
+    """8 rows of 2 layers: 4 to one expert and 4 to the second is 4 * 4/8 = 2, and 2 each is 1; two of 8 have none.
+
+    Shares of 1/2, 1/2, 0, 0 and mean probabilities 6/8, 1/8, 1/8, 0 give 4 (3/8 + 1/16) = 1.75, and even ones 1.
+    """
+    rows, expected = jnp.asarray([[4.0, 4, 0, 0], [2, 2, 2, 2]]), jnp.asarray([[6.0, 1, 1, 0], [5, 1, 1, 1]])
+    sums = {COUNTS: rows, MEANS: expected, "train/loss": jnp.float32(3)}
     assert {name: float(x) for name, x in load_metrics(sums).items()} == {
         "train/loss": 3.0,
+        "moe/load_balance": (1.75 + 1) / 2,
         "moe/largest_share": 1.5,
         "moe/largest_share_max": 2.0,
         "moe/unused": 0.25,
@@ -37,14 +43,15 @@ def test_metrics_are_those_of_the_rows_of_all_micro_batches():
     assert load_metrics({"train/loss": sums["train/loss"]}) == {"train/loss": sums["train/loss"]}
 
 
-def test_the_loss_is_the_mean_balance_of_the_layers_by_the_share_of_tokens():
-    """Layers of 2 and 1, a quarter of the tokens, coefficient 0.1: 0.1 * 1.5 / 4."""
-    terms = {"load_balance": jnp.asarray([2.0, 1.0]), "rows": jnp.ones((2, 4))}
-    sums = load_sums(terms, jnp.float32(0.25), 0.1)
-    np.testing.assert_allclose(sums["loss/router_aux"], 0.0375, rtol=1e-6)
-    np.testing.assert_allclose(sums["moe/load_balance"], 0.375, rtol=1e-6)
-    assert "loss/router_aux" not in load_sums(terms, jnp.float32(0.25), 0.0)
-    assert load_sums({}, jnp.float32(0.25), 0.1) == {}
+def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch():
+    """A batch of 8 rows, of which the micro-batch has two: it chose the third expert and expected the first, which
+    has half of the batch's rows: 0.1 * 4 * (1/2 * 2/8) = 0.05. Alone, its own choice has nothing to do with it: 0."""
+    terms = {"rows": jnp.asarray([[0.0, 0, 2, 0]]), "expected": jnp.asarray([[2.0, 0, 0, 0]])}
+    sums = load_sums(terms, jnp.asarray([[4.0, 2, 2, 0]]), 0.1)
+    np.testing.assert_allclose(sums["loss/router_aux"], 0.05, rtol=1e-6)
+    assert load_sums(terms, None, 0.1)["loss/router_aux"] == 0.0
+    assert "loss/router_aux" not in load_sums(terms, None, 0.0)
+    assert load_sums({}, None, 0.1) == {}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,7 @@ def test_micro_batches_padding_and_devices_do_not_change_the_metrics(whole, layo
     assert 1 < whole["moe/largest_share"] < 4
     batch = pack(sequences(8), 8, 24, packing=layout["rows"] == 2)
     found = trainer(CONFIG, **layout).step(batch, SFT_LOSS)
-    for name in ("largest_share", "largest_share_max", "unused"):
+    for name in ("load_balance", "largest_share", "largest_share_max", "unused"):
         np.testing.assert_allclose(found[f"moe/{name}"], whole[f"moe/{name}"], rtol=1e-6, err_msg=name)
 
 
@@ -81,6 +88,19 @@ def test_the_coefficient_turns_a_loss_on_that_trains_the_router_and_is_not_evalu
     for _ in range(20):
         metrics, other = evened.step(batch, SFT_LOSS), plain.step(batch, SFT_LOSS)
     assert metrics["moe/load_balance"] < min(before, other["moe/load_balance"])
+
+
+def test_micro_batches_do_not_change_what_the_load_trains():
+    """Weights after a step of plain gradient descent, of all rows at once and of four micro-batches of two rows."""
+    optimizer = OptimizerConfig(name="sgd", learning_rate=1.0, schedule="constant", clip_norm=None)
+    batch = pack(sequences(8), 8, 24, packing=False)
+    clients = [trainer(CONFIG, rows=rows, router_aux_loss_coef=2.0, optimizer=optimizer) for rows in (8, 2)]
+    together, split = (jax.device_get(client.step(batch, SFT_LOSS)) for client in clients)
+    for name in ("train/loss", "loss/router_aux", "moe/load_balance", "train/grad_norm"):
+        np.testing.assert_allclose(split[name], together[name], rtol=1e-5, err_msg=name)
+    one, two = (jax.device_get(client.state.params) for client in clients)
+    for name, x in one.items():
+        np.testing.assert_allclose(two[name], x, atol=1e-5, err_msg=name)
 
 
 def test_the_recipe_field_reaches_the_model_and_is_refused_without_experts():

@@ -11,14 +11,14 @@ from tests.marks import slow
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import MeshConfig
+from tunix.config import LOSS_WEIGHTS, MeshConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, fast_products
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
-from tunix.types import LOSS_WEIGHTS, Batch, Sequence, Term
+from tunix.types import Batch, Sequence, Term
 from tunix.util.exact import jit
 
 SFT_LOSS = SFT(SFTConfig()).objective

@@ -45,7 +45,7 @@ def test_nothing_is_asked_of_it_elsewhere(calls: list[str]):
 @pytest.mark.usefixtures("proxy")
 def test_its_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pathwaysutils", None)
-    with pytest.raises(UserError, match=r"JAX_PLATFORMS=proxy,cpu asks for Pathways, .*'tunix\[pathways\]'"):
+    with pytest.raises(UserError, match=r"JAX_PLATFORMS=proxy,cpu asks for Pathways, .*'\.\[pathways\]'"):
         pathways.begin()
 
 

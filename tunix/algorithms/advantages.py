@@ -135,6 +135,7 @@ def gdpo(
     kind: Kind = "mean_std",
     eps: float = 1e-4,
     std: Std = "population",
+    scored_PG: Bool[np.ndarray, "P G"] | None = None,
 ) -> Float[np.ndarray, "P G"]:
     """Advantages of several rewards, each compared with its group before they are added.
 
@@ -147,8 +148,10 @@ def gdpo(
         kind: of each reward's advantage; mean_std in the paper.
         eps: see `group_advantages`.
         std: see `group_advantages`.
+        scored_PG: samples with a score; a reward that is NaN at one of them left it out and gives it no advantage, as
+            in TRL. None for those whose rewards are all numbers.
     """
-    failed = np.isnan(weighted_sum(rewards, weights))
+    failed = np.isnan(weighted_sum(rewards, weights)) if scored_PG is None else ~scored_PG
     parts = {name: group_advantages(np.where(failed, np.nan, x), kind, eps, std) for name, x in rewards.items()}
     return batch_normalised(np.where(failed, np.nan, weighted_sum(parts, weights)), eps, std)
 

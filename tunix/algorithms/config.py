@@ -42,7 +42,7 @@ class RuledConfig(AlgorithmConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
+        """The value that null becomes for each key, given the other settings, unchecked as for a rule."""
         return {}
 
     def conflicts(self) -> list[str]:
@@ -113,8 +113,8 @@ class PolicyConfig(RuledConfig):
     """Estimator of the KL. Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of
     KL(policy || reference), k3 that of KL(reference || policy); k3+ has the value of k3 and the gradient of k2."""
     kl_weighted: bool = False
-    """Whether the estimate in the loss is multiplied by the ratio to the policy that sampled, so that k1 and k3 have
-    the gradient of KL(policy || reference), after several updates too (DeepSeek-V3.2,
+    """Whether the estimate in the loss is multiplied by the token's ratio to the policy that sampled, so that k1 and k3
+    have the gradient of KL(policy || reference), after several updates too (DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556). With `old_logprobs: recompute` that is still the sampler, not the trainer."""
     kl_input_clamp: Annotated[float, Field(gt=0, le=20)] | None = None
     """Log-ratios to the reference count as no larger than this in the estimate. Null: 20, as in NeMo-RL and verl."""

@@ -3,14 +3,14 @@
 Axes: P prompts, G group, T time.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.loss import CURRENT
 from tunix.algorithms.masks import mismatch
 from tunix.errors import UserError
@@ -31,13 +31,12 @@ def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
     """
     prompt, completion = episode.prompt.tokens, episode.completion
     before = np.zeros(len(prompt), np.float32)
-    failed = any(math.isnan(reward) for reward in episode.rewards.values())
     current = {}
     if episode.version is not None:
         current = {CURRENT: np.concatenate([before, completion.versions == episode.version])}
     return replace(
         sequence_of(episode.prompt, completion),
-        weight=0.0 if failed or left_out else 1.0,
+        weight=0.0 if episode.unscored or left_out else 1.0,
         per_token={"old_logprobs": np.concatenate([before, completion.logprobs]), **current},
     )
 
@@ -106,8 +105,26 @@ def shape_of(groups: Groups) -> tuple[int, int]:
 
 
 def rewards_of(groups: Groups) -> dict[str, np.ndarray]:
-    """Rewards `[P G]` by name; NaN where one failed."""
+    """Rewards `[P G]` by name; NaN where one failed, or left the completion out."""
     return {name: np.array([[e.rewards[name] for e in group] for group in groups]) for name in groups[0][0].rewards}
+
+
+def are_scored(groups: Groups) -> np.ndarray:
+    """`[P G]` bool, whether a completion has a score: none of its rewards failed, and one at least did not leave it
+    out."""
+    return np.array([[episode.unscored is None for episode in group] for group in groups])
+
+
+def total_rewards(groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
+    """`[P G]` the weighted sum of each completion's rewards, without those that left it out; NaN without a score."""
+    scored = are_scored(groups)
+    rewards = {name: np.where(scored & np.isnan(x), 0.0, x) for name, x in rewards_of(groups).items()}
+    return weighted_sum(rewards, weights)
+
+
+def reward_means(rewards: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The mean of each reward over what it scored, by name; without those that scored nothing."""
+    return {name: float(np.nanmean(x)) for name, x in rewards.items() if not np.isnan(x).all()}
 
 
 def lengths_of(groups: Groups) -> np.ndarray:
@@ -121,12 +138,11 @@ def require_scores(groups: Groups) -> None:
     Raises:
         UserError: why the first one failed.
     """
-    failures = [episode.failures for group in groups for episode in group]
-    if all(failures):
-        reason = next(iter(failures[0].values()))
+    reasons = [episode.unscored for group in groups for episode in group]
+    if all(reasons):
         raise UserError(
-            f"reward: none of the {len(failures)} samples of a step could be scored, the first because {reason}. What "
-            "was trained before is saved: fix the reward and run the same command."
+            f"reward: none of the {len(reasons)} samples of a step could be scored, the first because {reasons[0]}. "
+            "What was trained before is saved: fix the reward and run the same command."
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import has_signal, kl_rewards, overlong_penalty, weighted_sum
+from tunix.algorithms.advantages import has_signal, kl_rewards, overlong_penalty
 from tunix.algorithms.base import Algorithm, Update
 from tunix.algorithms.episodes import (
     Credited,
@@ -31,8 +31,8 @@ from tunix.algorithms.episodes import (
     renamed,
     require_numbers,
     require_scores,
-    rewards_of,
     shape_of,
+    total_rewards,
     with_tokens,
     without_mismatch,
 )
@@ -278,7 +278,7 @@ class PolicyGradient(OnPolicy):
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` score of each completion: the weighted sum of its rewards with the overlong penalty."""
-        return weighted_sum(rewards_of(groups), weights) + self.penalties(groups)
+        return total_rewards(groups, weights) + self.penalties(groups)
 
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
         """`[P]` bool: prompts whose scores differ. Here the whole batch is compared: all True or all False."""

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.episodes import Credited, Groups, flat, lengths_of, rewards_of
+from tunix.algorithms.episodes import Credited, Groups, flat, lengths_of, reward_means, rewards_of, total_rewards
 from tunix.rollout.types import Scored
 from tunix.types import Metrics, Sequence
 
@@ -24,8 +23,7 @@ def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> 
         weights: weight of each reward, by name.
         signal: `[P]` bool, whether the scores of a prompt's completions differ.
     """
-    named = rewards_of(groups)
-    total = weighted_sum(named, weights)
+    total = total_rewards(groups, weights)
     valid = total[~np.isnan(total)]
     numbers = {
         "reward/mean": float(valid.mean()),
@@ -34,7 +32,7 @@ def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> 
         "reward/signal": float(signal.mean()),
         **sampling_report(groups),
     }
-    return numbers | {f"reward/{name}": float(np.nanmean(values)) for name, values in named.items()}
+    return numbers | {f"reward/{name}": mean for name, mean in reward_means(rewards_of(groups)).items()}
 
 
 def sampling_report(groups: Groups) -> dict[str, float]:
@@ -86,6 +84,7 @@ def row(place: int, episode: Scored) -> dict[str, Any]:
         "completion": episode.text or episode.completion.tokens.tolist(),
         "rewards": {name: None if math.isnan(x) else x for name, x in episode.rewards.items()},
         "failures": dict(episode.failures),
+        **({"logged": dict(episode.logged)} if episode.logged else {}),
         "tokens": len(episode.completion.tokens),
         "finish": episode.completion.finish,
     }
@@ -101,8 +100,10 @@ def notes(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> t
     """
     failures = [why for group in groups for episode in group for why in episode.failures.values()]
     messages = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
+    if left_out := [x.unscored for group in groups for x in group if x.unscored and not x.failures]:
+        messages.append(f"{len(left_out)} samples have no score and are left out: {left_out[0]}")
     if not signal.any():
-        total = weighted_sum(rewards_of(groups), weights)
+        total = total_rewards(groups, weights)
         equal = "the rewards of every group" if np.nanmin(total) < np.nanmax(total) else "all rewards"
         messages.append(
             f"no signal: {equal} are equal (mean {np.nanmean(total):.3g}), so there is nothing to learn from: prompts "

@@ -10,9 +10,8 @@ from tunix.data.packing import row_length
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.rollout.arrivals import ADDED
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.rewards.base import Reward
+from tunix.rollout.rewards.base import ADDED, Reward
 from tunix.rollout.rewards.scorer import Scorer
 
 

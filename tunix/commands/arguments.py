@@ -28,14 +28,28 @@ def recipe_arguments(parser: Parser) -> None:
     replaces = "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
     parser.add_argument(
-        "--tiny", action="store_true", help="a two-layer random model and a few generated rows: no download"
+        "--tiny",
+        action="store_true",
+        help="a two-layer random model, and generated rows for those of the hub: no download",
     )
+
+
+def no_arguments(parser: Parser) -> None:
+    """Declares none."""
+
+
+def check_arguments(parser: Parser) -> None:
+    """Declares the arguments of `tunix check`."""
+    recipe_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="print every value, also those that were filled in")
 
 
 def run_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix run`."""
     recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
+    says = "also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)"
+    parser.add_argument("-v", "--verbose", action="store_true", help=says)
     unasked = "do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)"
     parser.add_argument("--no-plan", action="store_true", help=unasked)
     meets = "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same"
@@ -85,6 +99,8 @@ def _file_arguments(parser: Parser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the file where there is another one")
     parser.add_argument("--dry-run", action="store_true", help="print the file, and write nothing")
     parser.add_argument("--submit", action="store_true", help="submit what was written, by sbatch or kubectl apply")
+    says = "also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)"
+    parser.add_argument("-v", "--verbose", action="store_true", help=says)
     unasked = "do not compile the programs first to see whether they fit (`tunix plan`)"
     parser.add_argument("--no-plan", action="store_true", help=unasked)
 

@@ -126,7 +126,7 @@ class Conversation:
         system: list[Message] = []
         if self.inference.system is not None:
             system = [{"role": "system", "content": self.inference.system}]
-        return render_prompt([*system, *turns], self.tokenizer, **self.inference.template_kwargs)
+        return render_prompt([*system, *turns], self.tokenizer, **self.inference.template_kwargs).tokens
 
     def _continued(self, line: str) -> np.ndarray:
         if not self.text:

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.episodes import rewards_of
+from tunix.algorithms.episodes import rewards_of, total_rewards
 from tunix.commands.progress import Bar, ProgressSampler
 from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Kept
@@ -84,8 +83,9 @@ class Examples:
 
     @property
     def note(self) -> str:
-        """Text about dropped and truncated rows, e.g. `; 2 x longer than max_length`; empty without any."""
-        lost = {**self.accounting.dropped, "cut off at max_length": self.accounting.truncated}
+        """Text about dropped and shortened rows, e.g. `; 2 x longer than max_length`; empty without any."""
+        counted = self.accounting
+        lost = {**counted.dropped, "cut off at max_length": counted.truncated, **counted.notes}
         return "".join(f"; {count} x {reason}" for reason, count in lost.items() if count)
 
 
@@ -192,12 +192,12 @@ class ScoredAnswers:
 
     @property
     def _totals(self) -> np.ndarray:
-        return weighted_sum(rewards_of(self.groups), self.weights)
+        return total_rewards(self.groups, self.weights)
 
     def _notes(self) -> list[str]:
         answers = [one for group in self.groups for one in group]
         cut = sum(one.truncated for one in answers)
-        failed = [reason for one in answers for reason in list(one.failures.values())[:1]]
+        failed = [reason for one in answers if (reason := one.unscored)]
         counts = f"{len(answers)} answers, {cut} cut off{self.examples.note}"
         return [counts] + ([f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else [])
 
@@ -221,10 +221,9 @@ def answers(inference: InferenceModel, table: Table, collector: Collector, n: in
     with closing(Bar("eval", n * len(prompts))) as bar:
         groups = collector.collect(ProgressSampler(engine, bar), prompts, n, seed)
     scored = ScoredAnswers(examples, groups, collector.weights)
-    failures = [one.failures for group in groups for one in group]
-    if all(failures):
-        reason = next(iter(failures[0].values()))
-        raise UserError(f"none of {len(failures)} answers could be scored, the first because {reason}")
+    reasons = [one.unscored for group in groups for one in group]
+    if all(reasons):
+        raise UserError(f"none of {len(reasons)} answers could be scored, the first because {reasons[0]}")
     return scored
 
 

@@ -1,7 +1,8 @@
 """`tunix eval`: measures a model on held-out rows: loss, reward, accuracy, pass@k, pairs.
 
 A run defines its rows, rewards, environment and rendering, so that `tunix eval RUN` repeats its evaluation; options of
-the command line take precedence. For any other model, prompts are rendered as by `tunix generate`. The options
+the command line take precedence. Rows that are strings are plain or chats as for `tunix generate`, by one rule for a
+run, its export and any other model (`InferenceModel.plain_reason`), and what they are is printed. The options
 (`EvalOptions`) and the recipe of a run become a `Setting`; `eval_tasks.py` measures; a table is printed, with the
 standard error of each number over the rows, and `--out` receives the rows.
 """
@@ -202,6 +203,8 @@ def _reading(
         inference = InferenceModel(
             replace(options, length=config.max_length + max(tokens - config.longest_completion, 0))
         )
+        if eval_options.data is not None or options.raw or options.system is not None:  # its own rows tell it
+            config = config.model_copy(update={"chat": inference.plain_reason is None, "system": inference.system})
     config = config.model_copy(update={"columns": {**config.columns, **eval_options.columns}})
     if "pass" not in tasks:
         temperature = 0.0
@@ -256,7 +259,7 @@ def _measured(setting: Setting, task: Task, eval_options: EvalOptions) -> EvalRe
 
 def _shown(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
     """The printed table: one line for each number, with its standard error over the rows."""
-    lines = [f"{setting.inference.options.model} on {setting.table.rows.name}"]
+    lines = [f"{setting.inference.options.model} on {setting.table.rows.name}{_strings(setting)}"]
     width = max(len(name) for one in results.values() for name in one.metrics)
     for task, one in results.items():
         for name, number in one.metrics.items():
@@ -266,6 +269,17 @@ def _shown(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
         notes = [f"{mode}, {one.notes[0]}" if task in SAMPLING_TASKS else one.notes[0], *one.notes[1:]]
         lines += [f"  ({note})" for note in notes]
     return "\n".join(lines)
+
+
+def _strings(setting: Setting) -> str:
+    """How prompts and completions that are strings were read, where the model has a chat template to read them by."""
+    config, row = setting.table.config, setting.table.rows[0]
+    columns = [config.columns.get(name, name) for name in ("prompt", "completion", "chosen")]
+    if not setting.inference.has_template or not any(isinstance(row.get(column), str) for column in columns):
+        return ""
+    if config.chat:
+        return "; strings are messages of the chat template (--raw: as they stand)"
+    return "; strings stand as they are, not in the chat template"
 
 
 def _write(out: Path, setting: Setting, results: Mapping[Task, EvalResult], metrics: Mapping[str, Estimate]) -> None:

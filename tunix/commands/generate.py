@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.episodes import rewards_of
+from tunix.algorithms.episodes import total_rewards
 from tunix.commands.progress import Bar, ProgressSampler
 from tunix.commands.rejection_sampling import Chosen, Question, choose
 from tunix.commands.resumable_output import ResumableOutput, digest_of_rows, resumable_output
@@ -203,7 +202,7 @@ class _Writing:
         """Samples and scores some rows, the first of which has the number `first`; returns their lines."""
         prompts = [Prompt(one.tokens, prompt_text(one.row), one.row) for one in questions]
         scored = collector.collect(sampler, prompts, self.n, self.seed)
-        totals = weighted_sum(rewards_of(scored), collector.weights).tolist() if collector.weights else None
+        totals = total_rewards(scored, collector.weights).tolist() if collector.weights else None
         return [
             line(
                 self.inference,

@@ -8,7 +8,8 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ from tunix.types import Sequence
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
+LISTED = 20
+"""Maximum rows behind the printed ones of which it is told what was refused or left out."""
 
 
 def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
@@ -60,18 +63,27 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
         inputs = open_inputs(recipe, Path(folder))
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
         settings = _settings(recipe, algorithm, inputs.train)
-        examples = _examples(inputs.train, inputs.tokenizer, settings)
-        shown = list(itertools.islice(examples, rows))
+        seen = list(itertools.islice(_examples(inputs.train, inputs.tokenizer, settings), max(rows, ACCOUNTED)))
+        shown = seen[:rows]
         pieces = _pieces(shown, cutter(recipe.data, settings.train_on), recipe.batch_size)
+        lost = partial(_lost, inputs.train, inputs.tokenizer, settings)
         for number, parts in enumerate(pieces, start=1):
             for part, example in enumerate(parts, start=1):
                 place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
                 _show_example(place, example, inputs.tokenizer, settings, console)
-        seen = itertools.islice(itertools.chain(shown, examples), ACCOUNTED)
+            for rule, text in lost(number - 1, shown[number - 1]):
+                said = isinstance(shown[number - 1], Dropped)
+                console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
+            console.print()
         packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-        _show_totals(
-            _total(seen, recipe, packed, cutter(recipe.data, settings.train_on)), inputs.train, settings, console
-        )
+        totals = _total(iter(seen), recipe, packed, cutter(recipe.data, settings.train_on))
+        _show_totals(totals, inputs.train, settings, console)
+        lines = ((i, rule, text) for i, example in enumerate(seen[rows:], rows) for rule, text in lost(i, example))
+        for count, (i, rule, text) in enumerate(lines):
+            if count == LISTED:
+                console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
+                break
+            console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
 
 
 def _settings(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
@@ -109,19 +121,46 @@ def _show_example(
 ) -> None:
     """Prints one example: the counts of its sequences, and their texts."""
     if isinstance(example, Dropped):
-        console.print(f"row {number}: dropped, {example.reason}\n", markup=False)
+        console.print(f"row {number}: dropped, {example.reason}", style="bold", markup=False)
         return
     if settings.train_on == RowKind.ROW:
-        console.print(
-            f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}\n", markup=False
-        )
+        console.print(f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}", markup=False)
         return
     sides = ("chosen: ", "rejected: ") if settings.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
         notes = _notes(sequence, settings, example.truncated)
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
         console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
-    console.print()
+
+
+def _lost(
+    rows: Rows, tokenizer: Tokenizer | None, settings: Rendering, index: int, example: Kept | Dropped
+) -> Iterator[tuple[str, str]]:
+    """Yields each rule by which a row was refused or shortened, and the text that it is about."""
+    if isinstance(example, Dropped):
+        shown = example.detail or _shortened(json.dumps(rows[index], ensure_ascii=False, default=str))
+        yield f"dropped, {example.reason}", shown
+        return
+    if example.truncated:
+        whole = to_example(rows[index], tokenizer, replace(settings, on_overflow="keep"), folder=rows.folder)
+        assert isinstance(whole, Kept), "it was kept before"
+        for cut, uncut in zip(example.sequences, whole.sequences, strict=True):
+            size = len(cut.tokens)
+            away = uncut.tokens[:-size] if settings.train_on == RowKind.PROMPT else uncut.tokens[size:]
+            if len(away):
+                yield f"cut at {_limit(settings)}", _shortened(_text(away, tokenizer))
+    yield from ((note.rule, _shortened(note.text)) for note in example.notes)
+
+
+def _text(tokens: np.ndarray, tokenizer: Tokenizer | None, before: list[int] | None = None) -> str:
+    """The text of tokens, which others may come before; ids where there is no tokenizer."""
+    return tokenizer.decode(tokens, previous=before or []) if tokenizer else " ".join(map(str, tokens))
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of a text, on a line."""
+    words = text.replace("\n", "\\n")
+    return words if len(words) <= 120 else f"{words[:70]} ... {words[-45:]}"
 
 
 def _notes(sequence: Sequence, settings: Rendering, truncated: bool) -> list[str]:
@@ -147,9 +186,9 @@ def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> 
     """The sequence as text with trained tokens marked; ids where there is no tokenizer."""
     text, before = Text(), []
     for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
-        ids = [int(sequence.tokens[t]) for t in group]
-        words = tokenizer.decode(ids, previous=before) if tokenizer else " ".join(map(str, ids))
-        before = ids
+        ids = sequence.tokens[list(group)]
+        words = _text(ids, tokenizer, before)
+        before = ids.tolist()
         if coloured:
             text.append(words, "bold green" if trained else "dim")
         else:
@@ -217,6 +256,7 @@ def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Cons
         *_cuts(account, settings),
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
+        *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),
         ("tokens", totals.tokens, "of the kept rows"),
     ]
     if totals.packed_rows:

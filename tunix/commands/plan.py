@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from rich.table import Column, Table
 from tunix.errors import UserError
 from tunix.plan.ask import Plan, ask
 from tunix.recipe.recipe import Recipe
+from tunix.util.accelerators import accelerated
 
 GIB = 2**30
-DEVICES = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-"""Device files of NVIDIA's GPUs and of TPUs."""
 WIDTH = 120
 PATIENCE = 180.0
 """Seconds after which a run starts without having been planned."""
@@ -100,12 +97,6 @@ def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
                 f"{stage_of(recipe, number).output} on {place(verdict)}: {summary(verdict)}. "
                 f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; {otherwise}"
             )
-
-
-def accelerated() -> bool:
-    """Whether this machine has a GPU or a TPU that JAX may use; JAX itself, which would take it, is not asked."""
-    wanted = os.environ.get("JAX_PLATFORMS", "")
-    return wanted != "cpu" and any(glob(pattern) for pattern in DEVICES)
 
 
 def stage_of(recipe: Recipe, number: int) -> Recipe:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
-from tunix.data.shapes import Rendering
+from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel
 
@@ -104,7 +104,7 @@ def _as_text(inference: InferenceModel, question: Question, one: Mapping[str, An
         return None
     text = one["text"]
     row = {"prompt": prompt, "completion": text if isinstance(prompt, str) else [_assistant(text)]}
-    row |= {name: question.row[name] for name in ("tools",) if question.row.get(name) is not None}
+    row |= {name: question.row[name] for name in ("tools", TEMPLATE_KWARGS) if question.row.get(name) is not None}
     rendering = Rendering("prompt_completion", max_length=sys.maxsize, vocab_size=inference.source.decoder.vocab_size)
     try:
         example = to_example(row, inference.tokenizer, rendering)

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from tunix.errors import UserError
 from tunix.util.atomic_io import write_lines_atomic
+from tunix.util.full_disk import ROOM
 from tunix.util.yaml_io import shown
 
 DIGEST = "sha256:"
@@ -55,7 +56,8 @@ class ResumableOutput:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise UserError(f"could not write {self._path}: {error.strerror or error}.") from error
+            kept = f"{ROOM}: it goes on from the {self.done} rows that are kept."
+            raise UserError(f"could not write {self._path}: {error.strerror or error}. {kept}") from error
         self.done += len(written)
 
     def lines(self) -> Iterator[str]:

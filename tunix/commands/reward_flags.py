@@ -23,9 +23,9 @@ from tunix.errors import UserError
 from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
-from tunix.rollout.arrivals import ADDED
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.player import Player
+from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.reward_model import judge as reward_judge

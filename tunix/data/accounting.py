@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tunix.types import Sequence
+from tunix.errors import UserError
+
+if TYPE_CHECKING:  # it loads jax, which checking a recipe does not wait for
+    from tunix.types import Sequence
 
 TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
 COMPLETION_TOO_LONG = "longer than completion_length"
@@ -20,6 +23,33 @@ CUT_AWAY = "nothing to train on within max_length"
 EMPTY = "an empty completion"
 EQUAL, CUT_EQUAL = "chosen and rejected are equal", "chosen and rejected are equal within max_length"
 NO_COMMON_PROMPT = "chosen and rejected have no prompt in common"
+NOT_WRITTEN = "messages that the template does not write"
+UNPROVED = "turns whose bounds cannot be proved"
+
+THOUGHTS = "thoughts that the template leaves out"
+BEFORE_CALL = "text before a call that the template leaves out"
+REWRITTEN = "text that the template writes otherwise"
+EMPTY_TURN = "empty turns, not trained: their place is unknown"
+NO_STOP = "turns that end without a stop token"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of a part of a row that is kept."""
+
+    rule: str
+    """One of a few fixed phrases, e.g. `thoughts that the template leaves out`, so that rules can be counted."""
+    text: str
+    """The part, e.g. `<think>easy`."""
+
+
+class Refused(UserError):
+    """A row that cannot be trained as it stands; where rows are counted it is dropped."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        """See `Dropped`."""
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -32,6 +62,8 @@ class Kept:
     """Whether tokens beyond the limit were cut off."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row's columns under our names, where only its prompt was rendered; rewards and environments receive them."""
+    notes: tuple[Note, ...] = ()
+    """What the chat template left out of it, or wrote otherwise."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +72,8 @@ class Dropped:
 
     reason: str
     """One of a few fixed phrases, e.g. `longer than max_length`, so that reasons can be counted."""
+    detail: str = ""
+    """Which part of the row it is about, and the remedy, where the reason does not say it."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +92,24 @@ class Accounting:
     """Sequences that kept rows were cut into, with `packing: split` or `wrapped`; a row is kept with its first one."""
     untrained: int = 0
     """Pieces that were left out because nothing in them is trained."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """Rule -> number of kept rows that have such a note."""
 
     def __post_init__(self) -> None:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
 
     def __add__(self, other: Accounting) -> Accounting:
-        reasons = {**self.dropped, **other.dropped}
-        dropped = {reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons}
+        def added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+            return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+
         return Accounting(
             self.rows + other.rows,
             self.kept + other.kept,
             self.truncated + other.truncated,
-            dropped,
+            added(self.dropped, other.dropped),
             self.pieces + other.pieces,
             self.untrained + other.untrained,
+            added(self.notes, other.notes),
         )
 
     @staticmethod
@@ -79,7 +117,8 @@ class Accounting:
         """The counts of one row."""
         if isinstance(example, Dropped):
             return Accounting(rows=1, dropped={example.reason: 1})
-        return Accounting(rows=1, kept=1, truncated=int(example.truncated))
+        notes = dict.fromkeys((note.rule for note in example.notes), 1)
+        return Accounting(rows=1, kept=1, truncated=int(example.truncated), notes=notes)
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any]) -> Accounting:

@@ -1,71 +1,132 @@
 """Renders a conversation as tokens and a mask of trained tokens, using the tokenizer's own chat template only.
 
 The template renders the whole conversation once, and that text is tokenized once, so the tokens are those of
-`apply_chat_template` by construction. Which characters belong to an assistant's turn follows from the lengths of
-further renderings, never from a search for markers: a turn starts where the prompt that inference would send ends, and
-its content ends where a rendering with one more character at its end differs from the full one.
+`apply_chat_template` by construction. `traced.py` proves which letters of the text are whose, and `turns.py` where the
+assistant's turns begin and end beside them: no marker is searched for. Where a template has `{% generation %}` marks,
+they decide.
+
+What the template leaves out of a row is named by a rule (`Note`), or the row is refused (`Refused`).
+
+Axes: T time.
 """
 
-import copy
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data.templates import MARKERS, TEMPLATE_NAMES, TEMPLATES
+from tunix.data.accounting import (
+    BEFORE_CALL,
+    EMPTY_TURN,
+    NO_STOP,
+    NOT_WRITTEN,
+    REWRITTEN,
+    THOUGHTS,
+    UNPROVED,
+    Note,
+    Refused,
+)
+from tunix.data.templates import MARKERS, template_text
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.traced import REASONING, Message, Outline, Render, Traced, trace
+from tunix.data.turns import Tokens, Turns
 from tunix.errors import UserError, nearest
 
-Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PARTS = ("text", "image", "thinking")
+"""Types of a content's parts."""
+PROMPT = -1
+"""In the place of the trained messages: that the conversation is a prompt."""
+OUTLINES = 1000
+"""Shapes of conversations that are remembered."""
 
-_PROBE = "\ue000"
-"""A private-use character, which no template treats specially."""
+
+class Rendered(NamedTuple):
+    """A row as tokens."""
+
+    tokens: np.ndarray
+    """`[T]` int32 token ids."""
+    mask: np.ndarray
+    """`[T]` bool: which of them are trained."""
+    notes: tuple[Note, ...] = ()
+    """What the chat template left out of the row."""
 
 
 def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, trained_from: int = 0, **template_kwargs: Any
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Rendered:
     """Tokens of a conversation and the mask of those in the assistant's turns.
 
     A token that begins before the assistant's turn (its text merged with the prompt's end) is not trained: inference
     never produces it. The stop token that ends the turn is.
 
     Args:
-        messages: `role` and `content` (a string, or text parts); `tool_calls` and others as the template reads them.
+        messages: `role` and `content` (a string, or parts), `reasoning_content`, `tool_calls`, and others as the
+            template reads them. An assistant's message with `weight: 0` or `train: false` is context.
         tokenizer: its chat template is the only authority on the format.
         trained_from: index of the first message that may be trained; the ones before are context.
         template_kwargs: variables of the template (`tools`, `enable_thinking`, ...).
 
-    Returns:
-        `[T]` int32 token ids and `[T]` bool mask.
-
     Raises:
         UserError: there is no template, a message is malformed, or the template refuses the conversation.
+        Refused: the template does not write a message, or a turn's bounds cannot be proved.
     """
     check_messages(messages)
-    text = _render(messages, tokenizer, template_kwargs)
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    mask = np.zeros(len(ids), bool)
-    for k, message in enumerate(messages):
-        if message["role"] == "assistant" and k >= trained_from:
-            start = _turn_start(text, messages, k, tokenizer, template_kwargs)
-            end = max(start, _turn_end(text, messages, k, tokenizer, template_kwargs))
-            mask |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
-            mask[_stop(text, ids, offsets, end, tokenizer)] = True
-    return np.asarray(ids, np.int32), mask
+    trained = [k for k, m in enumerate(messages) if k >= trained_from and m["role"] == "assistant" and _is_trained(m)]
+    prepared = _prepared(messages, tokenizer)
+    render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    text = render(prepared)
+    tokens = Tokens.of(text, tokenizer)
+    key = None if tokenizer.marks_generation else Outline.key(prepared, template_kwargs, trained)
+    if (mask := _outlined(key, prepared, tokens)) is not None:
+        return Rendered(np.asarray(tokens.ids, np.int32), mask)
+    traced = _traced(prepared, text, render)
+    notes = _left_out(prepared, traced)
+    prompt = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    turns = Turns(prepared, traced, tokens, prompt, render)
+    if tokenizer.marks_generation:
+        spans = turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
+    else:
+        spans = [turns.turn(k) if len(traced.places_of(k, k + 1)) else turns.empty_turn(k) for k in trained]
+    mask = np.zeros(len(tokens.ids), bool)
+    for turn in spans:
+        if turn is None:
+            notes.append(Note(EMPTY_TURN, ""))
+            continue
+        mask[turn.tokens] = True
+        if mask[turn.tokens].any() and not turn.stops:
+            notes.append(Note(NO_STOP, tokenizer.decode(tokens.ids[turn.tokens])))
+    codes = traced.codes[_covered(tokens.offsets[mask], len(text))]
+    for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
+        if message not in trained:
+            raise Refused(UNPROVED, f"message {message + 1} would be trained: a token holds its text and the turn's")
+    if key is not None and not notes:
+        begins = {k: turn.begin for k, turn in zip(trained, spans, strict=True) if turn is not None}
+        _remember(tokenizer, key, Outline.of(traced, begins))
+    return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(notes))
 
 
-def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_kwargs: Any) -> np.ndarray:
-    """Tokens of a conversation that the assistant is to continue, `[T]` int32.
+def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_kwargs: Any) -> Rendered:
+    """Tokens of a conversation that the assistant is to continue, none of them trained.
 
     Raises:
-        UserError: as `render_chat`.
+        UserError, Refused: as `render_chat`.
     """
     check_messages(messages)
-    text = _render(messages, tokenizer, template_kwargs, add_generation_prompt=True)
-    return np.asarray(tokenizer.encode(text), np.int32)
+    prepared = _prepared(messages, tokenizer)
+    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    text, notes = render(prepared), list[Note]()
+    key = Outline.key(prepared, template_kwargs, (PROMPT,))
+    outline = tokenizer.outlines.get(key)
+    if outline is None or outline.bounds(prepared, text) is None:
+        traced = _traced(prepared, text, render)
+        notes = _left_out(prepared, traced)
+        if key is not None and not notes:
+            _remember(tokenizer, key, Outline.of(traced, {}))
+    ids = tokenizer.encode(text)
+    return Rendered(np.asarray(ids, np.int32), np.zeros(len(ids), bool), tuple(notes))
 
 
 def render_continuation(
@@ -77,8 +138,8 @@ def render_continuation(
 ) -> np.ndarray:
     """Tokens that follow an assistant's turn, `[T]` int32: its end, the answers to it, the start of its next turn.
 
-    They are taken from the template's rendering after a placeholder turn: the sampled turn itself keeps the tokens that
-    were sampled.
+    They are what the template writes after a turn that says `x`: the sampled turn itself keeps the tokens that were
+    sampled.
 
     Args:
         messages: the conversation that the assistant's turn answered.
@@ -88,12 +149,16 @@ def render_continuation(
         template_kwargs: variables of the template.
 
     Raises:
-        UserError: as `render_chat`.
+        UserError, Refused: as `render_chat`.
     """
-    check_messages([*messages, *answers])
-    chats = [[*messages, {"role": "assistant", "content": "x" + end}, *answers] for end in ("", _PROBE)]
-    text, probed = (_render(chat, tokenizer, template_kwargs, add_generation_prompt=True) for chat in chats)
-    ids = tokenizer.encode(text[common_prefix(text, probed) :])
+    conversation = [*messages, {"role": "assistant", "content": "x"}, *answers]
+    check_messages(conversation)
+    prepared = _prepared(conversation, tokenizer)
+    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    traced = _traced(prepared, render(prepared), render)
+    _left_out(prepared, traced)
+    last = traced.places_of(len(messages), len(messages) + 1)[-1]
+    ids = tokenizer.encode(traced.text[last + 1 :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
     if stopped and first is not None and ids[first] in tokenizer.stop_ids:
         ids = ids[first + 1 :]
@@ -110,23 +175,28 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
     Raises:
         UserError: there is no such name or file, or the tokenizer lacks the format's marker tokens.
     """
-    if spec in TEMPLATES:
+    if spec in MARKERS:
         missing = [marker for marker in MARKERS[spec] if not tokenizer.has_token(marker)]
         if missing:
             raise UserError(
                 f"data.chat_template is {spec!r}, but {tokenizer.name} has no token {', '.join(missing)}: "
                 "choose the format of the model's family, or a .jinja file that uses the tokens it has"
             )
-        return tokenizer.replace_template(TEMPLATES[spec])
-    path = Path(spec).expanduser()
-    if path.suffix != ".jinja":
-        hint = nearest(spec, TEMPLATE_NAMES)
-        raise UserError(
-            f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATE_NAMES)} or a .jinja file.{hint}"
-        )
-    if not path.is_file():
-        raise UserError(f"data.chat_template: there is no file {path}")
-    return tokenizer.replace_template(path.read_text(encoding="utf-8"))
+    return tokenizer.replace_template(template_text(spec))
+
+
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """Id of the special token that a turn of the assistant ends with, after white space at most; None where the chat
+    template writes none, and for a tokenizer without a template."""
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        text = _render([{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}], tokenizer, {})
+    except UserError:  # it refuses a conversation of two turns
+        return None
+    _, probe, tail = text.rpartition(_PROBE)
+    ids = tokenizer.encode(tail.lstrip()) if probe else []
+    return ids[0] if ids and tokenizer.is_added(ids[0]) else None
 
 
 def check_messages(messages: Any) -> None:
@@ -143,9 +213,100 @@ def check_messages(messages: Any) -> None:
         role = message.get("role")
         if role not in ROLES:
             hint = " Did you mean 'assistant'?" if role in ("model", "gpt", "bot") else nearest(str(role), ROLES)
-            raise UserError(f"message {i} has the role {role!r}, not one of {', '.join(ROLES)}.{hint}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise UserError(f"message {i} ({role}) has no content; its keys are {', '.join(message)}")
+            raise UserError(f"message {i} has the role {role!r:.80}, not one of {', '.join(ROLES)}.{hint}")
+        try:
+            _check_message(message, role)
+        except UserError as error:
+            raise UserError(f"message {i} ({role}) {error}") from None
+
+
+def _check_message(message: Mapping[str, Any], role: str) -> None:
+    """Refuses a message whose keys do not fit its role."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if message.get("function_call") is not None:
+        raise UserError('has a function_call: write tool_calls: [{"function": {"name": ..., "arguments": ...}}]')
+    if calls and role != "assistant":
+        raise UserError("has tool_calls, which only an assistant's message has")
+    if content is None and not calls:
+        empty = " and tool_calls is empty" if calls is not None else f"; its keys are {', '.join(map(str, message))}"
+        raise UserError(f"has no content{empty}")
+    if content is not None and not isinstance(content, str):
+        if not isinstance(content, Sequence) or isinstance(content, bytes):
+            raise UserError(f"has the content {content!r:.80}, not a string or a list of parts")
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in PARTS:
+                raise UserError(f"has the part {part!r:.80}, not an object whose type is one of {', '.join(PARTS)}")
+            if kind != "image" and not isinstance(part.get(kind), str):
+                raise UserError(f"has a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}, not a string")
+    thoughts = [message[name] for name in REASONING if message.get(name) is not None]
+    if any(not isinstance(thought, str) or thought != thoughts[0] for thought in thoughts):
+        raise UserError(f"has thoughts that are no string, or differ: give one of {', '.join(REASONING)}")
+    weight, train = message.get("weight"), message.get("train")
+    if role != "assistant" and (weight or train):
+        raise UserError("has a weight of its own, but only the assistant's messages are trained")
+    if weight is not None and weight not in (0, 1):
+        raise UserError(f"has the weight {weight!r:.80}, not 0 or 1; a row's own weight is a column of the row")
+    if train is not None and not isinstance(train, bool):
+        raise UserError(f"has train {train!r:.80}, not true or false")
+
+
+def _covered(spans: np.ndarray, number: int) -> np.ndarray:
+    """`[number]` bool: the characters within any of `[n 2]` spans."""
+    edges = np.bincount(spans[:, 0], minlength=number + 1) - np.bincount(spans[:, 1], minlength=number + 1)
+    return np.cumsum(edges)[:number] > 0
+
+
+def _is_trained(message: Message) -> bool:
+    """Whether neither OpenAI's `weight` nor Axolotl's `train` makes context of an assistant's message."""
+    return message.get("weight") != 0 and message.get("train") is not False
+
+
+def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The messages as templates read them: no nulls, text parts as a string, calls as objects with a function.
+
+    Raises:
+        UserError: a tool call is malformed.
+    """
+    prepared = []
+    for i, message in enumerate(messages, 1):
+        plain = {key: x for key, x in message.items() if x is not None and key not in ("weight", "train")}
+        content, calls = plain.get("content"), plain.pop("tool_calls", None)
+        if content is not None and not isinstance(content, str):
+            texts = [part["text"] for part in content if part["type"] == "text"]
+            plain["content"] = "".join(texts) if len(texts) == len(content) else list(content)
+        if calls:
+            try:
+                calls = json.loads(calls) if isinstance(calls, str) else calls
+                plain["tool_calls"] = [_prepared_call(call, tokenizer) for call in calls]
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f"message {i} has the tool_calls {calls!r:.80}: {error}") from error
+        prepared.append(plain)
+    return prepared
+
+
+def _prepared_call(call: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A tool call as `{"function": {"name", "arguments"}, ...}`, its arguments as the template reads them."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+        raise ValueError(f"{call!r:.80} is not an object with a function")
+    function = call.get("function", call)
+    if not isinstance(name := function.get("name"), str):
+        raise ValueError(f"the function's name is {name!r:.80}, not a string")
+    text = arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ValueError(f"the arguments of {name} are {text!r:.80}, which is not JSON: {error}") from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {name} are {arguments!r:.80}, not an object")
+    if tokenizer.reads_arguments_as_text:
+        arguments = text if isinstance(text, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "type": "function",
+        **(call if "function" in call else {}),
+        "function": {**function, "arguments": arguments},
+    }
 
 
 def _render(
@@ -168,80 +329,73 @@ def _render(
         raise UserError(f"the chat template of {tokenizer.name} refuses the conversation: {error}") from error
 
 
-def _turn_start(
-    text: str, messages: Sequence[Message], k: int, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
-) -> int:
-    """The character in `text` where the assistant's message `k` starts: the length of the prompt before it.
+def _render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> str:
+    return _render(messages, tokenizer, template_kwargs, add_generation_prompt=True)
 
-    Where `text` does not begin with that prompt (the template rewrites history, or adds a thinking block to the prompt
-    that the finished conversation lacks), it is the start of the message's content.
+
+def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> np.ndarray | None:
+    """`[T]` bool: the mask of a conversation by the outline of its shape; None where that does not prove it."""
+    outline = tokens.tokenizer.outlines.get(key)
+    if outline is None or (bounds := outline.bounds(messages, tokens.text)) is None:
+        return None
+    mask = np.zeros(len(tokens.ids), bool)
+    for k, start in outline.starts.items():
+        (begin, end), (limit, _) = bounds[k], (*bounds, (len(tokens.text), 0))[k + 1]
+        if (stopped := tokens.after_stop(end, limit)) is None:
+            return None
+        mask[tokens.first_from(begin - start) : stopped] = True
+    return mask
+
+
+def _remember(tokenizer: Tokenizer, key: Hashable, outline: Outline | None) -> None:
+    if outline is not None and len(tokenizer.outlines) < OUTLINES:
+        tokenizer.outlines[key] = outline
+
+
+def _traced(messages: Sequence[Message], text: str, render: Render) -> Traced:
+    """The traced text.
+
+    Raises:
+        Refused: the template decides by what the messages say.
     """
-    try:
-        prompt = _render(messages[:k], tokenizer, template_kwargs, add_generation_prompt=True)
-    except UserError:  # some templates refuse a conversation without a user's message
-        prompt = None
-    if prompt is not None and text.startswith(prompt):
-        return len(prompt)
-    probed = _replaced(messages, k, _with_content(messages[k], before=_PROBE))
-    return common_prefix(text, _render(probed, tokenizer, template_kwargs))
+    if (traced := trace(messages, text, render)) is None:
+        raise Refused(
+            UNPROVED,
+            "the chat template writes other text around other words, so that the bounds of turns cannot be proved: use "
+            "a template with {% generation %} marks, or leave the row out",
+        )
+    return traced
 
 
-def _turn_end(
-    text: str, messages: Sequence[Message], k: int, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]
-) -> int:
-    """The character in `text` where message `k` ends, before its stop token; for tool calls possibly after it."""
-    message = messages[k]
-    if not message.get("tool_calls"):
-        probed = _replaced(messages, k, _with_content(message, after=_PROBE))
-        return common_prefix(text, _render(probed, tokenizer, template_kwargs))
-    # Tool calls come after the content: the conversation up to this turn bounds them, if `text` begins with it.
-    until = _render(messages[: k + 1], tokenizer, template_kwargs)
-    if text.startswith(until):
-        ids, offsets = tokenizer.encode_with_offsets(until)
-        added = [i for i in range(len(ids)) if tokenizer.is_added(ids[i])]
-        return int(offsets[added[-1], 0]) if added else len(until)
-    longer = {**message, "tool_calls": [*message["tool_calls"], message["tool_calls"][-1]]}
-    return common_prefix(text, _render(_replaced(messages, k, longer), tokenizer, template_kwargs))
+def _left_out(messages: Sequence[Message], traced: Traced) -> list[Note]:
+    """What the template does not write of an assistant's messages.
 
-
-def _stop(text: str, ids: list[int], offsets: np.ndarray, end: int, tokenizer: Tokenizer) -> slice:
-    """The slice of tokens from `end` through the turn's stop token; empty where none follows.
-
-    Any special token that follows directly ends the turn. After white space (Llama 2 writes a space before `</s>`) it
-    has to be a known stop token, since the next turn's opening marker is special too.
+    Raises:
+        Refused: it leaves out something else, which no rule allows.
     """
-    first = last = int(np.searchsorted(offsets[:, 0], end))
-    while last < len(ids) and not tokenizer.is_added(ids[last]) and text[slice(*offsets[last])].isspace():
-        last += 1
-    stops = last < len(ids) and (ids[last] in tokenizer.stop_ids or (last == first and tokenizer.is_added(ids[last])))
-    return slice(first, last + 1 if stops else first)
-
-
-def _with_content(message: Message, before: str = "", after: str = "") -> Message:
-    """The message with text added before and after its content, in its first and last text part where it has parts."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": before + (content or "") + after}
-    parts = copy.deepcopy(list(content))
-    texts = [part for part in parts if part.get("type") == "text"]
-    if not texts:
-        raise UserError("an assistant's content holds no text part; only text is trained")
-    texts[0]["text"] = before + texts[0]["text"]
-    texts[-1]["text"] = texts[-1]["text"] + after
-    return {**message, "content": parts}
-
-
-def _replaced(messages: Sequence[Message], k: int, message: Message) -> list[Message]:
-    return [*messages[:k], message, *messages[k + 1 :]]
-
-
-def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix of two texts, by bisection: comparing slices runs in C."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
+    notes = []
+    for field in traced.fields:
+        written = traced.places[field.begin : field.end] >= 0
+        role, number = messages[field.message]["role"], field.message + 1
+        if written.all():
+            if role == "assistant" and field.kind != "call" and not traced.is_whole(field):
+                notes.append(Note(REWRITTEN, field.text))
+            continue
+        missing = np.flatnonzero(~written)
+        lost = field.text[: traced.offsets[field.begin + missing[-1]] + 1].strip()
+        if role == "assistant" and (field.kind == "reasoning" or (field.kind == "content" and written[-1])):
+            notes.append(Note(THOUGHTS, lost))
+        elif role == "assistant" and field.kind == "content" and "tool_calls" in messages[field.message]:
+            notes.append(Note(BEFORE_CALL, lost))
         else:
-            high = middle - 1
-    return low
+            remedy = (
+                "write it as the system's, or use another template"
+                if role == "developer"
+                else "use a template that writes it (data.chat_template), or leave the row out"
+            )
+            what = "a tool call" if field.kind == "call" else "its content"
+            raise Refused(
+                NOT_WRITTEN,
+                f"message {number} ({role}): the chat template does not write {what}, {lost!r:.80}: {remedy}",
+            )
+    return notes

@@ -14,6 +14,8 @@ from tunix.data.tokenizer import refuse_half_characters
 from tunix.errors import UserError
 
 Row = Mapping[str, Any]
+_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+"""Arguments of a template, or of `apply_chat_template`, that no variable of a row replaces."""
 
 
 def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> Any:
@@ -46,13 +48,40 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def as_tools(value: Any) -> dict[str, Any]:
-    """The template arguments of a `tools` column (a list, or JSON of one); empty where a row has no tools."""
+    """The template arguments of a `tools` column (a list of tools, or JSON of it, of each or of its parameters); empty
+    where a row has no tools."""
     if value is None:
         return {}
     try:
-        return {"tools": json.loads(value) if isinstance(value, str) else list(value)}
-    except (ValueError, TypeError) as error:
+        tools = [_tool(_decoded(tool)) for tool in _decoded(value)]
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"tools is {value!r:.80}, not a list of tools: {error}") from error
+    return {"tools": tools} if tools else {}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters are an object, also where they are JSON."""
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": _tool(tool["function"])}
+    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
+
+
+def as_template_kwargs(value: Any) -> dict[str, Any]:
+    """A row's own variables of the chat template, e.g. `{"enable_thinking": False}`, from an object or JSON of it."""
+    try:
+        variables = _decoded({} if value is None else value)
+    except ValueError as error:
+        raise UserError(f"chat_template_kwargs is {value!r:.80}, which is not JSON: {error}") from error
+    if not isinstance(variables, Mapping):
+        raise UserError(f"chat_template_kwargs is {value!r:.80}, not an object of the template's variables")
+    if taken := sorted(variables.keys() & _ARGUMENTS):
+        raise UserError(f"chat_template_kwargs sets {', '.join(taken)}, which tunix sets itself: leave it out")
+    return dict(variables)
+
+
+def _decoded(value: Any) -> Any:
+    """A value, or the value that a string of JSON holds."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def refuse_half_texts(value: Any, name: str) -> None:

@@ -4,15 +4,15 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from tunix.config import Config, Positive
+from tunix.config import Config, Place, Positive
 
 
 class DataConfig(Config):
     """Where the rows come from and how they become sequences."""
 
-    train: str
+    train: Place
     """Hub id, folder, .jsonl, .parquet, .arrow, or `module:function` / `file.py:function` that returns the rows."""
-    eval: str | None = None
+    eval: Place | None = None
     """Held-out rows for evaluation, in the same notation as `train`."""
     split: str = "train"
     """Split of `train`, where it has splits."""
@@ -51,7 +51,7 @@ class DataConfig(Config):
     picture_tokens: Positive | None = None
     """Most tokens of a picture where pictures keep their proportions (Qwen 3.5), e.g. 256 for 512 x 512 pixels; larger
     ones are made smaller. null: 256. Gemma 3's pictures all have as many as the model says."""
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """Chat template: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file; replaces the tokenizer's own."""
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template

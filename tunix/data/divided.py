@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.accounting import Dropped, Kept
+from tunix.data.accounting import Dropped, Kept, Note
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.types import Pictures, Sequence
@@ -84,8 +84,9 @@ def _tried(render: Callable[[int], Kept | Dropped], place: int) -> dict[str, Any
     except UserError as error:
         return {"error": str(error)}
     if isinstance(found, Dropped):
-        return {"dropped": found.reason}
-    return {"kept": [_saved(sequence) for sequence in found.sequences], "truncated": found.truncated}
+        return {"dropped": [found.reason, found.detail]}
+    notes = [[note.rule, note.text] for note in found.notes]
+    return {"kept": [_saved(sequence) for sequence in found.sequences], "truncated": found.truncated, "notes": notes}
 
 
 def _saved(sequence: Sequence) -> dict[str, Any]:
@@ -107,8 +108,9 @@ def _read(saved: Mapping[str, Any]) -> Kept | Dropped:
     if "error" in saved:
         raise UserError(saved["error"])
     if "dropped" in saved:
-        return Dropped(saved["dropped"])
-    return Kept(tuple(map(_sequence, saved["kept"])), saved["truncated"])
+        return Dropped(*saved["dropped"])
+    notes = tuple(Note(*note) for note in saved["notes"])
+    return Kept(tuple(map(_sequence, saved["kept"])), saved["truncated"], notes=notes)
 
 
 def _sequence(saved: Mapping[str, Any]) -> Sequence:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.accounting import (
     COMPLETION_TOO_LONG,
     CUT_AWAY,
@@ -30,18 +30,20 @@ from tunix.data.accounting import (
     TOO_LONG,
     Dropped,
     Kept,
+    Refused,
 )
+from tunix.data.chat import Rendered
 from tunix.data.columns import Row, as_label, as_margin, as_weight, column, refuse_half_texts
 from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
 from tunix.data.picture_reader import PictureReader
 from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.rendered import Rendered, render_row
+from tunix.data.rendered import render_row
 from tunix.data.shapes import SHAPES, Rendering
 from tunix.data.token_rows import given_weights
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS, Sequence
+from tunix.types import Sequence
 
 
 def to_example(
@@ -80,26 +82,31 @@ def to_example(
             if settings.train_on == RowKind.PAIRS
             else (render_row(row, tokenizer, settings),)
         )
+        notes = () if isinstance(sides, Dropped) else tuple(note for side in sides for note in side.notes)
         weight, values = as_weight(column(row, "weight", settings.columns, None)), _values(row, settings)
         per_token = {} if isinstance(sides, Dropped) else _token_values(row, settings)
+    except Refused as refused:
+        return Dropped(refused.reason, str(refused))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     if isinstance(sides, Dropped):
         return sides
-    for tokens, _ in sides:
+    for tokens, *_ in sides:
         if settings.vocab_size is not None and len(tokens) and tokens.max() >= settings.vocab_size:
             raise UserError(
                 f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {settings.vocab_size}"
             )
     reader = None if tokenizer is None else tokenizer.pictures
     if settings.train_on == RowKind.PROMPT:
-        found = _prompt(sides[0][0], weight, row, settings, where)
-        return found if reader is None else _seen(found, reader, pixels, sides, where)
+        example = _prompt(sides[0].tokens, weight, row, settings, where)
+        example = replace(example, notes=notes) if isinstance(example, Kept) else example
+        return example if reader is None else _seen(example, reader, pixels, sides, where)
     if reader is not None:
-        for tokens, mask in sides:
-            mask[tokens == reader.soft_id] = False
-    found = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
-    return found if reader is None else _seen(found, reader, pixels, sides, where)
+        for side in sides:
+            side.mask[side.tokens == reader.soft_id] = False
+    example = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
+    example = replace(example, notes=notes) if isinstance(example, Kept) else example
+    return example if reader is None else _seen(example, reader, pixels, sides, where)
 
 
 def _pictured(
@@ -145,7 +152,7 @@ def _seen(
         return example
     both = zip(example.sequences, sides, strict=True)
     # A text loses its end, a prompt its beginning.
-    if any(np.sum(tokens == reader.soft_id) != np.sum(one.tokens == reader.soft_id) for one, (tokens, _) in both):
+    if any(np.sum(x.tokens == reader.soft_id) != np.sum(side.tokens == reader.soft_id) for x, side in both):
         return Dropped(PICTURE_CUT)
     try:
         seen = [replace(one, pictures=reader.pictures(one.tokens, pixels)) for one in example.sequences]
@@ -170,11 +177,11 @@ def _fault(sides: List[Rendered], tokenizer: Tokenizer | None, settings: Renderi
     """The reason why a whole row cannot be used, or None. Clears the mask of first tokens, which nothing predicts."""
     if settings.train_on in (RowKind.PAIRS, RowKind.LABELS) and any(_is_empty(side, tokenizer) for side in sides):
         return Dropped(EMPTY)
-    for _, mask in sides:
-        mask[:1] = False
-    if not all(mask.any() for _, mask in sides):
+    for side in sides:
+        side.mask[:1] = False
+    if not all(side.mask.any() for side in sides):
         return Dropped(NOTHING_TRAINED)
-    return Dropped(EQUAL) if _equal([tokens for tokens, _ in sides]) else None
+    return Dropped(EQUAL) if _equal([side.tokens for side in sides]) else None
 
 
 def _fitted(
@@ -187,12 +194,12 @@ def _fitted(
 ) -> Kept | Dropped:
     """The row's example, cut to its limit or dropped."""
     limit, key = _limit(sides, settings)
-    too_long = _too_long([tokens for tokens, _ in sides], limit, key, settings, where)
+    too_long = _too_long([side.tokens for side in sides], limit, key, settings, where)
     if too_long and settings.on_overflow == "drop":
         return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
     end = None if settings.on_overflow == "keep" else limit
     per_token = {name: x[:end] for name, x in per_token.items()}
-    cut = tuple(Sequence(tokens[:end], mask[:end], weight, per_token, values) for tokens, mask in sides)
+    cut = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
     if not all(sequence.loss_mask.any() for sequence in cut):
         return Dropped(CUT_AWAY)
     return Dropped(CUT_EQUAL) if _equal([sequence.tokens for sequence in cut]) else Kept(cut, too_long)
@@ -202,7 +209,7 @@ def _limit(sides: List[Rendered], settings: Rendering) -> tuple[int, str]:
     """The most tokens of a side, and the recipe's key that sets this limit."""
     if settings.completion_length is None:
         return settings.max_length, "max_length"
-    after_shared = shared_tokens([Sequence(*side) for side in sides]) + settings.completion_length
+    after_shared = shared_tokens([Sequence(side.tokens, side.mask) for side in sides]) + settings.completion_length
     return min((settings.max_length, "max_length"), (after_shared, "completion_length"))
 
 
@@ -221,9 +228,8 @@ def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering
 
 def _is_empty(side: Rendered, tokenizer: Tokenizer | None) -> bool:
     """Whether a completion has no tokens except those that end it."""
-    tokens, mask = side
     stops = () if tokenizer is None else tokenizer.stop_ids
-    return all(token in stops for token in tokens[mask].tolist())
+    return all(token in stops for token in side.tokens[side.mask].tolist())
 
 
 def _equal(tokens: List[np.ndarray]) -> bool:

@@ -166,5 +166,6 @@ class Groups(Generic[T]):
             self._next += 1
             self._ahead = None
         if not self._accounting.kept and self._accounting.rows >= len(self._renderer.rows):
-            raise UserError(f"{self._name}: nothing in it can be trained on: {reasons(self._accounting)}")
+            last = f"; of the last one, {example.detail}" if isinstance(example, Dropped) and example.detail else ""
+            raise UserError(f"{self._name}: nothing in it can be trained on: {reasons(self._accounting)}{last}")
         return taken.piece

@@ -20,8 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from tunix.config import LOSS_WEIGHTS
 from tunix.data.seen import within
-from tunix.types import LOSS_WEIGHTS, Batch, Pictures, Sequence
+from tunix.types import Batch, Pictures, Sequence
 
 LABEL = "label"
 """Name of the per-sequence value that is 1 for a desirable completion and 0 for an undesirable one."""

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from tunix.data.accounting import NO_COMMON_PROMPT, Dropped
-from tunix.data.chat import common_prefix
+from tunix.data.chat import Rendered
 from tunix.data.columns import Row, as_messages, as_string, column
-from tunix.data.rendered import Rendered, joined, needed, render_completion, render_messages
+from tunix.data.rendered import joined, needed, render_completion, render_messages
 from tunix.data.shapes import Rendering
 from tunix.data.token_rows import given_ids
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.turns import common_prefix
 from tunix.errors import UserError
 
 Pair = tuple[Rendered, Rendered]
@@ -127,7 +128,7 @@ def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
     ids = tokenizer.encode(text, bos=tokenizer.adds_bos)
     before, tokens = len(ids) - len(mask), tokenizer.ended(ids)
     ending = [turns[-1][1] == "Assistant"] * (len(tokens) - len(ids))
-    return np.asarray(tokens, np.int32), np.asarray([*[False] * before, *mask, *ending])
+    return Rendered(np.asarray(tokens, np.int32), np.asarray([*[False] * before, *mask, *ending]))
 
 
 def _texts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,7 +21,6 @@ IMAGES = "images"
 """The column of a row's pictures."""
 MOST_PIXELS = 50_000_000
 """Pixels of a picture at most: one of 10 kB may unpack to gigabytes."""
-INSTALL = "pictures need Pillow: pip install 'tunix[pictures]'"
 
 
 def needed_pillow() -> None:
@@ -33,7 +32,7 @@ def needed_pillow() -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise UserError(INSTALL) from error
+        raise UserError(f"pictures need Pillow: {install_command('pictures')}") from error
 
 
 def opened(value: Any, number: int, folder: Path | None) -> Image:

@@ -6,7 +6,6 @@ that it is correct after a resume too. `Prompts` is the same stream where the po
 of prompts at a time, unpacked.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -326,11 +325,6 @@ def sequences_of(
     for i in range(min(limit or len(rows), len(rows))):
         if isinstance(example := renderer(i), Kept):
             yield from example.sequences
-
-
-def total_steps(n_rows: int, batch_size: int, epochs: int) -> int:
-    """Number of batches in `epochs` epochs of `n_rows` kept rows; only the last batch of all epochs can be short."""
-    return math.ceil(n_rows * epochs / batch_size)
 
 
 def cut_steps(

@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 
 from tunix.config import RowKind
-from tunix.data.chat import render_chat, render_prompt
-from tunix.data.columns import Row, as_messages, as_string, as_tools, column
-from tunix.data.shapes import Rendering
+from tunix.data.chat import Rendered, render_chat, render_prompt
+from tunix.data.columns import Row, as_messages, as_string, as_template_kwargs, as_tools, column
+from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.token_rows import given_ids, given_tokens
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-
-Rendered = tuple[np.ndarray, np.ndarray]
-"""`[T]` int32 tokens and `[T]` bool mask of the trained ones."""
 
 
 def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
@@ -29,25 +26,38 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
         UserError: a missing or malformed column.
     """
     if settings.train_on == RowKind.PROMPT:
-        tokens = _prompt(row, tokenizer, settings)
-        return tokens, np.zeros(len(tokens), bool)
+        return _prompt(row, tokenizer, settings)
     if settings.format == "tokens":
-        tokens, mask = (
+        rendered = (
             joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
             if settings.train_on == RowKind.LABELS
-            else given_tokens(row, tokenizer, settings)
+            else Rendered(*given_tokens(row, tokenizer, settings))
         )
     else:
-        tokens, mask = _text_row(row, needed(tokenizer, settings), settings)
-    return tokens, np.ones_like(mask) if settings.train_on == RowKind.ALL else mask
+        rendered = _text_row(row, needed(tokenizer, settings), settings)
+    return rendered._replace(mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
+
+
+def prompt_messages(row: Row) -> list[dict[str, Any]] | None:
+    """The messages of a prompt, without the assistant's turns at its end; None where it is a string or token ids.
+
+    Raises:
+        UserError: they are no messages, or all the assistant's.
+    """
+    prompt = next((row[name] for name in ("prompt", "messages") if row.get(name) is not None), "")
+    return None if isinstance(prompt, str) else asked(as_messages(prompt))
 
 
 def prompt_text(row: Row) -> str:
-    """The prompt that rewards read: the string, or the last message's content; empty for token ids."""
-    prompt = row.get("prompt", row.get("messages", ""))
-    if isinstance(prompt, str):
-        return prompt
-    return str(asked(as_messages(prompt))[-1]["content"])
+    """The prompt that rewards read: the string, or the text of the last message's content; empty for token ids."""
+    messages = prompt_messages(row)
+    if messages is None:
+        return row.get("prompt") or ""
+    content = messages[-1].get("content")
+    if not isinstance(content, list | tuple | np.ndarray):
+        return "" if content is None else str(content)
+    # As templates join them; a picture has no text.
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
 def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
@@ -80,8 +90,13 @@ def render_messages(
     messages: List[dict[str, Any]], row: Row, tokenizer: Tokenizer, settings: Rendering, trained_from: int = 0
 ) -> Rendered:
     """Renders a chat with the row's tools; the assistant's turns from message `trained_from` on are trained."""
-    tools = as_tools(column(row, "tools", settings.columns, None))
-    return render_chat(messages, tokenizer, trained_from=trained_from, **tools, **settings.template_kwargs)
+    return render_chat(messages, tokenizer, trained_from=trained_from, **_template_kwargs(row, settings))
+
+
+def _template_kwargs(row: Row, settings: Rendering) -> dict[str, Any]:
+    """The variables of the chat template: the recipe's, the row's own, which take precedence, and its tools."""
+    more = as_template_kwargs(column(row, TEMPLATE_KWARGS, settings.columns, None))
+    return {**settings.template_kwargs, **more, **as_tools(column(row, "tools", settings.columns, None))}
 
 
 def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
@@ -102,7 +117,7 @@ def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
 def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -> Rendered:
     """Tokens of prompt and completion, trained from the completion's first token."""
     tokens = np.asarray([*prompt, *completion], np.int32)
-    return tokens, np.arange(len(tokens)) >= len(prompt)
+    return Rendered(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 def as_chat(role: str, text: str, settings: Rendering) -> list[dict[str, Any]]:
@@ -122,17 +137,16 @@ def _text_row(row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
     return joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
 
 
-def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> np.ndarray:
+def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
     """The prompt's tokens: ids, a string, or a chat up to the start of the assistant's turn."""
     if settings.format == "tokens":
-        return given_ids(row, ("prompt_ids",), tokenizer, settings)[0]
+        return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
     tokenizer = needed(tokenizer, settings)
     prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
     if isinstance(prompt, str) and not settings.chat:
-        return np.asarray(tokenizer.encode(prompt, bos=tokenizer.adds_bos), np.int32)
+        return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
     messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
-    tools = as_tools(column(row, "tools", settings.columns, None))
-    return render_prompt(messages, tokenizer, **tools, **settings.template_kwargs)
+    return render_prompt(messages, tokenizer, **_template_kwargs(row, settings))
 
 
 def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.columns import Row, listed, near
 from tunix.data.config import DataConfig
 from tunix.data.pictures import IMAGES
 from tunix.errors import UserError, nearest
-from tunix.types import LOSS_WEIGHTS
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
 Overflow = Literal["truncate", "drop", "error", "keep"]
@@ -53,7 +52,9 @@ SHAPES: Mapping[RowKind, Shapes] = {
 }
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns of 0 and 1 for every token of `input_ids`: 1 is trained."""
-OPTIONAL = ("labels", *MASKS, "attention_mask", "loss_weights", "weight", "tools", "margin", IMAGES)
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""The column of a row's own variables of the chat template, e.g. `{"enable_thinking": false}`."""
+OPTIONAL = ("labels", *MASKS, "attention_mask", "loss_weights", "weight", "tools", TEMPLATE_KWARGS, "margin", IMAGES)
 FIXED = ("prompt", "margin")
 """Optional columns of pairs that every row has or none; for token ids `loss_weights` is such a column."""
 

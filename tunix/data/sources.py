@@ -10,6 +10,7 @@ import bisect
 import itertools
 import json
 import re
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ class Rows:
             raise UserError(f"{name} is empty: there are no rows to read")
         self.name, self.folder = name, folder
         self._table = table
+        self._pads = _is_arrow(table)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -62,7 +64,7 @@ class Rows:
         row = self._table[i]
         if not isinstance(row, Mapping):
             raise UserError(f"row {i + 1} of {self.name} is {row!r:.80}, not an object with columns")
-        return dict(row)
+        return dict(_without_padding(row) if self._pads else row)
 
 
 def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None) -> Rows:
@@ -173,6 +175,21 @@ def _open_file(path: Path) -> Table:
     return _Jsonl(path) if path.suffix == ".jsonl" else _Arrow(_read_table(path))
 
 
+def _is_arrow(table: Table) -> bool:
+    """Whether the rows are stored by Arrow, whose structs have the keys of all rows, null where a row lacks them."""
+    if isinstance(table, _Chain):
+        return all(map(_is_arrow, table.tables))
+    datasets = sys.modules.get("datasets")  # imported, if any of its tables exists
+    return isinstance(table, _Arrow) or (datasets is not None and isinstance(table, datasets.Dataset))
+
+
+def _without_padding(value: Any, inside: bool = False) -> Any:
+    """A value of Arrow without the null keys of structs; a column that is null stays."""
+    if isinstance(value, Mapping):
+        return {key: _without_padding(x, True) for key, x in value.items() if x is not None or not inside}
+    return [_without_padding(x, True) for x in value] if isinstance(value, list) else value
+
+
 def _read_table(path: Path) -> pyarrow.Table:
     """A Parquet file in memory, or an Arrow file (stream or file format) mapped into it."""
     import pyarrow
@@ -243,7 +260,7 @@ class _Chain:
     """Several tables one after the other."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        self._tables = tables
+        self.tables = tables
         self._ends = list(itertools.accumulate(map(len, tables)))
 
     def __len__(self) -> int:
@@ -251,7 +268,7 @@ class _Chain:
 
     def __getitem__(self, i: int) -> Any:
         t = bisect.bisect_right(self._ends, i)
-        return self._tables[t][i - self._ends[t] + len(self._tables[t])]
+        return self.tables[t][i - self._ends[t] + len(self.tables[t])]
 
 
 def texts(rows: Rows) -> Iterator[str]:

@@ -4,7 +4,10 @@ They write the format that the families were trained on (Gemma's turns and Gemma
 im_start) and no more: no default system prompt, no tools, no thinking blocks. A folder's own template takes precedence.
 """
 
+from pathlib import Path
 from typing import Literal, get_args
+
+from tunix.errors import UserError, nearest
 
 TemplateName = Literal["gemma", "gemma4", "llama3", "chatml"]
 TEMPLATE_NAMES: tuple[TemplateName, ...] = get_args(TemplateName)
@@ -111,3 +114,29 @@ STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "gemma4": True, "lla
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 """Tokens that end an assistant's turn in the families' formats; a vocabulary has some of them or none."""
+
+
+def template_text(spec: str) -> str:
+    """The Jinja source of the chat template that `data.chat_template` names.
+
+    Args:
+        spec: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file.
+
+    Raises:
+        UserError: there is no such name or file.
+    """
+    if spec in TEMPLATES:
+        return TEMPLATES[spec]
+    path = Path(spec).expanduser()
+    if path.suffix != ".jinja":
+        hint = nearest(spec, TEMPLATE_NAMES)
+        raise UserError(
+            f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATE_NAMES)} or a .jinja file.{hint}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"data.chat_template: there is no file {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"data.chat_template: {path} cannot be read: {reason}") from error

@@ -1,4 +1,5 @@
-"""Generated rows for `--tiny`, one function for each shape that `data.format` names; every call returns the same rows.
+"""Generated rows for `--tiny`, in place of those of the hub: a function for each shape that `data.format` names; every
+call returns the same rows.
 
 Sums of small numbers: short enough for a byte tokenizer, of different lengths, and with a rule that can be learned.
 Chats and prompts have the columns that the shipped rewards and environments read.
@@ -72,33 +73,10 @@ def pairs() -> list[dict[str, Any]]:
     ]
 
 
-def chat_pairs() -> list[dict[str, Any]]:
-    """Pairs whose prompt and answers are separate lists of messages."""
-    return [
-        {
-            "prompt": [_said("user", row["prompt"])],
-            **{side: [_said("assistant", row[side])] for side in ("chosen", "rejected")},
-            "margin": row["margin"],
-        }
-        for row in pairs()
-    ]
-
-
 def conversations() -> list[dict[str, Any]]:
     """Pairs in UltraFeedback's form: two whole conversations, and the question in a separate column."""
     return [
         {**row, **{side: list(_turn(row["prompt"], row[side])) for side in ("chosen", "rejected")}} for row in pairs()
-    ]
-
-
-def transcripts() -> list[dict[str, Any]]:
-    """Pairs in the form of Anthropic's HH: two whole texts."""
-    return [
-        {
-            **{side: f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[side]}" for side in ("chosen", "rejected")},
-            "margin": row["margin"],
-        }
-        for row in pairs()
     ]
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix.config import RowKind
+from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.columns import Row, as_integers, as_weights, column
 from tunix.data.shapes import MASKS, SHAPES, Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.types import LOSS_WEIGHTS
 
 HARMLESS = ("special_tokens_mask",)
 """Columns with a number for every token that say nothing of what is trained or seen."""

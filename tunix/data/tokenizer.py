@@ -22,20 +22,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
+from tunix.data.traced import Outline
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from tunix.data.picture_reader import PictureReader
+
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+GENERATION_CONFIG = "generation_config.json"
 READ = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files that are read of a tokenizer's folder, and copied into an export."""
+
+_WITH_EOS = (GENERATION_CONFIG, "config.json")
+"""Files that may name eos ids; the first takes precedence, as in transformers."""
 
 # Qwen's word splitter. For a folder of model type qwen2 AutoTokenizer builds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: other readers of an exported folder then get the ids of training.
@@ -75,7 +81,8 @@ class Tokenizer:
     hf: PreTrainedTokenizerFast
     """The transformers tokenizer, which determines everything here."""
     generation_stops: tuple[int, ...] = ()
-    """The eos ids of the folder's generation_config.json."""
+    """Further ids that end a completion: the eos ids of the folder's generation_config.json, or of its config.json,
+    and what a turn of the chat template ends in."""
     pictures: PictureReader | None = None
     """How pictures are read; None where the model sees none."""
 
@@ -108,7 +115,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: EOS, the families' end-of-turn tokens, those of generation_config.json."""
+        """Ids that end a completion: EOS, the families' end-of-turn tokens, and `generation_stops`."""
         turns = [self._added_vocab[token] for token in END_OF_TURN if token in self._added_vocab]
         eos = self._id(self.hf.eos_token)
         return tuple(dict.fromkeys((*([] if eos is None else [eos]), *turns, *self.generation_stops)))
@@ -202,14 +209,63 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
     ) -> str:
         """The text of a conversation by the chat template, soft tokens of pictures included; errors of Jinja are not
-        caught."""
-        text = self.hf.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
+        caught. It is that of `apply_chat_template`, for messages without null."""
+        return self.expanded(self._templated(messages, template_kwargs, add_generation_prompt)[0])
+
+    @cached_property
+    def outlines(self) -> dict[Hashable, Outline]:
+        """What the chat template writes around conversations of each shape that was rendered."""
+        return {}
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template or "") is not None
+
+    def generation_spans(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[tuple[int, int]]:
+        """The first and end characters of each part of `apply_template`'s text that the template marks as generated."""
+        text, spans = self._templated(messages, template_kwargs, return_assistant_tokens_mask=True)
+        return [(len(self.expanded(text[:begin])), len(self.expanded(text[:end]))) for begin, end in spans]
+
+    def _templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        return_assistant_tokens_mask: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The template's text, and the characters between its generation marks where they are asked for."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
             add_generation_prompt=add_generation_prompt,
-            **template_kwargs,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **{**self._special_tokens, **template_kwargs},
         )
-        return self.expanded(text)  # pyright: ignore[reportArgumentType]
+        return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(self.hf.special_tokens_map)
+
+    @cached_property
+    def reads_arguments_as_text(self) -> bool:
+        """Whether the chat template writes a tool call's arguments as a string of JSON and fails for an object, as that
+        of DeepSeek V3 does."""
+        from jinja2 import TemplateError
+
+        def writes(arguments: object) -> bool:
+            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                self.apply_template([{"role": "user", "content": "a"}, said])
+            except (TemplateError, TypeError, ValueError):
+                return False
+            return True
+
+        return not writes({"a": "b"}) and writes('{"a": "b"}')
 
     def expanded(self, text: str) -> str:
         """The text with the soft tokens of each picture that it marks; unchanged for a model that sees none."""
@@ -384,14 +440,32 @@ def _settings(source: str, name: str) -> dict[str, Any]:
 
 
 def _generation_stops(source: str) -> tuple[int, ...]:
-    """EOS ids in the generation_config.json of a folder or a hub id; empty where it has none or names none."""
-    try:
-        ids = _settings(source, "generation_config.json").get("eos_token_id")
-    except ValueError as error:
-        raise UserError(f"{source}: generation_config.json is not JSON: {error}. Fix or delete it") from error
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    """EOS ids of a generation_config.json, or of the config.json where that names none; empty without any."""
+    for name in _WITH_EOS:
+        try:
+            fields = _settings(source, name)
+        except ValueError as error:
+            raise UserError(f"{source}/{name} is not JSON: {error}. Fix or delete it") from error
+        if ids := eos_ids(fields, f"{source}/{name}"):
+            return ids
+    return ()
+
+
+def eos_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    """The `eos_token_id` of a folder's JSON file, which may be one id or a list; empty where it names none.
+
+    Args:
+        fields: the file's content.
+        file: its name, for messages.
+
+    Raises:
+        UserError: it is no id.
+    """
+    ids = fields.get("eos_token_id")
+    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
+        raise UserError(f"{file}: eos_token_id is {ids!r:.80}, neither a token id nor a list of them. Fix it")
+    return tuple(listed)
 
 
 def bytes_tokenizer(template: TemplateName = "gemma", pictures: bool = False) -> Tokenizer:

@@ -9,6 +9,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from tunix.distributed.place import MEETING, Place
 from tunix.errors import UserError
+from tunix.util.ports import is_loopback, refuse_taken
 
 SILENCE = 30.0
 """Seconds without a sign of life after which a process is taken for dead."""
@@ -18,11 +19,12 @@ def join(place: Place, deadline: float = MEETING) -> None:
     """Meets the other processes; has to come before JAX's first use of a device.
 
     Raises:
-        UserError: they were not there in time.
+        UserError: they were not there in time, or the coordinator's port is taken.
     """
     state = runtime.global_state
     try:
         if place.process == 0:
+            refuse_taken(place.coordinator)
             _serve(place)
         # As `jax.distributed.initialize` does, but for the coordinator, which it would put into process 0.
         client = _jax.get_distributed_runtime_client(
@@ -35,6 +37,8 @@ def join(place: Place, deadline: float = MEETING) -> None:
             use_compression=True,
         )
         client.connect()
+    except UserError:
+        raise
     except Exception as error:  # jaxlib raises its own kinds
         end_service()
         raise UserError(_late(place, deadline, error)) from error
@@ -55,7 +59,7 @@ def _serve(place: Place) -> None:
     """
     host, _, port = place.coordinator.rpartition(":")
     # On a machine's own address it listens at all of them: which one others see it by is not known here.
-    address = place.coordinator if host in ("localhost", "127.0.0.1") else f"[::]:{port}"
+    address = place.coordinator if is_loopback(host) else f"[::]:{port}"
     words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(place.processes)]
     command = [*words, str(int(2 * SILENCE)), str(2 * SILENCE)]
     # It says nothing of processes that end: the others do.

@@ -18,8 +18,9 @@ from tunix.hf.base_fingerprint import foreign_base, rounding_of
 from tunix.hf.model_folder import resolve_folder, reward_model
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
+from tunix.hf.run_export import exported
 from tunix.hf.safetensors_io import some
-from tunix.hf.source import Source, exported
+from tunix.hf.source import Source
 from tunix.lora.adapt import quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig

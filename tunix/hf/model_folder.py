@@ -8,7 +8,7 @@ the unrounded model is never in memory. Writing: the same way back, into an atom
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from tunix.errors import UserError
 from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
 from tunix.hf.compressed_tensors import VALUES, entries, unpacked
 from tunix.hf.expert_stacks import apart, hint, together
+from tunix.hf.generation_config import write_generation_config
 from tunix.hf.mxfp4 import with_blocks
 from tunix.hf.passengers import as_it_is, passenger_fields, passengers
 from tunix.hf.picture_settings import write_settings
@@ -45,7 +46,7 @@ from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
 
-BESIDE_WEIGHTS = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -55,9 +56,8 @@ BESIDE_WEIGHTS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
-"""Files that an export copies from the folder that training started from."""
+"""Files of a tokenizer that an export copies from the folder that training started from."""
 
 HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|masked_bias)$")
 """Buffers that older folders contain although the model computes them."""
@@ -234,6 +234,7 @@ def save_folder(
     rules: Rules | None = None,
     packed: bool = False,
     base: Path | None = None,
+    stops: Sequence[int] = (),
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
@@ -251,6 +252,7 @@ def save_folder(
         packed: whether the weights are rounded here and written in few bits.
         base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
             with are taken along (`FamilyText.passengers`). None for none.
+        stops: ids that end a completion, which generation_config.json will contain.
         max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
@@ -267,7 +269,7 @@ def save_folder(
                 inside = fields if config.vision is None else fields["text_config"]
                 inside |= passenger_fields(base, config.family)
             if processes.lead():
-                write_beside(folder.path, config, fields, source, scores, rules, packing)
+                write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
                     write_settings(folder.path, config.vision, [one for one in (source, base) if one is not None])
         called = spelling(config, base)
@@ -286,8 +288,11 @@ def write_beside(
     scores: bool = False,
     rules: Rules | None = None,
     packing: Mapping[str, Packing] | None = None,
+    stops: Sequence[int] = (),
+    base: Path | None = None,
 ) -> None:
-    """Writes everything but the weights: config.json with these fields and more, the tokenizer's files, the rules.
+    """Writes everything but the weights: config.json with these fields and more, generation_config.json, the
+    tokenizer's files, the rules.
 
     Args:
         folder: where they are written.
@@ -296,10 +301,11 @@ def write_beside(
         source: the folder whose tokenizer files are copied; None for none.
         scores, rules: as in `save_folder`.
         packing: how matrices are packed, by our short names; None where none are.
+        stops, base: as in `save_folder`.
     """
-    for name in BESIDE_WEIGHTS:
-        if source is not None and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    if source is not None:
+        copy_tokenizer(source, folder)
+    write_generation_config(folder, (source, base), stops, config.stops)
     if scores:
         pad = padding(config, source)
         fields |= classifier_fields(config, pad)
@@ -310,6 +316,13 @@ def write_beside(
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
         fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), _modules(config))
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the files of a folder's tokenizer."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _modules(config: DecoderConfig) -> dict[str, tuple[str, ...]]:

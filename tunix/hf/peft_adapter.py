@@ -12,7 +12,7 @@ Axes: L layers, r rank, D model width, N query heads, H head dim, E experts, F f
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import FILE, named_base
-from tunix.hf.model_folder import STORED_DTYPE
+from tunix.hf.generation_config import write_generation_config
+from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer
 from tunix.hf.peft_config import CONFIG, described, text
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.sending import sent
@@ -50,6 +51,8 @@ def save_adapter(
     base: str,
     scores: bool = False,
     fingerprint: str | None = None,
+    tokenizer: Path | None = None,
+    stops: Sequence[int] = (),
 ) -> None:
     """Writes a PEFT folder that loads on transformers' model of the family.
 
@@ -61,6 +64,9 @@ def save_adapter(
         base: hub id or path of the base model, where PEFT will look for it.
         scores: whether the value head is written too, as a reward model's.
         fingerprint: the base's (`hf.base_fingerprint.fingerprint`), if it is known.
+        tokenizer: folder of a tokenizer that is not the base's, or has another chat template; None where it is the
+            base's.
+        stops: ids that end a completion; generation_config.json goes with the tokenizer.
 
     Raises:
         UserError: something is at `path`, or the disk refuses.
@@ -71,6 +77,9 @@ def save_adapter(
                 (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
             if processes.lead():
                 (folder.path / CONFIG).write_text(text(adapter, base, scores, config), encoding="utf-8")
+            if processes.lead() and tokenizer is not None:
+                copy_tokenizer(tokenizer, folder.path)
+                write_generation_config(folder.path, (tokenizer,), stops, config.stops)
         write_share(folder, 0, WEIGHTS, list(_entries(params, adapter, config, scores)))
 
 

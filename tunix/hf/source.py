@@ -16,17 +16,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType, ModelConfig
-from tunix.data.chat import with_template
+from tunix.data.chat import turn_end, with_template
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows, texts
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
 from tunix.hf.checked_config import read_folder
+from tunix.hf.classifier_folder import TOKENIZER_CONFIG
+from tunix.hf.generation_config import write_generation_config
 from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
 from tunix.hf.picture_settings import with_reader
+from tunix.hf.run_export import exported
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
@@ -38,7 +41,6 @@ from tunix.models.quantization.formats import SCALE, Quantization, check_support
 from tunix.models.quantization.rules import Rules, read_rules
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
-from tunix.util.yaml_io import read_mapping
 
 TOKENIZER = "tokenizer"
 """Folder within a run folder, with the tokenizer that the run made or changed."""
@@ -88,8 +90,7 @@ class Source:
         """Ids that end a completion: the tokenizer's stop tokens, or those of the folder's config.json."""
         if self.tokenizer is not None:
             return self.tokenizer.stop_ids
-        ids = dict(self.decoder.stops).get("eos_token_id")
-        return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
+        return listed_ids(dict(self.decoder.stops).get("eos_token_id"))
 
 
 def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -> Source:
@@ -117,21 +118,11 @@ def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -
         print(doubt, file=sys.stderr)
     rounding = None if merged is None else rounding_of(merged)
     rules = read_rules(folder)
-    return Source(decoder, load_tokenizer(folder), folder, merged, rounding, rules, name, folder)
-
-
-def exported(run: Path) -> Path:
-    """The folder that a finished run exported; the last stage's, if the run has stages.
-
-    Raises:
-        UserError: the run has not exported yet.
-    """
-    stages = read_mapping(run / "recipe.yaml").get("stages") or []
-    last = f"{len(stages) - 1}_*/export" if stages else "export"
-    found = next(run.glob(last), None)
-    if found is None:
-        raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder: tunix export {run} OUT")
-    return found
+    tokenizer, files = load_tokenizer(folder), folder
+    if merged is not None and (merged / TOKENIZER_CONFIG).is_file() and (changed := load_tokenizer(merged)):
+        # The run that trained the adapter had another tokenizer, or another chat template.
+        tokenizer, files = _stopping(changed, tokenizer), merged
+    return Source(decoder, tokenizer and _stopping(tokenizer), folder, merged, rounding, rules, name, files)
 
 
 def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | None) -> Source:
@@ -158,8 +149,9 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
         if tokenizer is not None and (chat_template is not None or config.path is None):
             with atomic_folder(kept) as folder:
                 tokenizer.save(folder)
-    if kept.is_dir():
-        source = replace(source, tokenizer=load_tokenizer(kept), files=kept)
+                write_generation_config(folder, (source.files, source.folder), _stopping(tokenizer).stop_ids)
+    if kept.is_dir() and (tokenizer := load_tokenizer(kept)):
+        source = replace(source, tokenizer=_stopping(tokenizer, source.tokenizer), files=kept)
     check_vocabulary(source)
     if data.pictures is None:
         return source
@@ -191,6 +183,15 @@ def _made(config: ModelConfig, decoder: DecoderConfig, rows: Rows | None) -> Tok
     return load_tokenizer(config.tokenizer) if config.tokenizer else None
 
 
+def _stopping(tokenizer: Tokenizer, replaced: Tokenizer | None = None) -> Tokenizer:
+    """The tokenizer with all ids to stop at: those of its folder, of the tokenizer that it replaces, and what the turns
+    of its chat template end in."""
+    stops = [*tokenizer.generation_stops, *(replaced.generation_stops if replaced else ())]
+    if (end := turn_end(tokenizer)) is not None:
+        stops.append(end)
+    return replace(tokenizer, generation_stops=tuple(dict.fromkeys(stops)))
+
+
 def _with_template(tokenizer: Tokenizer | None, chat_template: str) -> Tokenizer:
     if tokenizer is None:
         raise UserError("data.chat_template changes nothing for a model without a tokenizer: its rows are token ids")
@@ -211,12 +212,16 @@ def check_vocabulary(source: Source) -> None:
 
 
 def with_stops(source: Source) -> DecoderConfig:
-    """The structure with the tokenizer's special ids, which an exported config.json needs."""
-    if source.folder or source.tokenizer is None:
+    """The structure with the special ids of an exported config.json: the folder's, or the tokenizer's where there is
+    no folder; and with all ids that end a completion."""
+    if (t := source.tokenizer) is None:
         return source.decoder
-    t = source.tokenizer
-    stops = (("bos_token_id", t.bos_id), ("eos_token_id", t.eos_id), ("pad_token_id", t.pad_id))
-    return replace(source.decoder, stops=stops)
+    stops = dict(source.decoder.stops)
+    if source.folder is None:
+        stops = {"bos_token_id": t.bos_id, "eos_token_id": t.eos_id, "pad_token_id": t.pad_id}
+    if missing := set(source.stop_ids) - set(eos := listed_ids(stops.get("eos_token_id"))):
+        stops["eos_token_id"] = (*eos, *(i for i in source.stop_ids if i in missing))
+    return replace(source.decoder, stops=tuple(stops.items()))
 
 
 def weights(
@@ -392,6 +397,11 @@ def _base(adapter: Path) -> str:
     if not (named := named_base(adapter)):
         raise UserError(f"{adapter} is an adapter that names no base: give the base, and --adapter {adapter}")
     return named
+
+
+def listed_ids(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Special ids of a folder, which may be none or one."""
+    return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
 
 def _family(config: ModelConfig) -> str:

@@ -26,7 +26,8 @@ from tunix.data.shapes import Format, Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
-from tunix.hf.source import Source, check_vocabulary, exported, loaded, pretrained, require_lm_head
+from tunix.hf.run_export import exported
+from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head
 from tunix.inference.text_stream import until_stop
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
@@ -103,18 +104,29 @@ class InferenceModel:
         return DataConfig.model_validate(read_mapping(exported(folder).parent / "recipe.yaml")["data"])
 
     @cached_property
+    def rendered_as(self) -> DataConfig | None:
+        """The `data` section that says how prompts are rendered: that of the run, or of the run in whose folder a model
+        is the export; None for any other model."""
+        folder = Path(self.options.model).expanduser()
+        recipe = folder.parent / "recipe.yaml"
+        if self.trained_on is not None or folder.name != "export" or not recipe.is_file():
+            return self.trained_on
+        return DataConfig.model_validate(read_mapping(recipe)["data"])
+
+    @cached_property
     def plain_reason(self) -> str | None:
         """The reason why strings are sent unchanged; None where they are sent as a user's message.
 
         Raises:
-            UserError: a system message was given for strings that are sent unchanged.
+            UserError: a system message was given for strings that are sent unchanged; or the rows of the run are gone,
+                which would tell.
         """
         reason = None
         if self.options.raw:
             reason = "--raw was given"
         elif not self.has_template:
             reason = f"{self.options.model} has no chat template"
-        elif self.trained_on is not None and not _of_chats(self.trained_on, self.options.model):
+        elif self.rendered_as is not None and not _of_chats(self.rendered_as, self.options.model):
             reason = f"{self.options.model} was trained on plain strings"
         if reason is not None and self.options.system is not None:
             raise UserError(f"--system: {reason}, so a prompt is sent as it stands and has no system message")
@@ -123,14 +135,14 @@ class InferenceModel:
     @property
     def system(self) -> str | None:
         """The system message of chats: that of the options, else the run's."""
-        if self.options.system is not None or self.trained_on is None:
+        if self.options.system is not None or self.rendered_as is None:
             return self.options.system
-        return self.trained_on.system
+        return self.rendered_as.system
 
     @property
     def template_kwargs(self) -> Mapping[str, Any]:
         """Variables for the chat template, from the run."""
-        return self.trained_on.template_kwargs if self.trained_on else {}
+        return self.rendered_as.template_kwargs if self.rendered_as else {}
 
     def weights(self, devices: Sequence[Any] | None = None) -> tuple[Model, Params, Mesh]:
         """Reads the weights onto these devices, by default all; the caller owns them, since they are not cached."""
@@ -184,7 +196,7 @@ class InferenceModel:
         )
         example = to_example(row, self.tokenizer, rendering, where)
         if isinstance(example, Dropped):
-            raise UserError(f"{where}: {name} is empty; give it at least one token")
+            raise UserError(f"{where}: {example.detail or f'{name} is empty; give it at least one token'}")
         tokens = example.sequences[0].tokens
         if tokens.min() < 0:
             raise UserError(f"{where}: input_ids holds {tokens.min()}, which is no token id")
@@ -215,7 +227,8 @@ class InferenceModel:
         if self.trained_on is not None:
             return self.trained_on
         chat = self.plain_reason is None
-        return DataConfig(train=train, max_length=length, chat=chat, system=self.system if chat else None)
+        rendered = {"chat": chat, "system": self.system if chat else None, "template_kwargs": self.template_kwargs}
+        return DataConfig(train=train, max_length=length, **rendered)
 
     def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
         """The text of a completion, without the stop string and, by default, special tokens; None without a
@@ -277,9 +290,11 @@ def _of_chats(data: DataConfig, run: str) -> bool:
         row = open_rows(data.train, data.split)[0]
     except UserError as error:
         raise UserError(
-            f"{error}. The rows of {run} tell how it reads a prompt: say --raw for plain strings, or name "
-            f"{exported(Path(run).expanduser())} to have it rendered as a chat"
+            f"{error}. They are the rows of {run}, which tell how it reads a prompt that is a string: say --raw for "
+            "plain strings, or give messages"
         ) from error
     if data.format == "auto" and data.columns.get("messages", "messages") in row:
         return True
-    return not any(isinstance(row.get(data.columns.get(name, name)), str) for name in ("prompt", "text"))
+    # The first part of a row; pairs may be whole transcripts, without a prompt.
+    parts = (row.get(data.columns.get(name, name)) for name in ("prompt", "text", "chosen"))
+    return not isinstance(next((part for part in parts if part is not None), None), str)

@@ -80,7 +80,9 @@ def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, rendering: Re
     where = f"row {index + 1} of {rows.name}"
     example = to_example(rows[index], tokenizer, rendering, where)
     if not isinstance(example, Kept):
-        raise UserError(f"{where}: nothing to score in a row of fewer than two tokens; leave it out")
+        raise UserError(
+            f"{where}: {example.detail or 'nothing to score in a row of fewer than two tokens; leave it out'}"
+        )
     (sequence,) = example.sequences
     size = len(sequence.tokens)
     if size > max_length:

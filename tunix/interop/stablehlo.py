@@ -18,8 +18,9 @@ import numpy as np
 from jax import export
 
 from tunix.config import DType, MeshConfig
-from tunix.errors import UserError
-from tunix.hf.model_folder import BESIDE_WEIGHTS
+from tunix.errors import UserError, install_command
+from tunix.hf.generation_config import write_generation_config
+from tunix.hf.model_folder import copy_tokenizer
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head
 from tunix.interop.orbax_arrays import Deferred, write_arrays
 from tunix.interop.programs import STEP, Flat, Programs, Shapes, flat
@@ -66,9 +67,8 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
         description = _description(found, programs, weights)
         (folder / "description.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         shutil.copyfile(SCRIPT, folder / "generate.py")
-        for name in BESIDE_WEIGHTS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_tokenizer(source, folder)
+        write_generation_config(folder, (source,), ())
         _write_weights(folder / "weights", weights)
     return f"python {out}/generate.py '[[1, 2, 3]]' --max-tokens 16"
 
@@ -78,7 +78,7 @@ def _require_flatbuffers() -> None:
     if find_spec("flatbuffers") is None:
         raise UserError(
             "--format stablehlo: jax writes programs with the package flatbuffers, which is not installed: "
-            "pip install 'tunix[stablehlo]'"
+            + install_command("stablehlo")
         )
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 from tunix.launch.placement import Placement, placement
 from tunix.launch.storage import Mount, require_lasting, require_shared, sent_along
 from tunix.recipe.recipe import Recipe
@@ -128,7 +128,7 @@ def _check(options: Options) -> None:
     if not slurm and options.image is None:
         extra = {"gke-gpu": "gpu", "gke-tpu": "tpu"}.get(target, "pathways,gcs")
         raise UserError(
-            f"--image is missing: there is no public one. Build an image with `pip install 'tunix[{extra}]'` in it, "
+            f"--image is missing: there is no public one. Build an image with {install_command(extra)}, "
             "push it to where the cluster pulls from, and name it: --image REGISTRY/tunix:TAG"
         )
     if target == "pathways" and not (options.pathways_dir or "").startswith("gs://"):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.lora.config import AdapterConfig, Low
+from tunix.lora.config import TABLES, AdapterConfig, Low
 from tunix.models.attention.inputs import Segments
 from tunix.models.banks import BANK_PAIRS
 from tunix.models.blocks import PARTS, Block
@@ -37,8 +37,6 @@ from tunix.util.exact import jit
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """PEFT's initial A (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that
 published learning rates mean the same here. qwix's default, he_uniform, is sqrt(6) = 2.45 times as wide."""
-TABLES = {"embed_tokens": "embed/w", "lm_head": "head/w"}
-"""Hugging Face's names of the tables -> ours."""
 
 
 def tables(adapter: AdapterConfig, decoder: DecoderConfig) -> tuple[str, ...]:

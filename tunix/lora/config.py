@@ -6,12 +6,15 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from tunix.config import BaseType, Config, Fraction, Positive
+from tunix.config import BaseType, Config, Fraction, Place, Positive
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
-from tunix.models.quantization.modules import EXPERTS, PROJECTIONS, matched, projections_of
+from tunix.models.families.table import axes_of, count_weights, tensors_of
+from tunix.models.quantization.modules import BANKS, EXPERTS, PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
+TABLES: dict[str, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
+"""Hugging Face's names of the tables -> ours."""
 
 
 class Low(NamedTuple):
@@ -25,7 +28,7 @@ class Low(NamedTuple):
 class AdapterConfig(Config):
     """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685) on a frozen base."""
 
-    source: str | None = Field(default=None, alias="from")
+    source: Place | None = Field(default=None, alias="from")
     """A PEFT folder, a hub id of one, or a run that exported an adapter: training goes on from its A and B. Its rank,
     alpha, patterns, targets and kind are read from there, and what is also set here has to agree. The base
     stays the reference. `model.path` is its base, or ends in the same adapter."""
@@ -175,6 +178,24 @@ class AdapterConfig(Config):
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
         there = projections_of(config)
         return {ours: self._low(name) for name in self.targeted_in(config) for ours in there[name]}
+
+    def count_weights(self, config: DecoderConfig) -> int:
+        """How many weights train: those of the low-rank matrices, of DoRA's magnitudes and of the tables in `also`."""
+        sizes, tensors, counts = axes_of(config), tensors_of(config), count_weights(config)
+        number = sum(counts[table] for table in {"embed/w" if config.tied else TABLES[name] for name in self.also})
+        for ours, low in self.modules_of(config).items():
+            tensor = tensors[f"layers/{ours}/w"]
+            layers = len(config.layers_with(tensor.mixer))
+            axes = [sizes[axis] for axis in tensor.ours.split()]
+            if ours in BANKS:
+                experts, inputs, outputs = axes
+                # gate and up share their A.
+                shared = 0 if ours == "ups" else inputs
+                number += layers * experts * low.rank * (shared + outputs)
+            else:
+                inputs, outputs = math.prod(axes[: tensor.contracted]), math.prod(axes[tensor.contracted :])
+                number += layers * (low.rank * (inputs + outputs) + self.dora * outputs)
+        return number
 
     def alpha_of(self, name: str) -> float:
         """The alpha of a module, given the last part of its name."""

@@ -221,6 +221,8 @@ class DecoderConfig:
     layer_inputs: int = 0
     """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`per_layer.py`), e.g. 256; 0 where
     it has none."""
+    layer_vocab: int | None = None
+    """Ids that have such embeddings, from 0 on, e.g. 262144; those beyond have none. None: all of the vocabulary."""
     output_gate: bool = False
     """Qwen 3.5: each head's output of attention is multiplied by a sigmoid, made by the other half of q's matrix."""
     linear_layers: tuple[bool, ...] = ()

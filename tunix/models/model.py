@@ -59,7 +59,7 @@ class Model:
     gradient_sums: GradientSums = "compute"
     """Dtype in which the gradients of matrices are summed over tokens and devices: `dtype`, or float32."""
     router_aux_loss_coef: float = 0.0
-    """What a mixture's `load_balance` is multiplied by in the loss that trains it; 0 for no such loss."""
+    """What `trainer.expert_load.load_balance` is multiplied by in the loss that trains it; 0 for no such loss."""
     attention: str = "auto"
     """Name of the implementation of attention within rows; see `attend.implementation`."""
     adapt: Adapt | None = None

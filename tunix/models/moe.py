@@ -36,7 +36,7 @@ from tunix.models.expert_products import in_rows, routes
 from tunix.models.gated_ffn import gated, joined, projections
 from tunix.models.layers import TokenKeys, weight
 
-BALANCE, ROWS, CHOSEN = "load_balance", "rows", "chosen"
+ROWS, EXPECTED, CHOSEN = "rows", "expected", "chosen"
 """The auxiliary terms of a layer."""
 EXACT = jax.lax.Precision.HIGHEST
 SPLIT = ("expert", "tensor")
@@ -124,9 +124,9 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
 
-        The auxiliary term `rows` counts the tokens that chose each expert. `load_balance` is E times the sum over
-        experts of the share of choices and the mean probability: 1 where all are used alike, E where one is used alone
-        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4). `chosen` are the experts of each token.
+        The auxiliary term `rows` counts the tokens that chose each expert, and `expected` is k times the sum of their
+        probabilities: the rows that draws from the router would have in the mean, k a token as of `rows`. Sums of
+        both over micro-batches are those of the whole. `chosen` are the experts of each token.
 
         Args:
             x: what the experts compute.
@@ -258,8 +258,7 @@ def _usage(
     scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int
 ) -> dict[str, Float[Array, "..."]]:
     """The auxiliary terms of one layer."""
-    tokens = jnp.maximum(jnp.sum(real), 1)
     shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
     rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
-    means = jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1)) / tokens
-    return {BALANCE: number * jnp.sum(rows / (tokens * choice.experts.shape[-1]) * means), ROWS: rows}
+    expected = choice.experts.shape[-1] * jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1))
+    return {ROWS: rows, EXPECTED: expected}

@@ -1,9 +1,11 @@
 """Inputs of each layer's own: embeddings that a token has for each layer, beside the stream that passes through all.
 
 For each layer, a token's row of a second table and a projection of its usual embedding are added up. The layer gates
-them by its output, and adds what it makes of them to the stream (Gemma 4 E2B and E4B, after Gemma 3n).
+them by its output, and adds what it makes of them to the stream (Gemma 4 E2B and E4B, after Gemma 3n). The table may
+have more rows than there are ids, or fewer: an id beyond it has the projection alone.
 
-Axes: B rows, T time, V vocabulary, D model width, L layers, Dp width of inputs of layers, Da width of all of them.
+Axes: B rows, T time, D model width, L layers, Dp width of inputs of layers, Da width of all of them, Vl ids that
+have inputs of layers.
 """
 
 import jax
@@ -30,7 +32,8 @@ class LayerInputs(nnx.Module):
     """The weights that make the inputs of all layers."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        v, d, layers, width = config.vocab_size, config.d_model, config.num_layers, config.layer_inputs
+        v, d = config.layer_vocab or config.vocab_size, config.d_model
+        layers, width = config.num_layers, config.layer_inputs
         # Rows as long as all layers' together: a TPU would copy the whole table to gather rows of several dimensions.
         self.embed = Matrix(weight(rngs, (v, layers * width), ("vocab", "embed"), std=width**-0.5))
         self.context = Matrix(weight(rngs, (d, layers, width), ("embed", None, None), std=1.0))
@@ -39,7 +42,7 @@ class LayerInputs(nnx.Module):
 
 def layer_inputs(
     config: DecoderConfig,
-    table: Float[Array, "V Da"],
+    table: Float[Array, "Vl Da"],
     context: Float[Array, "D L Dp"],
     norm: Float[Array, "Dp"],
     tokens: Int[Array, "B T"],
@@ -50,7 +53,8 @@ def layer_inputs(
     Args:
         table: for each id the embeddings of all layers, one after the other.
     """
-    own = table[tokens].reshape(*tokens.shape, *context.shape[1:])
+    own = table[tokens] if len(table) >= config.vocab_size else table.at[tokens].get(mode="fill", fill_value=0)
+    own = own.reshape(*tokens.shape, *context.shape[1:])
     own = own.astype(x.dtype) * jnp.asarray(config.layer_inputs**0.5, x.dtype)
     projected = project("BTD,DLF->BTLF", x, context) * config.d_model**-0.5
     projected = rms_norm(projected, norm, eps=config.norm_eps, offset=config.norm_offset)

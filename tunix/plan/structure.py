@@ -7,7 +7,8 @@ from tunix.config import ModelConfig
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import named_base
 from tunix.hf.peft_config import CONFIG
-from tunix.hf.source import Source, exported, from_scratch
+from tunix.hf.run_export import exported
+from tunix.hf.source import Source, from_scratch
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import presets, read_config, with_vision
 

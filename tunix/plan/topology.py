@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 from tunix.plan.chips import CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.util import startup
 
@@ -117,7 +117,7 @@ def require_compiler(topology: str) -> None:
     if not any(_installed(name) for name in COMPILERS[platform]):
         raise UserError(
             f"topology {topology!r}: its compiler is not installed. It runs on any machine: "
-            f"pip install 'tunix[plan-{platform}]'"
+            + install_command(f"plan-{platform}")
         )
 
 

@@ -4,6 +4,7 @@ A file and its overrides -> plain sections -> resolved stages (`stages.py`) -> `
 same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
 """
 
+import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +21,8 @@ from tunix.recipe.algorithms import algorithm_config
 from tunix.recipe.rules import complaints
 from tunix.recipe.sections import Sections
 from tunix.recipe.stages import SOURCE, resolved_stages
-from tunix.recipe.tiny import shrunk, tiny_model, tiny_overrides
-from tunix.util.yaml_io import overridden, problems, read_mapping, without_effect, write_yaml
+from tunix.recipe.tiny import replaced, shrunk, tiny_model
+from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, without_effect, write_yaml
 
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
@@ -50,20 +51,15 @@ class Recipe(Sections):
         Args:
             path: the file; if there is none, the bare name of a recipe that tunix includes, such as `quickstart`.
             overrides: each `section.key=value`, as on the command line; `stages.0.steps=3` overrides within a stage.
-            tiny: a model and data for a laptop; see `tiny`. Overrides of keys that it caps take precedence.
+            tiny: a model and data for a laptop; see `tiny`. What overrides set takes precedence.
 
         Raises:
             UserError: every mistake in the file and the overrides, one line each.
         """
-        path, overrides = _resolved_path(Path(path).expanduser()), list(overrides)
-        sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
-        if ineffective := without_effect(sections, overrides):
-            raise UserError("\n".join(f"{path}: {line}" for line in ineffective))
+        path, overrides = recipe_file(path), list(overrides)
+        sections = written_sections(path, overrides)
         recipe = cls.build(sections, str(path))
-        if not tiny:
-            return recipe
-        uncapped = tiny_overrides(overrides, [stage.algorithm for stage in recipe.stages or (recipe,)])
-        return cls.build(overridden(recipe.tiny(str(path)).sections(), uncapped), str(path))
+        return recipe.tiny(str(path), keys_set(sections, overrides)) if tiny else recipe
 
     @classmethod
     def build(cls, sections: Mapping[str, Any], where: str = "recipe") -> "Recipe":
@@ -118,27 +114,46 @@ class Recipe(Sections):
         kept = [f"{key}: {value}" for key, value in flattened(self.sections()) if not _FREE.match(key)]
         return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
-    def tiny(self, where: str = "recipe") -> "Recipe":
-        """This recipe for a laptop: a two-layer random model of the family, a few generated rows, at most 20 steps.
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """What of a tiny recipe is toy, a phrase each, such as `rows: 64 generated chats`; empty for any other."""
+        return tuple(dict.fromkeys(line for stage in self.stages or (self,) for line in replaced(stage)))
+
+    def tiny(self, where: str = "recipe", said: Iterable[frozenset[str]] = ()) -> "Recipe":
+        """This recipe for a laptop: a two-layer random model of the family and at most 20 steps; rows that would be
+        downloaded become a few generated ones, the user's own stay.
 
         Args:
             where: the file's name, for messages.
+            said: keys that stay as they are, of the recipe or of each of its stages; none by default.
 
         Raises:
             UserError: the family does not follow from the recipe.
         """
-        sections, output = self.sections(), f"{self.output}-tiny"
+        runs, kept = self.stages or (self,), tuple(said)
+        kept = kept or (frozenset(),) * len(runs)
+        output = self.output if "output" in kept[0] else f"{self.output}-tiny"
         try:
-            model = tiny_model(self.model)
-            if not self.stages:
-                return Recipe.build(
-                    {**shrunk(sections, self.algorithm, model["family"]), "model": model, "output": output}, where
-                )
-            staged = zip(sections["stages"], self.stages, strict=True)
-            first, *later = (shrunk(stage, recipe.algorithm, model["family"]) for stage, recipe in staged)
+            model = tiny_model(self.model, self.data, kept[0])
+            parts = self.sections()["stages"] if self.stages else [self.sections()]
+            tiny = [shrunk(part, run.algorithm, model, keys) for part, run, keys in zip(parts, runs, kept, strict=True)]
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        return Recipe.build({"output": output, "stages": [{**first, "model": model}, *later]}, where)
+        tiny[0]["model"] = dict(model.section)
+        return Recipe.build({"output": output, "stages": tiny} if self.stages else {**tiny[0], "output": output}, where)
+
+
+def written_sections(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The plain values that a recipe's file and the overrides set, with the output, and nothing else filled in.
+
+    Raises:
+        UserError: the file cannot be read, or an override is malformed or has no effect.
+    """
+    overrides = list(overrides)
+    sections = overridden({"output": f"runs/{path.stem}", **read_mapping(path)}, overrides)
+    if ineffective := without_effect(sections, overrides):
+        raise UserError("\n".join(f"{path}: {line}" for line in ineffective))
+    return sections
 
 
 def included_recipes() -> dict[str, Path]:
@@ -148,18 +163,31 @@ def included_recipes() -> dict[str, Path]:
     return {file.stem: file for place in places for file in sorted(place.glob("*.yaml"))}
 
 
-def _resolved_path(path: Path) -> Path:
-    """The file itself, or that of the included recipe with this bare name.
+def recipe_file(recipe: str | Path) -> Path:
+    """The file of a recipe: the path itself, or that of the included recipe with this bare name.
 
     Raises:
-        UserError: neither exists.
+        UserError: there is none; with the nearest included one.
     """
-    if path.exists() or path.suffix or len(path.parts) > 1:
+    path, known = Path(recipe).expanduser(), included_recipes()
+    if (path / "recipe.yaml").is_file():
+        raise UserError(f"{path} is the folder of a run; its recipe is {path / 'recipe.yaml'}")
+    if path.exists():
         return path
-    if path.name not in (known := included_recipes()):
-        names = ", ".join(known)
-        raise UserError(f"{path}: no such file, nor a recipe that tunix brings: {names}.{nearest(path.name, known)}")
-    return known[path.name]
+    bare = len(path.parts) == 1 and not path.suffix
+    if bare and path.name in known:
+        return known[path.name]
+    # Compared without suffixes, which any two names have in common.
+    stem = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    siblings = {other.stem: other.name for other in path.parent.glob("*.y*ml")}
+    if close := difflib.get_close_matches(stem, siblings, n=1):
+        raise UserError(f"{path}: no such file. Did you mean {siblings[close[0]]!r}?")
+    if close := difflib.get_close_matches(stem, known, n=1):
+        name = close[0]
+        raise UserError(f"{path}: no such file. Did you mean {name!r}, which tunix brings ({known[name]})?")
+    if hint := nearest(path.name, siblings.values()):
+        raise UserError(f"{path}: no such file.{hint}")
+    raise UserError(f"{path}: no such file, nor the name of a recipe that tunix brings (`tunix recipes`)")
 
 
 def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":

@@ -10,7 +10,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import AlgorithmConfig, Config, EvalConfig, MeshConfig, ModelConfig, Positive
+from tunix.config import AlgorithmConfig, Config, EvalConfig, MeshConfig, ModelConfig, Place, Positive
 from tunix.data.config import DataConfig
 from tunix.lora.config import AdapterConfig
 from tunix.models.quantization.rules import QuantizationConfig
@@ -49,7 +49,7 @@ class Sections(Config):
     """Number of epochs over the training rows, instead of `steps`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random: initial weights, order of the rows, noise, sampling."""
-    output: str
+    output: Place
     """The run folder; by default `runs/` and the name of the recipe's file."""
 
     @property

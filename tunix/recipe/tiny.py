@@ -1,29 +1,30 @@
 """`--tiny`: shrinks the sections of a recipe so that any laptop runs it in seconds and without a download.
 
-The model becomes a two-layer random one of the same family with a byte tokenizer, the data a few generated rows of the
-same format (`tunix/data/tiny.py`), and numbers that cost time are capped. Rows that a function of tunix generates are
-kept, since they need no download either. Everything else stays as in the recipe.
+The model becomes a two-layer random one of the same family, with a byte tokenizer, or with that of the recipe's folder
+where this is local. Rows, reward models and teachers that would be downloaded are replaced: rows by generated ones of
+the same format (`tunix/data/tiny.py`). Local files, functions, columns, templates and rewards stay, numbers that cost
+time are capped, and whatever the command line sets takes precedence. `replaced` says what is toy.
 """
 
-import json
-import re
-from collections.abc import Iterable, Mapping
+import copy
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix.config import (
-    TINY_BATCH,
-    TINY_COMPLETION,
-    TINY_GROUP,
-    AlgorithmConfig,
-    ModelConfig,
-    RowKind,
-)
+from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, ModelConfig, RowKind
 from tunix.data.config import DataConfig
-from tunix.data.tiny import PICTURE_TOKENS, PICTURES
+from tunix.data.sources import SUFFIXES, open_rows
+from tunix.data.tiny import PICTURE_TOKENS, PICTURES, ROWS
+from tunix.data.tokenizer import VOCABULARY_FILES
 from tunix.errors import UserError
-from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json
+from tunix.hf.run_export import exported
+from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json, small
+from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutConfig
+from tunix.util.object_store import url_of
+from tunix.util.plugins import is_reference
 
 SIZES = {
     "vocab_size": 320,
@@ -38,25 +39,39 @@ TEACHER = {**SIZES, "d_model": 96, "ffn": 192}
 RANK = SIZES["num_kv_heads"] * SIZES["head_dim"]
 """Maximum rank of an adapter: the width of the narrowest matrix, but for those of a DeltaNet's gates."""
 STEPS, LENGTH = 20, 128
+LONGEST = 2048
+"""Maximum tokens of a sequence of the user's rows, as many as the tiny models have positions."""
+BYTES_PER_TOKEN = 4
+"""A limit of the recipe in tokens is as many bytes, where bytes are the tokens."""
+LOOKED_AT = 64
+"""Rows of a file by whose lengths the limits are chosen, so that nine tenths of them fit."""
 PROMPT = 352
 """Maximum tokens of a prompt where a policy writes the completions: a system message is long in bytes."""
 EVAL_ROWS = 64
 SLOTS = TINY_BATCH * TINY_GROUP
 """Completions of a step. More slots, for an evaluation, would need one more program, which takes seconds to compile."""
-_CAPPED = (
-    r"(stages\.\d+\.)?(steps|checkpoint\.folder|batch_size|micro_batch_size|output|optimizer\.warmup|eval\.rows|rollout\.slots"
-    r"|data\.(max|prompt|completion)_length|algorithm\.(%s))=|mesh\."
-)
+LARGEST_VOCABULARY = 300_000
+"""Ids of a local tokenizer that is kept: with 64 numbers for each, some 80 MB in float32."""
+GENERATED = "tunix.data.tiny:"
+_NAMES = {
+    "messages": "chats",
+    "prompt_completion": "questions with answers",
+    "pictures": "chats about pictures",
+    "text": "texts",
+    "tokens": "rows of token ids",
+    "pairs": "pairs of answers",
+    "conversations": "pairs of chats",
+    "labels": "labelled answers",
+    "chat_labels": "labelled chats",
+}
+"""Functions of `tunix/data/tiny.py` -> their rows in words."""
+_STAND_IN = {"name": "length", "label": "model"}
+"""The reward function in place of a reward model."""
+_DESCRIBES_ROWS = ("split", "eval", "eval_split", "format", "columns")
+"""Keys of `data` that describe the rows, and are replaced with them."""
+_WHOLE_MODEL = frozenset({"model", "model.path", "model.preset", "model.init"})
+"""Keys that name a model: set by the command line, it stays whole."""
 
-# The column that identifies each format of rows, as `data.format` names it.
-_COLUMNS = (
-    ("messages", "messages"),
-    ("chosen", "pairs"),
-    ("prompt", "prompt_completion"),
-    ("text", "text"),
-    ("input_ids", "tokens"),
-    ("prompt_ids", "tokens"),
-)
 # The usual format of data sets on the hub.
 _DEFAULT_FORMAT: dict[RowKind, str] = {
     RowKind.COMPLETION: "messages",
@@ -67,42 +82,55 @@ _DEFAULT_FORMAT: dict[RowKind, str] = {
 }
 
 
-def tiny_overrides(overrides: Iterable[str], algorithms: Iterable[AlgorithmConfig]) -> list[str]:
-    """The overrides of capped keys, which take precedence over the caps.
+@dataclass(frozen=True)
+class TinyModel:
+    """The `model` section of a tiny run, and what other sections have to know of it."""
 
-    Args:
-        algorithms: the sections of the recipe, or of each of its stages.
-    """
-    keys = sorted({re.escape(key) for algorithm in algorithms for key in algorithm.tiny_caps})
-    # Without keys, a pattern that matches nothing takes their place.
-    capped = re.compile(_CAPPED % ("|".join(keys) or "(?!)"))
-    return [override for override in overrides if capped.match(override)]
+    section: Mapping[str, Any]
+    """Plain values of all keys."""
+    family: str = ""
+    """The toy's family, e.g. `gemma3`."""
+    vocab_size: int = SIZES["vocab_size"]
+    """Rows of the toy's embedding."""
+    is_toy: bool = True
+    """Whether it is the random model; False where the command line names one."""
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether its tokens are bytes."""
+        return self.section["tokenizer"] == "bytes"
 
 
-def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) -> dict[str, Any]:
-    """The sections of one run with capped numbers and replaced data; the model and the output stay.
+def shrunk(
+    sections: Mapping[str, Any], config: AlgorithmConfig, model: TinyModel, said: Collection[str] = ()
+) -> dict[str, Any]:
+    """The sections of one run with capped numbers, and with replaced data where it would be downloaded; the model and
+    the output stay.
 
     Args:
         sections: plain values of all keys, from `Recipe.sections`.
         config: the parsed `sections["algorithm"]`.
-        family: of the tiny model, and of its teacher if there is one.
+        model: that of the run.
+        said: keys that the command line sets, e.g. `{"data.max_length"}`.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], TINY_BATCH)
     micro, optimizer, rollout = sections["micro_batch_size"], sections["optimizer"], sections["rollout"]
     # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
     warmup = min(optimizer["warmup"], steps // 2) if optimizer["warmup"] >= 1 else optimizer["warmup"]
     algorithm = config.tiny(batch_size)
-    reads, generated = config.reads, _generated(sections["data"])
+    reads = config.reads
     sampled = reads == RowKind.PROMPT or sections["reward"] is not None
+    data = _tiny_data(sections["data"], reads, sampled, model, said)
+    generated = data["train"].startswith(GENERATED)
     rows = sections["eval"]["rows"]
-    held_out = sections["data"]["eval"] or sections["data"]["eval_split"]
-    return {
+    held_out = data["eval"] or data["eval_split"]
+    tiny = {
         **sections,
-        "adapter": sections["adapter"] and _tiny_adapter(sections["adapter"], family),
-        "data": _tiny_data(sections["data"], reads, sampled, generated),
+        "adapter": sections["adapter"] and _tiny_adapter(sections["adapter"], model),
+        "data": data,
         "algorithm": algorithm,
-        "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], family),
-        "reward": _without_model(sections["reward"]) if generated else _without_columns(sections["reward"]),
+        "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], model, said),
+        "reward": _tiny_reward(sections["reward"], generated, said),
         "rollout": _tiny_rollout(rollout, sampled),
         "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
         "optimizer": {**optimizer, "warmup": warmup},
@@ -110,29 +138,105 @@ def shrunk(sections: Mapping[str, Any], config: AlgorithmConfig, family: str) ->
         "batch_size": batch_size,
         "micro_batch_size": _capped(micro, type(config).model_validate(algorithm).sequences_per_update(batch_size)),
         "checkpoint": {**sections["checkpoint"], "folder": None},  # a laptop needs no store
-        "steps": steps,
+        "steps": None if "epochs" in said and "steps" not in said else steps,
         "epochs": None,
     }
+    about_rows = tuple(f"data.{key}" for key in _DESCRIBES_ROWS) if generated else ()
+    for key in said:
+        if not key.startswith(("model", "reward", *about_rows)):
+            _restore(tiny, sections, key.split("."))
+    return tiny
 
 
-def tiny_model(model: ModelConfig) -> dict[str, Any]:
-    """The `model` section of a two-layer random model of the same family and precisions.
+def _restore(tiny: dict[str, Any], sections: Mapping[str, Any], parts: list[str]) -> None:
+    """Sets a key to the recipe's value, with the section around it where there is none any more."""
+    first, *rest = parts
+    if first not in sections:
+        return
+    if not rest or not isinstance(tiny.get(first), Mapping) or not isinstance(sections[first], Mapping):
+        tiny[first] = copy.deepcopy(sections[first])
+        return
+    inner = tiny[first] = dict(tiny[first])
+    _restore(inner, sections[first], rest)
+
+
+def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) -> TinyModel:
+    """A two-layer random model of the same family and precisions.
+
+    Args:
+        model: the recipe's section.
+        data: the recipe's rows, whose token ids the vocabulary has to have where they hold ids.
+        said: as in `shrunk`.
 
     Raises:
         UserError: the family does not follow from the section.
     """
-    source = {"init": "random", "family": _family(model), "sizes": SIZES, "tokenizer": "bytes"}
-    return {**model.model_dump(mode="json"), "path": None, "preset": None, **source}
+    section = model.model_dump(mode="json")
+    if not _WHOLE_MODEL.isdisjoint(said):
+        return TinyModel(section, is_toy=False)
+    family, sizes = _family(model), dict(SIZES)
+    tokenizer, vocab_size = _local_tokenizer(model)
+    if tokenizer != "bytes":
+        sizes["vocab_size"] = vocab_size
+    elif _kept(data.train, "data.train", said) and _holds_ids(data):
+        published = (size.vocab_size for size in FAMILIES[family].presets.values())
+        sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
+    sizes |= {name: size for name, size in model.sizes.items() if _is_said(f"model.sizes.{name}", said)}
+    tokenizer = section["tokenizer"] if _is_said("model.tokenizer", said) else tokenizer
+    source = {"init": "random", "family": family, "sizes": sizes, "tokenizer": tokenizer}
+    return TinyModel({**section, "path": None, "preset": None, **source}, family, sizes["vocab_size"])
 
 
-def _tiny_teacher(teacher: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The `teacher` section of a small random model, wider than the tiny one, on the same devices."""
-    return {**teacher, "path": None, "init": "random", "family": family, "sizes": TEACHER, "mesh": None}
+def replaced(recipe: Sections) -> tuple[str, ...]:
+    """What of one run is toy, a phrase each, such as `rows: 64 generated chats`; empty where nothing is.
+
+    Raises:
+        UserError: a file of rows is broken.
+    """
+    model, data = recipe.model, recipe.data
+    lines: list[str] = []
+    if is_toy := model.init == "random" and {**model.sizes, "vocab_size": SIZES["vocab_size"]} == SIZES:
+        tokenizer = "" if model.tokenizer == "bytes" else f" with the tokenizer of {model.tokenizer}"
+        lines.append(f"model: a random {model.family} of two layers{tokenizer}")
+    if data.train.startswith(GENERATED):
+        lines.append(f"rows: {ROWS} generated {_NAMES[data.train.removeprefix(GENERATED)]}")
+    elif is_toy and (data.eval, data.eval_split) == (data.train, data.split):
+        lines.append("held-out rows: those of data.train")
+    if recipe.teacher is not None and recipe.teacher.init == "random":
+        lines.append(f"teacher: a random {recipe.teacher.family} of two layers")
+    if recipe.reward is not None and any(
+        (function.name, function.label) == tuple(_STAND_IN.values()) for function in recipe.reward.functions
+    ):
+        lines.append("reward model: the length of the answers")
+    if is_toy and model.tokenizer == "bytes" and (cut := _cut_rows(data, recipe.algorithm.reads)):
+        lines.append(cut)
+    return tuple(lines)
 
 
-def _tiny_adapter(adapter: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _cut_rows(data: DataConfig, reads: RowKind) -> str | None:
+    """How many of the first rows of a file are longer than the limit; None where none is."""
+    limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length
+    sizes = [_size(row, data, reads) for row in itertools.islice(_first_rows(data), LOOKED_AT)]
+    number = sum(size > limit for size in sizes)
+    return f"lengths: {number} of the first {len(sizes)} rows have more than {limit:,} bytes and are cut" * bool(number)
+
+
+def _tiny_teacher(teacher: Mapping[str, Any], model: TinyModel, said: Collection[str]) -> dict[str, Any]:
+    """The `teacher` section of a small random model, wider than the tiny one, on the same devices; a local folder with
+    as many ids as the model stays."""
+    folder = local_folder(str(teacher["path"]))
+    fits = not model.is_toy or (folder is not None and _vocab_size(folder) == model.vocab_size)
+    if fits or _is_said("teacher.path", said):
+        return {**teacher, "mesh": None}
+    sizes = {**TEACHER, "vocab_size": model.vocab_size}
+    return {**teacher, "path": None, "init": "random", "family": model.family, "sizes": sizes, "mesh": None}
+
+
+def _tiny_adapter(adapter: Mapping[str, Any], model: TinyModel) -> dict[str, Any]:
     """The `adapter` section with ranks that the tiny matrices allow, and without an adapter to load."""
-    delta = FAMILIES[family].small.delta
+    if not model.is_toy:
+        return dict(adapter)
+    delta = FAMILIES[model.family].small.delta
     most = RANK if delta is None else min(RANK, delta.value_heads)
     ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
     return {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
@@ -146,55 +250,183 @@ def _tiny_rollout(rollout: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
     return {**here, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else here
 
 
-def _tiny_data(data: Mapping[str, Any], reads: RowKind, sampled: bool, generated: bool) -> dict[str, Any]:
-    """The `data` section with generated rows of the same format in place of the recipe's.
+def _tiny_reward(reward: Mapping[str, Any] | None, generated: bool, said: Collection[str]) -> dict[str, Any] | None:
+    """The `reward` section with the built-in `length` in place of a reward model that would be a download, and, for
+    generated rows, without the names of columns that they do not have."""
+    if reward is None:
+        return None
+    functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
+    path = reward["model"]
+    if path is None or local_folder(path) is not None or _is_said("reward.model", said):
+        return {**reward, "functions": functions}
+    options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
+    stand_in = {**_STAND_IN, "weight": reward["model_weight"], "options": options, "columns": {}}
+    rest = {"model": None, "model_weight": 1.0, "model_length": None}
+    return {**reward, **rest, "functions": [*functions, stand_in]}
+
+
+def _tiny_data(
+    data: Mapping[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+) -> dict[str, Any]:
+    """The `data` section with shorter sequences, and with generated rows in place of those of the hub.
+
+    Where one of `train` and `eval` stays, the other is replaced by the same rows, which have its columns.
 
     Args:
         data: the section.
         reads: the part of a row that the algorithm reads.
         sampled: whether completions are sampled, for training or evaluation, so that prompt and completion have limits.
-        generated: whether a function of tunix generates the rows, which are kept then.
+        model: that of the run.
+        said: as in `shrunk`.
     """
     config = DataConfig.model_validate(data)
-    tiny = {**data, "max_length": min(config.max_length, LENGTH)}
-    if sampled:
-        prompt, completion = min(config.longest_prompt, PROMPT), min(config.longest_completion, TINY_COMPLETION)
-        total = min(config.max_length, prompt + completion)
-        tiny |= {"max_length": total, "prompt_length": prompt, "completion_length": completion}
-    elif config.completion_length:
-        tiny |= {"completion_length": min(config.completion_length, tiny["max_length"] // 2)}
-    if generated:
-        return tiny
+    train_stays = _kept(config.train, "data.train", said)
+    eval_stays = config.eval is not None and _kept(config.eval, "data.eval", said)
+    if train_stays or eval_stays:
+        tiny = dict(data)
+        if not train_stays:
+            tiny |= {"train": config.eval, "split": config.eval_split or config.split}
+        elif config.eval is not None and not eval_stays:
+            tiny |= {"eval": config.train, "eval_split": config.split}
+        if config.picture_tokens:
+            tiny["picture_tokens"] = min(config.picture_tokens, PICTURE_TOKENS)
+        return _limited(tiny, reads, sampled, model, said)
     shape, function = _shape(config, reads)
+    tiny = {**data, "max_length": min(config.max_length, LENGTH)}
     if config.pictures:
         shape, function, tiny["pictures"] = "messages", "pictures", max(config.pictures, PICTURES)
         tiny |= {"picture_tokens": PICTURE_TOKENS} if config.picture_tokens else {}
-    rows = f"tunix.data.tiny:{function}"
+    rows = GENERATED + function
     held_out = rows if data["eval"] or data["eval_split"] else None
-    replaced = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}
-    return {**tiny, **replaced}
+    about_rows = {"train": rows, "eval": held_out, "split": "train", "eval_split": None, "format": shape, "columns": {}}
+    tiny |= _lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)
+    return {**tiny, **about_rows}
 
 
-def _generated(data: Mapping[str, Any]) -> bool:
-    """Whether functions of tunix generate all rows."""
-    return all(str(spec).startswith("tunix.") for spec in (data["train"], data["eval"]) if spec is not None)
+def _limited(
+    data: dict[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+) -> dict[str, Any]:
+    """The `data` section of rows that stay, with limits that most of them fit into; longer ones are cut."""
+    config = DataConfig.model_validate(data)
+    if config.train.startswith("tunix."):  # made for small models
+        return {**data, **_lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)}
+    if not model.is_toy:
+        return {**data, **_lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)}
+    limit = config.max_length
+    sizes = sorted(_size(row, config, reads) for row in itertools.islice(_first_rows(config), LOOKED_AT))
+    # A tenth may be longer: a few long rows would make every step slow.
+    longest = sizes[len(sizes) * 9 // 10] if sizes else LONGEST
+    longest += sum(len(text) + 32 for text in (config.system,) if text) + 256 * (config.pictures or 0)
+    # Some room for rows that were not looked at, and for a template's markers.
+    room = min(max(-(-(longest + longest // 4) // 64) * 64, LENGTH), LONGEST)
+    if model.reads_bytes and not _holds_ids(config):
+        wider = {"max_length": config.max_length, "prompt_length": config.prompt_length}
+        wider["completion_length"] = config.completion_length
+        scaled = {
+            key: value and value * (1 if _is_said(f"data.{key}", said) else BYTES_PER_TOKEN)
+            for key, value in wider.items()
+        }
+        config = DataConfig.model_construct(**{**config.model_dump(), **scaled})
+    prompt = min(room, LONGEST - TINY_COMPLETION)
+    lengths = _lengths(config, reads, sampled, min(config.max_length, room), prompt, said)
+    if model.reads_bytes or lengths["max_length"] < limit:
+        # The limits are not the recipe's any more: what is longer is no mistake of the rows.
+        lengths["on_overflow"] = "truncate"
+    return {**data, **lengths}
 
 
-def _without_columns(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The `reward` section for generated rows, whose columns are named like the functions' arguments."""
-    if (section := _without_model(reward)) is None:
-        return None
-    return {**section, "functions": [{**function, "columns": {}} for function in section["functions"]]}
+def _lengths(
+    config: DataConfig, reads: RowKind, sampled: bool, longest: int, prompt: int, said: Collection[str]
+) -> dict[str, Any]:
+    """The limits of sequences, prompts and completions.
+
+    Args:
+        config: the recipe's limits.
+        reads: the part of a row that the algorithm reads.
+        sampled: whether completions are sampled.
+        longest: most tokens of a sequence that is given.
+        prompt: most tokens of a prompt.
+        said: keys whose values stay.
+    """
+    if not sampled:
+        # A part of the row where the limit of the row is a smaller one than the recipe's.
+        most = longest // 2 if longest < config.max_length else longest
+        capped = config.completion_length and min(config.completion_length, most)
+        return {"max_length": longest, "completion_length": capped}
+    prompt = config.longest_prompt if _is_said("data.prompt_length", said) else min(config.longest_prompt, prompt)
+    completion = config.longest_completion
+    completion = completion if _is_said("data.completion_length", said) else min(completion, TINY_COMPLETION)
+    total = min(config.max_length, prompt + completion)
+    if reads != RowKind.PROMPT:  # given rows train, and answers to their prompts are judged
+        total = min(config.max_length, max(total, longest))
+    return {"max_length": total, "prompt_length": prompt, "completion_length": completion}
 
 
-def _without_model(reward: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The `reward` section with the built-in `length` in place of a reward model, which would be a download."""
-    if reward is None or reward["model"] is None:
-        return None if reward is None else dict(reward)
-    options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
-    stand_in = {"name": "length", "label": "model", "weight": reward["model_weight"], "options": options, "columns": {}}
-    rest = {"model": None, "model_weight": 1.0, "model_length": None}
-    return {**reward, **rest, "functions": [*reward["functions"], stand_in]}
+def _kept(spec: str, key: str, said: Collection[str]) -> bool:
+    """Whether rows stay: files, folders, functions, and whatever the command line names."""
+    return _is_said(key, said) or not is_download(spec)
+
+
+def _is_said(key: str, said: Collection[str]) -> bool:
+    """Whether the command line sets a key, or a section around it."""
+    return any(key == other or key.startswith(f"{other}.") for other in said)
+
+
+def is_download(spec: str) -> bool:
+    """Whether rows are those of a data set on the hub or in an object store, and no file, folder or function."""
+    if url_of(spec):
+        return True
+    path = Path(spec).expanduser()
+    looks_local = spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(SUFFIXES)
+    return not (path.exists() or is_reference(spec) or looks_local)
+
+
+def _first_rows(data: DataConfig) -> Iterator[Mapping[str, Any]]:
+    """Yields the training rows of a file or folder; none of a function, which is called by the run alone."""
+    if Path(data.train).expanduser().exists():
+        rows = open_rows(data.train, data.split)
+        yield from (rows[index] for index in range(len(rows)))
+
+
+def _holds_ids(data: DataConfig) -> bool:
+    """Whether the rows hold token ids."""
+    if data.format != "auto":
+        return data.format == "tokens"
+    columns = [data.columns.get(name, name) for name in ("input_ids", "prompt_ids")]
+    return any(name in row for row in itertools.islice(_first_rows(data), 1) for name in columns)
+
+
+def _size(row: Mapping[str, Any], data: DataConfig, reads: RowKind) -> int:
+    """About how many bytes, or ids, the longest sequence of a row has.
+
+    Args:
+        row: its columns.
+        data: names them.
+        reads: the part that the algorithm reads.
+    """
+
+    def of(*names: str) -> int:
+        return sum(_length(row.get(data.columns.get(name, name))) for name in names)
+
+    if reads == RowKind.ROW:
+        return _length(row)
+    if reads == RowKind.PAIRS:
+        sides = max(of("chosen"), of("rejected")), max(of("chosen_ids"), of("rejected_ids"))
+        return of("prompt", "prompt_ids") + max(sides)
+    if reads == RowKind.PROMPT:
+        return max(of("prompt"), of("prompt_ids"), of("messages"))
+    return of("messages", "text", "input_ids", "prompt", "completion", "prompt_ids", "completion_ids")
+
+
+def _length(value: Any) -> int:
+    """Bytes of the texts in a value and number of its ids, with some for the markers of each message."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if isinstance(value, Mapping):
+        return 16 + sum(map(_length, value.values()))
+    if isinstance(value, list | tuple):
+        return len(value) if all(isinstance(item, int) for item in value) else sum(map(_length, value))
+    return 0
 
 
 def _capped(number: int | None, cap: int) -> int | None:
@@ -202,55 +434,65 @@ def _capped(number: int | None, cap: int) -> int | None:
 
 
 def _shape(data: DataConfig, reads: RowKind) -> tuple[str, str]:
-    """The format of the recipe's rows, and the function that generates such rows.
-
-    It follows from `data.format`, from the first row of a local .jsonl, or else from what the algorithm reads."""
-    row = _first(data)
-    shown = next(
-        (shape for column, shape in _COLUMNS if data.columns.get(column, column) in row), _DEFAULT_FORMAT[reads]
-    )
-    shape = shown if data.format == "auto" else data.format
-    given = {name: row.get(data.columns.get(name, name)) for name in ("prompt", "completion", "chosen")}
+    """The format of the rows of the hub, and the function that generates such rows: as `data.format` says, or the
+    usual one of what the algorithm reads."""
+    shape = _DEFAULT_FORMAT[reads] if data.format == "auto" else data.format
     if shape == "pairs":
-        return shape, _pairs(given["prompt"], given["chosen"], data.chat)
+        return shape, "pairs" if data.chat else "conversations"
     if shape == "prompt_completion" and reads == RowKind.LABELS:
-        return shape, "labels" if data.chat or isinstance(given["completion"], str) else "chat_labels"
+        return shape, "labels" if data.chat else "chat_labels"
     return shape, shape
 
 
-def _pairs(prompt: Any, chosen: Any, chat: bool) -> str:
-    """The function that generates pairs like a given one.
-
-    Args:
-        prompt: the pair's prompt, None where it is unknown.
-        chosen: the pair's chosen completion, None where it is unknown.
-        chat: whether strings are sent as chats.
-    """
-    if isinstance(chosen, str):
-        return "transcripts" if prompt is None else "pairs"
-    if chosen is None and chat:
-        return "pairs"
-    return "chat_pairs" if isinstance(prompt, list) else "conversations"
-
-
-def _first(data: DataConfig) -> Mapping[str, Any]:
-    """The first row of a local .jsonl; empty for any other source, which is not opened."""
-    path = Path(data.train)
-    if path.suffix != ".jsonl" or not path.is_file():
-        return {}
-    with path.open(encoding="utf-8") as lines:
+def local_folder(path: str) -> Path | None:
+    """The folder with a local model's config.json: itself, a run's export, or an adapter's base; None for others."""
+    folder = Path(path).expanduser()
+    if (folder / "recipe.yaml").is_file():
         try:
-            return json.loads(next(lines, "{}"))
-        except ValueError as error:
-            raise UserError(f"{path}:1: not a line of JSON: {error}") from error
+            folder = exported(folder)
+        except UserError:  # the run has not ended
+            return None
+    if (folder / "config.json").is_file():
+        return folder
+    adapter = folder / "adapter_config.json"
+    base = read_json(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+    return local_folder(base) if isinstance(base, str) and Path(base).expanduser() != folder else None
+
+
+def _vocab_size(folder: Path) -> int | None:
+    """Rows of a folder's embedding, by its config.json."""
+    raw = read_json(folder / "config.json")
+    text = raw.get("text_config")
+    size = (text if isinstance(text, Mapping) else raw).get("vocab_size", raw.get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def _local_tokenizer(model: ModelConfig) -> tuple[str, int]:
+    """The tokenizer of a `model` section and its number of ids: that of a local folder, where it is not too large for a
+    laptop, or else `bytes`."""
+    if model.init == "random":
+        if model.tokenizer in (None, "bytes", "bpe") or not Path(str(model.tokenizer)).expanduser().is_dir():
+            return "bytes", SIZES["vocab_size"]
+        shape = preset(model.preset) if model.preset else small(str(model.family))
+        place, size = Path(str(model.tokenizer)), model.sizes.get("vocab_size", shape.vocab_size)
+    else:
+        folder = local_folder(str(model.path))
+        size = None if folder is None else _vocab_size(folder)
+        places = [folder] if folder is not None else []
+        if Path(str(model.path)).expanduser().is_dir():
+            places.insert(0, Path(str(model.path)).expanduser())
+        place = next((place for place in places if any((place / file).is_file() for file in VOCABULARY_FILES)), None)
+    if place is None or size is None or size > LARGEST_VOCABULARY:
+        return "bytes", SIZES["vocab_size"]
+    return str(place), size
 
 
 def _family(model: ModelConfig) -> str:
     """The family of a `model` section, from its keys, its preset, the folder's config.json or the hub id."""
     if model.family or model.preset:
         return model.family or preset(str(model.preset)).family
-    config = Path(str(model.path)).expanduser() / "config.json"
-    typed = family_of_type(read_json(config).get("model_type")) if config.is_file() else None
+    folder = local_folder(str(model.path))
+    typed = None if folder is None else family_of_type(read_json(folder / "config.json").get("model_type"))
     family = typed or family_of_name(str(model.path))
     if family is None:
         raise UserError(f"model.family: {model.path!r} does not tell it; set it to one of {', '.join(FAMILIES)}")

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from tunix.data.rendered import prompt_messages
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.rollout.parts import Judge, Measuring, Parts, sequence_of
-from tunix.rollout.rewards.base import Score
+from tunix.rollout.rewards.base import ADDED, Score
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
 from tunix.types import Completion
-
-ADDED = ("completion_ids", "completion_tokens")
-"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
 
 
 def columns_of(owners: List[Prompt]) -> list[str]:
@@ -81,7 +79,7 @@ class Arrivals:
         self._ended[number] = completion, text
         if self._scoring is not None:
             owner = self._owners[number]
-            self._scoring.add(number, owner.text, text, columns(owner, completion))
+            self._scoring.add(number, owner.text, text, columns(owner, completion), prompt_messages(owner.row))
         self._places[number if place is None else place] = number
         for parts in filter(None, (self._judged, self._measured)):
             parts.add(number if place is None else place)
@@ -111,6 +109,7 @@ class Arrivals:
         scores: dict[str, list[Score]] = {}
         if self._scoring is not None:
             scores |= self._scoring.result()
+            clock.logged |= self._scoring.metrics
             overlapped, total = self._scoring.seconds(self._sampled)
             clock.count(overlapped=overlapped, rewards=total)
         if self._judge is not None and self._judged is not None:
@@ -120,6 +119,12 @@ class Arrivals:
             clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
             scores[self._judge.name] = found
         return scores
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """What rewards logged of each completion, in the order of the numbers; nothing before `scores`."""
+        logged = {} if self._scoring is None else self._scoring.logged
+        return [logged.get(number, {}) for number in self.numbers]
 
     def measured(self, clock: Clock) -> list[dict[str, np.ndarray]]:
         """Waits for what was computed of each completion for the loss, in the order of the numbers."""

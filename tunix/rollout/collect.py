@@ -98,7 +98,7 @@ class Collector:
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch."""
         with clock.part("reward"):
-            return scored_as_a_whole(groups, self._scorers[1])
+            return scored_as_a_whole(groups, self._scorers[1], clock)
 
     def _of_none(self, sampler: SamplingClient) -> list[list[Scored]]:
         """Calls the sampler as often as the processes that have prompts: its calls may be counted in all of them."""
@@ -200,7 +200,7 @@ class Collector:
         completions, texts = arrivals.completions, arrivals.texts
         with clock.part("reward"):
             scores: dict[str, List[Any]] = dict(arrivals.scores(clock))
-        measured = arrivals.measured(clock)
+        measured, logged = arrivals.measured(clock), arrivals.logged
         turns: list[tuple[float, ...]] = [()] * len(owners)
         if played is not None:
             played.finish(completions)
@@ -209,7 +209,7 @@ class Collector:
             turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
         rows = [{name: column[i] for name, column in scores.items()} for i in range(len(owners))]
         return [
-            Scored(owner, completion, text, *parted(row), turns[i], measured=measured[i])
+            Scored(owner, completion, text, *parted(row), turns[i], measured=measured[i], logged=logged[i])
             for i, (owner, completion, text, row) in enumerate(zip(owners, completions, texts, rows, strict=True))
         ]
 

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from tunix.config import CacheType, Config, Positive
+from tunix.config import CacheType, Config, Place, Positive
 from tunix.rollout.environments.config import EnvironmentConfig
 
 
@@ -33,7 +33,7 @@ class RolloutConfig(Config):
     servers: tuple[str, ...] = ()
     """Addresses of the servers, such as [http://host:8000]; all of them have to serve the model of this run. Requests
     are spread over them, and those of one that dies are sent to the others."""
-    weights_folder: str | None = None
+    weights_folder: Place | None = None
     """Where weights are written for the servers to load, in a folder that they see under the same path; null: `weights`
     in the run folder."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0

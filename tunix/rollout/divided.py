@@ -6,6 +6,7 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tunix.data.rendered import prompt_messages
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.rollout.arrivals import columns, columns_of
@@ -105,28 +106,41 @@ def _of_all(give: Callable[[], Any], clock: Clock) -> list[Any]:
     return [one["given"] for one in found]
 
 
-def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None) -> list[list[Scored]]:
+def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None, clock: Clock) -> list[list[Scored]]:
     """Adds the rewards of functions that read the whole batch: the lead calls them, and tells the others.
 
     Args:
         groups: of all processes.
         scorer: these functions; None without any.
+        clock: receives what they log.
     """
     if scorer is None:
         return groups
-    found = processes.told("rewards", lambda: _scores(scorer, [one for group in groups for one in group]))
+    found, metrics = processes.told("rewards", lambda: _scores(scorer, [one for group in groups for one in group]))
+    clock.logged |= metrics
     scores = iter(found)
     return [[_with(one, *next(scores)) for one in group] for group in groups]
 
 
-def _scores(scorer: Scorer, episodes: List[Scored]) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """The rewards of each episode, and why some failed."""
+def _scores(
+    scorer: Scorer, episodes: List[Scored]
+) -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
+    """The rewards of each episode, why some failed and what was logged of it; and the values that were logged."""
     scoring = scorer.open(columns_of([one.prompt for one in episodes]))
     for number, one in enumerate(episodes):
-        scoring.add(number, one.prompt.text, one.text, columns(one.prompt, one.completion))
+        row = columns(one.prompt, one.completion)
+        scoring.add(number, one.prompt.text, one.text, row, prompt_messages(one.prompt.row))
     found = scoring.result()
-    return [parted(dict(zip(found, row, strict=True))) for row in zip(*found.values(), strict=True)]
+    scores = [parted(dict(zip(found, row, strict=True))) for row in zip(*found.values(), strict=True)]
+    return [(*parts, scoring.logged.get(number, {})) for number, parts in enumerate(scores)], scoring.metrics
 
 
-def _with(episode: Scored, rewards: Mapping[str, float], failures: Mapping[str, str]) -> Scored:
-    return replace(episode, rewards={**episode.rewards, **rewards}, failures={**episode.failures, **failures})
+def _with(
+    episode: Scored, rewards: Mapping[str, float], failures: Mapping[str, str], logged: Mapping[str, Any]
+) -> Scored:
+    return replace(
+        episode,
+        rewards={**episode.rewards, **rewards},
+        failures={**episode.failures, **failures},
+        logged={**episode.logged, **logged},
+    )

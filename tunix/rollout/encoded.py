@@ -39,7 +39,7 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
 
 def saved_episode(episode: Scored) -> dict[str, Any]:
     """An episode as JSON values; with what its environment made of the prompt."""
-    own = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards")}
+    own = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards", "logged")}
     start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text}
     return {**own, "completion": encoded(episode.completion), "prompt": start}
 
@@ -53,5 +53,5 @@ def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> 
         sampling: the settings of the completion, which are not saved.
     """
     start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
-    rest = {"failures": saved["failures"], "turn_rewards": tuple(saved["turn_rewards"])}
+    rest = {"failures": saved["failures"], "turn_rewards": tuple(saved["turn_rewards"]), "logged": saved["logged"]}
     return Scored(start, decoded(saved["completion"], sampling), saved["text"], saved["rewards"], **rest)

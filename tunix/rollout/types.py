@@ -3,6 +3,7 @@
 Axes: P prompts, G group.
 """
 
+import math
 import threading
 import time
 from collections import Counter
@@ -49,7 +50,7 @@ class Scored:
     text: str
     """The completion as rewards read it: without special tokens; empty where there is no tokenizer."""
     rewards: Mapping[str, float]
-    """Reward by name, e.g. `{"exact_match": 1.0}`; NaN where it failed."""
+    """Reward by name, e.g. `{"exact_match": 1.0}`; NaN where it failed, or left the completion out."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Name of a reward that failed -> the reason."""
     turn_rewards: tuple[float, ...] = ()
@@ -57,9 +58,22 @@ class Scored:
     version: int | None = None
     """The version of the weights that its step was sampled from, e.g. 3, where some of its tokens may be of earlier
     ones; None where none can be."""
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """What reward functions in TRL's style logged of it, as `reward/name`."""
     measured: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`[T]` arrays for the loss that were computed while others were sampled, by name, prompt included, e.g.
     `{"reference_logprobs": ...}`."""
+
+    @property
+    def unscored(self) -> str | None:
+        """Why it has no score, e.g. `judge took longer than 10 s`; None where it has one.
+
+        A reward that leaves it out is no part of the sum, but one that failed makes the sum unknown.
+        """
+        if self.failures:
+            return next(iter(self.failures.values()))
+        left_out = self.rewards and all(math.isnan(reward) for reward in self.rewards.values())
+        return f"{' and '.join(self.rewards)} returned None for it" if left_out else None
 
     @property
     def truncated(self) -> bool:
@@ -74,6 +88,8 @@ class Clock(dict[str, float]):
         super().__init__(*seconds)
         self.counted: dict[str, float] = {}
         """Amounts by name."""
+        self.logged: dict[str, list[float]] = {}
+        """Values that reward functions logged, as `reward/name`."""
         self.spans: list[Span] = []
         """When each activity went on, in which thread."""
 
@@ -101,6 +117,7 @@ class Clock(dict[str, float]):
         """The step's metrics, `perf/...`: seconds of each part, and rates and shares of what was counted."""
         counted, sampling = Counter(self.counted), max(self.get("rollout", 0.0), 1e-9)
         numbers = {f"perf/{part}_seconds": seconds for part, seconds in self.items()}
+        numbers |= {f"reward/{name}": float(np.mean(values)) for name, values in self.logged.items()}
         if counted["rewards"]:
             numbers["perf/reward_overlap"] = counted["overlapped"] / counted["rewards"]
         if counted["slot_steps"]:

@@ -20,12 +20,13 @@ from tunix.hf.classifier_folder import require_classifier
 from tunix.hf.given_adapter import settled
 from tunix.hf.source import Source
 from tunix.recipe.algorithms import algorithm_class
+from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.player import Player
 from tunix.rollout.servers.probe import TEXT
 from tunix.run.attention import attention_of
-from tunix.run.describe import overview, products_line, remat_line, sampling_line
+from tunix.run.describe import overview, products_line, remat_line, sampling_line, stage_line
 from tunix.run.devices import apart, mesh_of
 from tunix.run.experts import check_exchange, check_products
 from tunix.run.inputs import Inputs, compare_views, open_inputs, row_kind_of, sampling_of
@@ -52,10 +53,17 @@ from tunix.trainer.perf import Work
 from tunix.trainer.progress import Display
 from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer
+from tunix.util.accelerators import accelerated
 
 
-def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
+def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") -> Job:
     """Builds everything that the loop of a run needs.
+
+    Args:
+        recipe: of one stage.
+        folder: the run folder.
+        display: is told what is trained on what.
+        stage: what that line begins with, e.g. `stage 1 of 2, `.
 
     Raises:
         UserError: something that the recipe names is missing or does not fit.
@@ -91,16 +99,21 @@ def assemble(recipe: Recipe, folder: Path, display: Display) -> Job:
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = open_stream(recipe, inputs, algorithm, collector, mesh)
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
+    for note in update_notes(recipe, len(inputs.train), total):
+        display.say(f"note: {note}")
     named = (inputs.tokenizer, teacher, reference, sampling_mesh)
     client = client_of(recipe, inputs.source, mesh, total, algorithm, *named)
-    display.say(overview(client.learner, recipe.quantization, inputs, mesh, total))
+    display.say(f"{stage}{stage_line(recipe, len(inputs.train), mesh, total)}")
+    if accelerated() and mesh.devices.flat[0].platform == "cpu":
+        display.say("this machine has a GPU or a TPU that JAX does not use: pip install '.[gpu]', or '.[tpu]'")
+    display.detail(overview(client.learner, recipe.quantization, inputs, mesh, total))
     if why is not None and mesh.size > 1:
-        display.say(why)
+        display.detail(why)
     spec = client.learner.spec
     lines = (products_line(spec.model, recipe.quantization, mesh), attention, remat_line(spec))
-    display.say("; ".join(filter(None, lines)))
+    display.detail("; ".join(filter(None, lines)))
     if algorithm.train_on == RowKind.PROMPT:
-        display.say(sampling_line(recipe.rollout, spec, memory, sampling_mesh))
+        display.detail(sampling_line(recipe.rollout, spec, memory, sampling_mesh))
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display

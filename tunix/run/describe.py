@@ -11,6 +11,7 @@ from tunix.models.model import Model
 from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules
+from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.engine.shapes import PAGE
 from tunix.rollout.servers.handover import moves_alone
@@ -42,6 +43,17 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
         f"{devices_line(mesh)}{f' ({shape})' if shape else ''}"
     )
+
+
+def stage_line(recipe: Recipe, rows: int, mesh: Mesh, total: int) -> str:
+    """What a run, or a stage of one, does, for people: `sft: 4,000 rows, 400 steps of 256; 8 NVIDIA H100 80GB HBM3`.
+
+    The first line of the run has named a single CPU already.
+    """
+    first, most = mesh.devices.flat[0], "at most " if recipe.eval.until else ""
+    kind = "CPU devices" if first.platform == "cpu" else first.device_kind
+    devices = "" if first.platform == "cpu" and mesh.size == 1 else f"; {mesh.size} {kind}"
+    return f"{recipe.algorithm.name}: {rows:,} rows, {most}{total} steps of {recipe.batch_size}{devices}"
 
 
 def devices_line(mesh: Mesh) -> str:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.episodes import require_scores, rewards_of
+from tunix.algorithms.episodes import require_scores, reward_means, rewards_of, total_rewards
 from tunix.data.types import Packed, Prompt
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
@@ -55,7 +54,6 @@ class Evaluation:
         client.publish()
         groups = self.collector.collect(client, self.prompts, 1, seed=0)
         require_scores(groups)
-        named = rewards_of(groups)
-        each = {f"eval/reward/{name}": float(np.nanmean(values)) for name, values in named.items()}
-        total = float(np.nanmean(weighted_sum(named, self.collector.weights)))
+        each = {f"eval/reward/{name}": mean for name, mean in reward_means(rewards_of(groups)).items()}
+        total = float(np.nanmean(total_rewards(groups, self.collector.weights)))
         return {"eval/reward": total} | (each if len(each) > 1 else {})

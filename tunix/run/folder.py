@@ -12,11 +12,11 @@ from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.types import SPANS
 from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoints
-from tunix.trainer.checkpoint_folder import folder_of
+from tunix.run.output_owner import refuse_no_run, refuse_other_run, trained
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import write_text_atomic
+from tunix.util.full_disk import ROOM, is_full
 from tunix.util.json_lines import forget_after
-from tunix.util.yaml_io import read_mapping
 
 
 @contextmanager
@@ -29,23 +29,19 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
     """
     folder = Path(recipe.output).expanduser()
     stored = folder / "recipe.yaml"
-    if not stored.is_file() and _foreign(folder):
-        raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
+    refuse_no_run(folder)
     refuse_foreign_checkpoints(recipe, fresh=fresh)
     if fresh and stored.is_file():
         with locked(folder):
             move_aside(folder)
+    if folder.is_file():
+        raise UserError(f"output: {folder} cannot be written: it is a file, and a run is a folder. Set another output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with locked(folder):
-        # Without a checkpoint there is nothing to lose: a corrected recipe may take over the folder.
-        if stored.is_file() and _trained(folder) and (differing := recipe.difference(Recipe.load(stored))):
-            raise UserError(
-                f"{folder} holds the run of another recipe: {', '.join(differing)} differ. Give this one another "
-                "output=..., or start again with --fresh (the old run is moved aside)."
-            )
+        refuse_other_run(recipe, folder)
         own_checkpoints(recipe)
         write_text_atomic(stored, recipe.to_yaml())
         yield folder
@@ -76,7 +72,7 @@ def reopen(folder: Path, after: Path | None, display: Display, step: int) -> Non
         display.say(f"going on from step {step}")
     if not (folder / "export").exists():
         return
-    if after is not None and _trained(after):
+    if after is not None and trained(after):
         raise UserError(
             f"{folder} was asked for more steps, but {after} has started from its weights already: start again with "
             "--fresh or another output"
@@ -90,6 +86,31 @@ def move_aside(folder: Path) -> Path:
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1
     return folder.rename(aside)
+
+
+@contextmanager
+def explaining_full_disk(output: str) -> Iterator[None]:
+    """Makes one sentence of a full disk, wherever it is met, which says what of the run is kept.
+
+    Raises:
+        UserError: the disk was full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        said = str(error) if isinstance(error, UserError) else f"{output}: the disk is full. {ROOM}."
+        raise UserError(f"{said} {_kept(Path(output).expanduser())}") from error
+
+
+def _kept(folder: Path) -> str:
+    """The newest checkpoint of a run, or of each of its stages."""
+    stages = {path.parent.name: _steps(path.parent) for path in sorted(folder.glob("*/recipe.yaml"))}
+    single = _steps(folder)
+    newest = [f"step {max(steps)} of {name}" for name, steps in stages.items() if steps]
+    newest += [f"step {max(single)}"] if single else []
+    return f"The checkpoint of {', '.join(newest)} is kept." if newest else "No checkpoint was written yet."
 
 
 @contextmanager
@@ -114,22 +135,3 @@ def _lock_file(folder: Path) -> IO[str]:
         return (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
-
-
-def _foreign(folder: Path) -> bool:
-    """Whether a folder holds files that are not those of a run that never trained."""
-    ours = (".lock", "recipe.yaml")
-    return folder.is_dir() and not all(file.name.startswith(ours) for file in folder.iterdir())
-
-
-def _trained(folder: Path) -> bool:
-    """Whether a run, or one of its stages, has a checkpoint or an export."""
-    places = [folder, *(path.parent for path in folder.glob("*/recipe.yaml"))]
-    return any((place / "export").exists() or _steps(place) for place in places)
-
-
-def _steps(folder: Path) -> list[int]:
-    """The steps of which a single run has checkpoints."""
-    recipe = folder / "recipe.yaml"
-    named = read_mapping(recipe).get("checkpoint", {}).get("folder") if recipe.is_file() else None
-    return folder_of(folder / "checkpoints" if named is None else Path(named).expanduser()).steps()

@@ -57,6 +57,7 @@ class Recorder:
         self._counted = _Counted()
         self._warmed_up: set[str] = set()
         self._note_counts: dict[str, int] = {}
+        self._row_rules: set[str] = set()
 
     @property
     def seconds(self) -> float:
@@ -83,6 +84,7 @@ class Recorder:
         speed = self._speed() if waited and step % self._every == 0 else {}
         self._pending = (step, update, accounting, speed)
         self._show_notes(step, update.notes)
+        self._show_rows(accounting)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of an evaluation to a step's row, or logs a new row where no step is pending."""
@@ -132,6 +134,14 @@ class Recorder:
         if kind not in self._warmed_up:
             self._warmed_up.add(kind)
             self._compilations.settled()
+
+    def _show_rows(self, accounting: Accounting) -> None:
+        """Displays each rule by which rows are dropped or shortened when it first applies."""
+        dropped = {f"dropped, {reason}": count for reason, count in accounting.dropped.items()}
+        for rule, count in {**dropped, "cut off": accounting.truncated, **accounting.notes}.items():
+            if count and rule not in self._row_rules:
+                self._row_rules.add(rule)
+                self.say(f"rows: {count} of the first {accounting.rows}: {rule} (tunix inspect shows which)")
 
     def _show_notes(self, step: int, notes: tuple[str, ...]) -> None:
         """Displays each kind of note at its 1st, 2nd, 4th, 8th, ... occurrence."""
@@ -204,6 +214,7 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
         "data/truncated": float(counted.truncated),
         "data/dropped": float(sum(counted.dropped.values())),
         **({"data/pieces": float(counted.pieces)} if counted.pieces else {}),
+        **({"data/noted": float(sum(counted.notes.values()))} if counted.notes else {}),
         "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
 

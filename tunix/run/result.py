@@ -1,5 +1,6 @@
 """The result of a finished run: its metrics, samples and export, and their summary."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def result_of(folder: Path, entropy: float | None) -> RunResult:
     return RunResult(folder, read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl"), entropy)
 
 
-def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
-    """The final lines of a run: what was reached, where the weights are, how to continue.
+def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str]:
+    """The final lines of a run or a stage: what was reached, and where the curves and the weights are.
 
     Args:
         picture: the file of its curves; None without one.
@@ -63,7 +64,24 @@ def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> str:
         if recipe.adapter is None or recipe.model.init == "pretrained":
             lines.append(f"knowing only how common each token is would give {result.unigram_entropy:.3f}")
     lines += [f"curves: {picture}"] if picture else []
-    lines.append(f"weights: {result.export}")
-    model = f'"model={{path: {result.folder}, dtype: {recipe.model.dtype}}}"'
-    lines.append(f"go on from there: tunix run {result.folder}/recipe.yaml {model} output={result.folder}-next")
-    return "\n".join(lines)
+    return [*lines, f"weights: {result.export}"]
+
+
+def next_commands(recipe: Recipe, run: Path, *, chats: bool) -> list[str]:
+    """What people do next with a finished run: the commands that work for it, a line each.
+
+    Args:
+        recipe: of the last stage.
+        run: the run folder.
+        chats: whether the model has a tokenizer; one that was trained on token ids alone cannot chat.
+    """
+    name = shlex.quote(str(run))
+    held_out = bool(recipe.data.eval or recipe.data.eval_split)
+    commands = {
+        f"tunix chat {name}": "talk with it" if chats and recipe.algorithm.has_lm_head else None,
+        f"tunix eval {name}": "measure it on its held-out rows" if held_out else None,
+        f"tunix eval {name} ROWS": None if held_out else "measure it on rows of yours",
+        f"tunix export {name} OUT": "a folder for transformers and vLLM",
+    }
+    width = max(len(command) for command, use in commands.items() if use)
+    return ["next:", *(f"  {command:<{width}}  {use}" for command, use in commands.items() if use)]

@@ -20,6 +20,9 @@ from tunix.trainer.progress import Display
 from tunix.types import Batch, Begun, Pictures, Sampling, Sequence
 from tunix.util.json_lines import append_rows
 
+SHOWN = 240
+"""Characters of a prompt or an answer that are displayed, of a longer one its beginning and its end."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -73,9 +76,15 @@ class Samples:
         return readable_tokens(tokens, self.tokenizer)
 
     def _show(self, row: dict[str, Any]) -> None:
-        self.display.say(f"  step {row['step']}  {str(row['prompt']).strip()}")
-        self.display.say(f"      answers: {str(row['completion']).strip()!r}")
-        self.display.say(f"     expected: {str(row['expected']).strip()!r}")
+        """Displays a row in three lines, shortened; the file has all of it."""
+        self.display.say(f"  step {row['step']}  {_shortened(' '.join(str(row['prompt']).split()))}")
+        self.display.say(f"      answers: {_shortened(repr(str(row['completion']).strip()))}")
+        self.display.say(f"     expected: {_shortened(repr(str(row['expected']).strip()))}")
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of a text that is longer than `SHOWN` characters."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN * 2 // 3]} ... {text[-SHOWN // 3 :]}"
 
 
 def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:

@@ -9,17 +9,18 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
-from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row, total_steps
+from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
+from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.ahead import Ahead
-from tunix.rollout.arrivals import ADDED
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import FILE, Journal
+from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
 from tunix.run.inputs import Inputs, row_kind_of

@@ -1,6 +1,6 @@
 """Trains a recipe: starts or resumes the run, finishes it, exports its weights.
 
-The run folder holds `recipe.yaml` (resolved), `metrics.jsonl`, `samples.jsonl`, `checkpoints/` (unless
+The run folder holds `recipe.yaml` (resolved), `log.txt`, `metrics.jsonl`, `samples.jsonl`, `checkpoints/` (unless
 `checkpoint.folder` is elsewhere) and at the end `curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter
 where an adapter was trained on a published base. A recipe with stages has one such folder per stage, each starting from
 the export of the one before.
@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -19,26 +19,34 @@ import jax
 from tunix import __version__
 from tunix.distributed import processes
 from tunix.distributed.watch import together
-from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe, flattened
 from tunix.run.build import assemble
 from tunix.run.checkpoint_owner import checkpoint_folder
 from tunix.run.curves import write_curves
 from tunix.run.export import report_merging
-from tunix.run.folder import claimed, prepare, reopen
+from tunix.run.folder import claimed, explaining_full_disk, prepare, reopen
 from tunix.run.loop import Loop, stop_signals
+from tunix.run.opening import opened
 from tunix.run.recorder import Recorder
-from tunix.run.result import RunResult, result_of, summary
+from tunix.run.result import RunResult, next_commands, result_of, summary
 from tunix.run.samples import unigram_entropy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import open_sinks
-from tunix.trainer.progress import Display, readable
+from tunix.trainer.progress import Display, announce, readable
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.startup import prepare_jax
 
+LOG = "log.txt"
+"""What was said while the run went on, with times, and the details that were not displayed."""
+
 
 def train(
-    recipe: Recipe | str | Path, overrides: Iterable[str] = (), *, tiny: bool = False, fresh: bool = False
+    recipe: Recipe | str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    tiny: bool = False,
+    fresh: bool = False,
+    verbose: bool = False,
 ) -> RunResult:
     """Trains a recipe, or resumes it where its run folder holds the same one.
 
@@ -47,24 +55,26 @@ def train(
         overrides: as on the command line, such as `optimizer.learning_rate=1e-4`; only for a file or a name.
         tiny: uses a random model of a few thousand weights, generated rows and a few steps.
         fresh: starts again; an existing run folder is moved aside.
+        verbose: also displays how it is computed, which is otherwise in the run's log.txt alone.
 
     Raises:
         UserError: a mistake that the user can fix; none of their files was changed.
         Interrupted: after SIGINT or SIGTERM, with a checkpoint.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = Recipe.load(recipe, overrides, tiny)
-    elif tuple(overrides):
-        raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
-    elif tiny:
-        recipe = recipe.tiny()
+    recipe, line = opened(recipe, overrides, tiny, alone=processes.number() == 1)
+    announce(line)
+    return run(recipe, fresh=fresh, verbose=verbose)
+
+
+def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
+    """As `train`, of a recipe about which the first line has been said."""
     prepare_jax()
-    with terminable(), together(_say):
+    with terminable(), together(_say), explaining_full_disk(recipe.output):
         processes.agree(_about(recipe))
         with _claimed(recipe, fresh) as folder:
             if not recipe.stages:
-                return _run(recipe, folder)
-            return _run_stages(recipe.stages, folder)
+                return _run(recipe, folder, folder, verbose=verbose)
+            return _run_stages(recipe.stages, folder, verbose)
 
 
 def _say(text: str) -> None:
@@ -103,16 +113,15 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_stages(stages: tuple[Recipe, ...], root: Path) -> RunResult:
+def _run_stages(stages: tuple[Recipe, ...], root: Path, verbose: bool) -> RunResult:
     """Runs all stages in order, in folders within `root`; finished ones only report that they are."""
     folders = [root / Path(stage.output).name for stage in stages]
     results: list[RunResult] = []
-    for stage, folder, after in zip(stages, folders, [*folders[1:], None], strict=True):
+    for number, (stage, folder, after) in enumerate(zip(stages, folders, [*folders[1:], None], strict=True), 1):
         folder.mkdir(exist_ok=True)
         write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
-        results.append(_run(stage, folder, after))
-    # One picture of all stages, in addition to that of each stage.
-    write_curves(root, [(one.folder.name, one.metrics) for one in results])
+        name = f"stage {number} of {len(stages)}, "
+        results.append(_run(stage, folder, root, name, results, after, verbose=verbose))
     return results[-1]
 
 
@@ -121,22 +130,36 @@ def _exported(folder: Path) -> bool:
     return processes.told("exported", (folder / "export").exists)
 
 
-def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
+def _run(
+    recipe: Recipe,
+    folder: Path,
+    root: Path,
+    name: str = "",
+    before: Sequence[RunResult] = (),
+    after: Path | None = None,
+    *,
+    verbose: bool,
+) -> RunResult:
     """Runs one stage from its last checkpoint to its end.
 
     Args:
+        root: the folder of the whole run; `folder` itself where there is one stage.
+        name: what the line about the stage begins with, e.g. `stage 1 of 2, `.
+        before: the results of the stages before it.
         after: the folder of the next stage, which starts from this one's export; None without one.
     """
     with ExitStack() as stack:
         place = checkpoint_folder(recipe, Path(recipe.output).expanduser())
         checkpoints = stack.enter_context(closing(Checkpoints(place, recipe.checkpoint)))
         start = processes.told("start", checkpoints.latest)
-        display = stack.enter_context(closing(Display(folder.name, recipe.steps or 0, start or 0)))
+        display = Display(folder.name, recipe.steps or 0, start or 0, log=folder / LOG, verbose=verbose)
+        stack.enter_context(closing(display))
+        stack.enter_context(display.collecting_warnings())
         if start is None and _exported(folder):
             display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
             return result_of(folder, None)
         prepare(folder, start)
-        job = assemble(recipe, folder, display)
+        job = assemble(recipe, folder, display, name)
         stack.callback(job.close)
         display.total(job.total)
         sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
@@ -149,13 +172,21 @@ def _run(recipe: Recipe, folder: Path, after: Path | None = None) -> RunResult:
             else:
                 reopen(folder, after, display, loop.step)
                 loop.run()
+                display.stop()
                 display.say(f"done in {readable(recorder.seconds)} s: {folder}")
         if not _exported(folder):
             moved = job.client.export(folder / "export", adapter=job.exports_adapter)
             report_merging(moved, recipe, display)
-    algorithm = job.algorithm
-    held_out = job.evaluation.batches if algorithm.measures_likelihood else []
-    result = result_of(folder, unigram_entropy(held_out) if held_out else None)
-    picture = write_curves(folder, [(folder.name, result.metrics)])
-    display.say(summary(result, recipe, picture))
+        display.stop()
+        held_out = job.evaluation.batches if job.algorithm.measures_likelihood else []
+        result = result_of(folder, unigram_entropy(held_out) if held_out else None)
+        picture = write_curves(folder, [(folder.name, result.metrics)])
+        if folder != root:
+            # One picture of all stages, in addition to that of each stage.
+            picture = write_curves(root, [(stage.folder.name, stage.metrics) for stage in (*before, result)])
+        display.say("\n".join(summary(result, recipe, picture)))
+        if after is None:
+            display.say("\n".join(next_commands(recipe, root, chats=job.samples.tokenizer is not None)))
+            if picture is not None:
+                display.picture(picture)
     return result

@@ -269,8 +269,10 @@ def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> S
     servers, exporter = settings.servers, _exporter(settings, source, spec.model)
     assert servers is not None
 
+    bare = replace(exporter, files=exporter.folder)  # an adapter alone, as often as it is published
+
     def write(path: Path, params: Mapping[str, jax.Array], adapter: bool) -> None:
-        exporter(path, spec, dict(params), {}, adapter=adapter)
+        (bare if adapter else exporter)(path, spec, dict(params), {}, adapter=adapter)
 
     longest = settings.longest or spec.length
     given = (servers.text, servers.ids, servers.temperature, servers.tolerance)
@@ -370,4 +372,4 @@ def _exporter(settings: ClientSettings, source: Source, model: Model) -> Exporte
     """The exporter; an adapter records its base's fingerprint only where the base is an unchanged folder."""
     base = source.folder if settings.adapter is not None and source.stands_alone else None
     about = None if base is None else fingerprint(source.name, base, source.decoder, model.quantization)
-    return Exporter(source.files, settings.rules, source.name, source.folder, about)
+    return Exporter(source.files, settings.rules, source.name, source.folder, about, source.stop_ids)

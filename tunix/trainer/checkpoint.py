@@ -19,6 +19,7 @@ from tunix.protocols import Client, Saving
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable, first_line
+from tunix.util.full_disk import ROOM, is_full
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
@@ -159,6 +160,9 @@ class Checkpoints:
         except TakenOver:
             raise
         except Exception as error:
+            if is_full(error):
+                said = f"{self._folder.name}: a checkpoint could not be written: the disk is full. {ROOM}."
+                raise UserError(said) from error
             raise UserError(
                 f"{self._folder.name}: a checkpoint could not be written ({first_line(error)}). Earlier checkpoints "
                 f"are intact: {self._folder.remedies[0]} the same command to go on from the last one."

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config import Config, DType, Fraction, Positive
+from tunix.config import Config, DType, Fraction, Place, Positive
 from tunix.trainer.update_rules import complaints
 
 
@@ -63,7 +63,7 @@ class CheckpointConfig(Config):
     """Number of most recent checkpoints to keep; older ones are deleted."""
     best: bool = True
     """Also keeps the checkpoint with the lowest eval/loss, where there is an evaluation."""
-    folder: str | None = None
+    folder: Place | None = None
     """Where they are, of this run alone: an address such as gs://bucket/runs/x, or a folder on a disk; stages have one
     in there each. Null for `checkpoints/` in the run folder."""
 

@@ -33,6 +33,8 @@ class Exporter:
     """The folder that the base was loaded from; see `base` of `hf.model_folder.save_folder`."""
     fingerprint: str | None = None
     """Fingerprint of that base (`hf.base_fingerprint`), as text; None where no folder holds the base."""
+    stops: tuple[int, ...] = ()
+    """Ids that end a completion, e.g. `(1, 106)`: where the folder is used, turns end as they did in training."""
 
     def __call__(
         self,
@@ -70,12 +72,14 @@ class Exporter:
             raise ValueError("there is no adapter to export: all weights were trained")
         if adapter:
             assert spec.adapter is not None
-            about = {"base": self.base, "scores": scores, "fingerprint": self.fingerprint}
-            save_adapter(path, params, spec.adapter, spec.model.config, **about)
+            about = {"base": self.base, "scores": scores, "fingerprint": self.fingerprint, "stops": self.stops}
+            changed = None if self.files == self.folder else self.files
+            save_adapter(path, params, spec.adapter, spec.model.config, tokenizer=changed, **about)
             return None
         params = {**frozen, **params}
         whole, moved = (params, None) if packed else _merged(spec, params)
         about = {"source": self.files, "dtype": spec.model.dtype, "scores": scores, "rules": self.rules}
+        about |= {} if scores else {"stops": self.stops}
         save_folder(path, spec.model.config, whole, packed=packed, base=self.folder, **about)
         return moved
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tunix.distributed import processes
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 from tunix.trainer.config import LoggingConfig
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.json_lines import append_rows, forget_after
@@ -86,7 +86,7 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise UserError(
-                "logging.tensorboard: tensorboardX is not installed. pip install 'tunix[tensorboard]'"
+                f"logging.tensorboard: tensorboardX is not installed: {install_command('tensorboard')}"
             ) from error
         # Hides steps after the checkpoint of an interrupted start, as they are dropped from metrics.jsonl.
         purged = None if resume_at is None else resume_at + 1

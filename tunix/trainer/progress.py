@@ -1,20 +1,30 @@
-"""Progress display of a run on stderr: a live bar on a terminal, plain lines elsewhere.
+"""Progress display of a run: a live line on a terminal and in a notebook, plain lines elsewhere, and a log in a file.
 
-The bar shows step, loss, reward or accuracy (with its curve so far), tokens per second and remaining time. Without a
-terminal a line is printed every ten seconds, so that a log file stays readable.
+The live line shows step, total and remaining time, which are never cut, and as much as has room of: loss, reward or
+accuracy, tokens per second, the curve so far, a bar. Without a terminal a line is printed every ten seconds, so that a
+log file stays readable. Everything goes to stderr, in a notebook to the cell's standard output.
 """
 
+import logging
 import math
 import sys
+import sysconfig
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.text import Text
 
 from tunix.distributed import processes
+from tunix.errors import UserError
+from tunix.util.json_lines import append_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0
@@ -23,50 +33,95 @@ RISING = ("reward/mean", "rewards/accuracy")
 """Metrics that should rise; the first that a run reports is shown as a curve."""
 DETAILS = ("eval/logprobs/", "eval/rewards/chosen", "eval/rewards/rejected", "eval/kl/")
 """Prefixes of metrics that are written to metrics.jsonl but not displayed."""
+CURVE, BAR, NAME = 4, 10, 8
+"""Fewest characters of the curve, the bar and a shortened title in a live line: they go where they have less."""
+LONGEST_CURVE, LONGEST_BAR, LONGEST_NAME = 16, 40, 24
+NOTEBOOK_WIDTH, NOTEBOOK_EVERY = 100, 0.5
+"""Characters of the live line in a notebook, and seconds between two of its states."""
+LIVE = {"tunix": "live"}
+"""Metadata of the notebook output that is the live line."""
+
+
+def announce(text: str) -> None:
+    """Prints a line where displays print theirs, before a run has one; of several processes the first one does."""
+    if processes.lead():
+        notebook = Console().is_jupyter
+        print(text, file=sys.stdout if notebook else sys.stderr, flush=True)
 
 
 class Display:
     """Progress display of one run over `total` steps."""
 
-    def __init__(self, title: str, total: int, start: int):
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not processes.lead())
-        self._total = total
+    def __init__(self, title: str, total: int, start: int, *, log: Path | None = None, verbose: bool = False):
+        """Shows the live line, on a terminal.
+
+        Args:
+            title: name of the run.
+            total: number of steps; 0 where it is not known yet.
+            start: steps that were done before.
+            log: the file to which everything that is said is appended; None without one.
+            verbose: whether `detail` is displayed too.
+        """
+        lead = processes.lead()
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not lead)
+        self._title, self._total, self._step = title, total, start
+        self._log, self._verbose = log, verbose
+        self._notebook = lead and self.console.is_jupyter
         self._printed = 0.0
-        self._speed = ""
+        self._first: tuple[int, float] | None = None
+        self._stepped = 0.0
+        self._mean: float | None = None
+        self._numbers: list[str] = []
         self._rising: list[float] = []
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        self._task = self._bar.add_task(title, total=total, completed=start, numbers="")
-        if self.console.is_terminal:
-            self._bar.start()
+        self._cell: _Cell | None = None
+        self._live: Live | None = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            # The terminal is asked for its width at each refresh, since a window may be made smaller.
+            self._live = Live(get_renderable=self._line, console=self.console, refresh_per_second=4)
+            self._live.start()
 
     def total(self, total: int) -> None:
         """Sets the total number of steps, once it is known."""
         self._total = total
-        self._bar.update(self._task, total=total)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Displays the metrics of a finished step."""
-        if "perf/tokens_per_second" in values:
-            self._speed = f"{readable(values['perf/tokens_per_second'])} tokens/s"
+        now = time.monotonic()
+        # Counted from the first step's end on, which may have compiled for minutes.
+        self._first = self._first or (step, now)
+        if step > self._first[0]:
+            self._mean = (now - self._first[1]) / (step - self._first[0])
         self._rising += [values[name] for name in RISING if name in values][:1]
-        curve = sparkline(self._rising) if self.console.encoding.startswith("utf") else ""
-        numbers = "  ".join(part for part in (curve, summary(values), self._speed) if part)
-        if self.console.is_terminal:
-            self._bar.update(self._task, completed=step, numbers=numbers)
-        elif step == self._total or time.monotonic() - self._printed > LINES_EVERY:
-            self._printed = time.monotonic()
-            self.say(f"step {step}/{self._total}  {numbers}")
+        speed = [f"{readable(values['perf/tokens_per_second'])} tokens/s"] if "perf/tokens_per_second" in values else []
+        # The speed of the last row that has one stays.
+        self._numbers = [*summary(values), *(speed or [part for part in self._numbers if part.endswith(" tokens/s")])]
+        self._step, self._stepped = step, now
+        if self._live is not None:
+            return
+        if self._notebook:
+            self._show_cell(now)
+        elif step == self._total or now - self._printed > LINES_EVERY:
+            self._printed = now
+            curve = sparkline(self._rising) if self._unicode else ""
+            self._print("  ".join(part for part in (f"step {step}/{self._total}", curve, *self._numbers) if part))
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar."""
-        self.console.print(text, markup=False)
+        """Prints a line above the live line, and appends it to the log."""
+        self._print(text)
+        self._record(text)
+
+    def detail(self, text: str) -> None:
+        """Appends a line to the log; prints it too where the display is verbose."""
+        if self._verbose:
+            self._print(text)
+        self._record(text)
+
+    def picture(self, path: Path) -> None:
+        """Shows a picture (SVG) in a notebook; does nothing elsewhere."""
+        if self._notebook:
+            from IPython.display import SVG, display
+
+            display(SVG(filename=str(path)))
 
     @contextmanager
     def during(self, what: Callable[[], str]) -> Iterator[None]:
@@ -75,7 +130,8 @@ class Display:
 
         def tell() -> None:
             while not done.wait(LINES_EVERY):
-                self.say(f"{what()}, {time.monotonic() - began:.0f} s")
+                with suppress(UserError):  # of a log that cannot be written: the main thread finds that out, too
+                    self.say(f"{what()}, {time.monotonic() - began:.0f} s")
 
         teller = threading.Thread(target=tell, name="progress", daemon=True)
         teller.start()
@@ -85,20 +141,177 @@ class Display:
             done.set()
             teller.join()
 
+    @contextmanager
+    def collecting_warnings(self) -> Iterator[None]:
+        """Collects what libraries say by `logging` and `warnings`: details, but for messages of tunix itself.
+
+        A warning about code of the user's is shown as always.
+        """
+        handler, shown = _Collector(self), warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
+            if _is_library(filename):
+                with suppress(UserError):
+                    self.detail(f"{category.__name__}: {message} ({filename}:{lineno})")
+            else:
+                shown(message, category, filename, lineno)
+
+        logging.getLogger().addHandler(handler)
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            warnings.showwarning = shown
+            logging.getLogger().removeHandler(handler)
+
+    def stop(self) -> None:
+        """Ends the live line: it becomes a plain line, without the remaining time."""
+        if self._cell is not None:
+            self._cell.show(self._state(NOTEBOOK_WIDTH, over=True))
+            self._cell = None
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.transient = True
+            live.stop()
+            if self._first is not None:
+                self.console.print(self._state(self.console.width, over=True), markup=False)
+
     def close(self) -> None:
-        """Stops the bar and restores the terminal."""
-        if self.console.is_terminal:
-            self._bar.stop()
+        """Ends the live line, if it has not ended, and restores the terminal."""
+        self.stop()
         sys.stderr.flush()
 
+    @property
+    def _unicode(self) -> bool:
+        return self._notebook or self.console.encoding.startswith("utf")
 
-def summary(values: Mapping[str, float]) -> str:
-    """The most important numbers of a step: `reward 0.5000  loss 1.2345`."""
-    shown = []
-    for label, name in (("reward", "reward/mean"), ("accuracy", "rewards/accuracy"), ("loss", "train/loss")):
-        if name in values:
-            shown.append(f"{label} {values[name]:.4f}")
-    return "  ".join(shown)
+    def _print(self, text: str) -> None:
+        if self._notebook:
+            print(text, flush=True)
+        else:
+            self.console.print(text, markup=False)
+
+    def _record(self, text: str) -> None:
+        if self._log is not None:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            append_text(self._log, "".join(f"{now}  {line}\n" for line in text.splitlines()))
+
+    def _line(self) -> Text:
+        """The live line at the present width of the terminal."""
+        text = Text(self._state(self.console.width), no_wrap=True, overflow="crop")
+        text.stylize("bold", 0, len(self._title))
+        return text
+
+    def _state(self, width: int, over: bool = False) -> str:
+        """The live line; where it is over, without remaining time and bar."""
+        left = None
+        if self._mean is not None:
+            left = max((self._total - self._step) * self._mean - (time.monotonic() - self._stepped), 0.0)
+        count, rising = f"{self._step}/{self._total or '?'}", self._rising if self._unicode else []
+        share = self._step / self._total if self._unicode and self._total and not over else None
+        fixed = [count] if over else [count, f"{duration(left)} left"]
+        return live_line(width, self._title, fixed, self._numbers, rising, share)
+
+    def _show_cell(self, now: float) -> None:
+        """The live line of a notebook, at most every `NOTEBOOK_EVERY` seconds."""
+        self._cell = self._cell or _Cell()
+        if now - self._printed > NOTEBOOK_EVERY or self._step == self._total:
+            self._printed = now
+            self._cell.show(self._state(NOTEBOOK_WIDTH))
+
+
+class _Cell:
+    """The output of a notebook's cell that is the live line."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, line: str) -> None:
+        """Shows the line in place of the one before."""
+        from IPython.display import display
+
+        data: dict[str, str] = {"text/plain": line}
+        if self._handle is None:
+            self._handle = display(data, raw=True, metadata=LIVE, display_id=True)
+        else:
+            self._handle.update(data, raw=True, metadata=LIVE)
+
+
+class _Collector(logging.Handler):
+    """Hands what is logged to a display: warnings and errors of tunix are said, those of libraries are details."""
+
+    def __init__(self, display: Display):
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Whoever logs must not fail because the log cannot be written: the run's other files tell that."""
+        with suppress(UserError):
+            self._show(record)
+
+    def _show(self, record: logging.LogRecord) -> None:
+        if record.name.partition(".")[0] == "tunix":
+            self._display.say(record.getMessage())
+        else:
+            self._display.detail(f"{record.name}: {record.getMessage()}")
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of an installed library, of Python's own or of tunix, and not of the user's."""
+    path = Path(file)
+    roots = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))
+    return "site-packages" in path.parts or any(path.is_relative_to(root) for root in roots)
+
+
+def live_line(
+    width: int, title: str, fixed: Sequence[str], numbers: Sequence[str], rising: Sequence[float], share: float | None
+) -> str:
+    """One line about a run that is no wider than `width`: what has no room is left out, the least important first.
+
+    >>> live_line(73, "grpo", ["36/90", "0:02:10 left"], ["reward 0.5742", "loss 0.0069"], [0.1, 0.2, 0.4, 0.6], 0.4)
+    'grpo  ━━━━━───────  36/90  0:02:10 left  reward 0.5742  loss 0.0069  ▁▂▅█'
+
+    Args:
+        width: columns of the terminal.
+        title: of the run; shortened to `LONGEST_NAME`, and further where it has no room.
+        fixed: step and total, and the remaining time: never left out, never shortened.
+        numbers: the most important first.
+        rising: values of a curve, which takes what remains.
+        share: the part of the steps that is done, for a bar, which takes what the curve leaves; None for no bar.
+    """
+    parts = [*fixed]
+    room = width - len("  ".join(fixed))
+    if room - 2 >= min(cell_len(title), NAME):
+        parts.insert(0, set_cell_size(title, min(cell_len(title), LONGEST_NAME, room - 2)))
+        room -= cell_len(parts[0]) + 2
+    for number in numbers:
+        # After one that has no room nothing follows: a curve without its number would say little.
+        room -= len(number) + 2
+        if room < 0:
+            break
+        parts.append(number)
+    if room - 2 >= CURVE and (curve := sparkline(rising, min(room - 2, LONGEST_CURVE))):
+        parts.append(curve)
+        room -= len(curve) + 2
+    if share is not None and room - 2 >= BAR:
+        length = min(room - 2, LONGEST_BAR)
+        done = int(length * share)
+        parts.insert(1, "━" * done + "─" * (length - done))
+    return "  ".join(parts)
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, `0:02:10`; `-:--:--` where they are not known."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def summary(values: Mapping[str, float]) -> list[str]:
+    """The most important numbers of a step: `["reward 0.5000", "loss 1.2345"]`."""
+    labels = {"reward": "reward/mean", "accuracy": "rewards/accuracy", "loss": "train/loss"}
+    return [f"{label} {values[name]:.4f}" for label, name in labels.items() if name in values]
 
 
 def evaluated(values: Mapping[str, float]) -> str:
@@ -107,7 +320,7 @@ def evaluated(values: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {values[name]:.4f}" for name in sorted(shown, key=lambda name: name != "eval/loss"))
 
 
-def sparkline(values: Sequence[float], width: int = 16) -> str:
+def sparkline(values: Sequence[float], width: int = LONGEST_CURVE) -> str:
     """A curve in one line of text, scaled from lowest to highest value: `▁▁▂▃▅▆▇█`; empty while all are equal.
 
     Args:

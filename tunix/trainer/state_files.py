@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,5 +133,17 @@ def _quiet(record: logging.LogRecord) -> bool:
     return "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
 
 
+def _show_unraisable(shown: Callable[[Any], None], unraisable: Any) -> None:
+    """Keeps out the tracebacks of tensorstore's threads, which report to an event loop that a failed write has ended.
+
+    Args:
+        shown: the `sys.unraisablehook` before.
+        unraisable: its argument.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        shown(unraisable)
+
+
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(_quiet)
+sys.unraisablehook = partial(_show_unraisable, sys.unraisablehook)

@@ -4,7 +4,8 @@ A batch arrives as `[M R T]`: M micro-batches of R rows, of which the first `fil
 those, so packing saves time and nothing recompiles. Terms are divided by the counts of the whole batch, taken before
 the split: micro-batches, padding and devices cannot change the result.
 
-Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's width.
+Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's width;
+L layers, E experts.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
 from tunix.algorithms.loss import trained_only
+from tunix.config import LOSS_WEIGHTS
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
+from tunix.models.moe import ROWS
 from tunix.trainer.expert_load import load_metrics, load_sums
 from tunix.trainer.optimizer import learning_rate
-from tunix.types import LOSS_WEIGHTS, Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
+from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
 
 DROPOUT = 0xD0
@@ -89,11 +92,6 @@ class Microbatches:
         """M, the number of micro-batches."""
         return self.rows["tokens"].shape[0]
 
-    def share_of_tokens(self, index: Index) -> Float[Array, ""]:
-        """The part of the batch's real tokens that a micro-batch holds."""
-        real = jnp.sum(self.rows["segment_ids"] > 0, axis=(1, 2))
-        return real[index] / jnp.maximum(jnp.sum(real), 1)
-
     def at(self, index: Index) -> Batch:
         """The rows of one micro-batch `[R T]`, with the whole batch's per-sequence arrays and counts."""
         return Batch(
@@ -154,8 +152,16 @@ class Compute:
         key = jax.random.fold_in(key, state.step)
 
         def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:
-            sums = self.sums(params, frozen, microbatches, index, loss, key)
+            sums = self.sums(params, frozen, microbatches, index, loss, key, rows)
             return cast(jax.Array, sums["train/loss"]), sums
+
+        rows = None
+        if self.model.router_aux_loss_coef and microbatches.number > 1:
+            # The loss is a product of two means, of which a micro-batch's gradient needs the whole batch's first one.
+            rows = accumulate(
+                lambda index: self._forward(state.params, frozen, microbatches.at(index), loss, key)[1][ROWS],
+                microbatches,
+            )
 
         gradient, axes = jax.grad(one_microbatch, has_aux=True), self.model.axes
 
@@ -194,20 +200,17 @@ class Compute:
         index: Index,
         loss: Loss,
         key: PRNGKeyArray | None,
+        rows: Float[Array, "L E"] | None = None,
     ) -> Sums:
         """One micro-batch's share of the loss and its metrics, already divided by the whole batch's counts.
 
         Args:
             key: of embedding noise and dropout; None for an evaluation, without noise.
+            rows: of each expert in the whole batch; None where nobody reads them, or the micro-batch is the whole.
         """
         batch = microbatches.at(index)
+        hidden, auxiliary = self._forward(params, frozen, batch, loss, key)
         params = {**frozen.base, **params}
-        noise, dropout_keys = None, None
-        if key is not None and loss.embedding_noise:
-            noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
-        if key is not None and self.drops:
-            dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
-        hidden, auxiliary = forward_of(self.model, params, batch, noise, dropout_keys)
         logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
         if loss.logprobs:
             logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
@@ -221,11 +224,22 @@ class Compute:
         sums = loss_sums(loss.function, inputs)
         if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
             return sums
-        load = load_sums(auxiliary, microbatches.share_of_tokens(index), self.model.router_aux_loss_coef)
+        load = load_sums(auxiliary, rows, self.model.router_aux_loss_coef)
         sums = {**sums, **load}
         if "loss/router_aux" in load:
             sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
         return sums
+
+    def _forward(
+        self, params: Params, frozen: FrozenInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
+        """The policy's final hidden states for a micro-batch, with noise where there is a key, and auxiliary terms."""
+        noise, dropout_keys = None, None
+        if key is not None and loss.embedding_noise:
+            noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
+        if key is not None and self.drops:
+            dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
+        return forward_of(self.model, {**frozen.base, **params}, batch, noise, dropout_keys)
 
     def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
         assert frozen.reference is not None, "the loss reads a reference: hold one"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from tunix.errors import UserError
+from tunix.util.full_disk import ROOM, is_full
 from tunix.util.object_store import is_taken, uploaded, url_of
 
 
@@ -41,12 +42,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         refuse_taken(path)
         temporary.rename(path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"could not write {path}: {error.strerror or error}. Nothing was left behind.") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or is_full(error)):
+            raise
+        raise UserError(f"could not write {path}: {_reason(error)} Nothing was left behind.") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -100,12 +100,17 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"could not write {path}: {error.strerror or error}.") from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        if isinstance(error, UserError) or not (isinstance(error, OSError) or is_full(error)):
+            raise
+        raise UserError(f"could not write {path}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the system says, as a sentence, and for a full disk the remedy."""
+    said = (isinstance(error, OSError) and error.strerror) or str(error)
+    return f"{said}. {ROOM}." if is_full(error) else f"{said}."
 
 
 def _sibling(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, to which a run appends: read after a kill, and cut back to a checkpoint."""
+"""Files to which a run appends lines, most of them a JSON object each: read after a kill, cut back to a checkpoint."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from tunix.errors import UserError
 from tunix.util.atomic_io import write_text_atomic
+from tunix.util.full_disk import ROOM
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -23,13 +24,21 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         UserError: the file cannot be written.
     """
+    append_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Appends whole lines and closes the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     try:
-        with path.open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written: {error.strerror}. Make room and run the same command: it goes on from the "
-            "last checkpoint."
+            f"{path} could not be written: {error.strerror}. {ROOM}: it goes on from the last checkpoint."
         ) from error
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 
 PACKAGES = {"gs": "gcs", "s3": "s3"}
 """Scheme -> the extra of tunix that reads it."""
@@ -158,7 +158,7 @@ def _errors(url: str) -> Iterator[None]:
         yield
     except ImportError as error:
         extra = PACKAGES[url.partition(":")[0]]
-        raise UserError(f"{url}: {error}. The package comes with `pip install 'tunix[{extra}]'`.") from error
+        raise UserError(f"{url}: {error}. The package comes with {install_command(extra)}.") from error
     except Exception as error:
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{url}: the object store does not answer as it should ({said}).") from error

@@ -8,7 +8,7 @@ import importlib
 
 import jax
 
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
 
 
 def begin() -> bool:
@@ -28,7 +28,7 @@ def begin() -> bool:
         utils = importlib.import_module("pathwaysutils")
     except ImportError as error:
         raise UserError(
-            f"JAX_PLATFORMS={platforms} asks for Pathways, whose package is missing: pip install 'tunix[pathways]'"
+            f"JAX_PLATFORMS={platforms} asks for Pathways, whose package is missing: {install_command('pathways')}"
         ) from error
     utils.initialize()
     return True

@@ -1,16 +1,34 @@
-"""User code that a recipe names, as `module:name` or `file.py:name`, and its options."""
+"""User code that a recipe names, as `module:name` or `file.py:name`, and its options.
 
+A file imports its neighbours, the files of its folder, and modules of the current folder, now and in calls later on.
+`_Neighbours` finds them for imports that stand in such files alone, and only where Python finds nothing else: a
+neighbour called `json.py` or `datasets.py` hides neither the standard library nor a package from the rest of tunix.
+"""
+
+import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
+import os
 import sys
+import sysconfig
+import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tunix.errors import UserError, nearest
+
+_IMPORT_MACHINERY = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = (_PACKAGE, *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")))
+"""Folders of code that is not the user's."""
 
 
 def is_reference(text: str) -> bool:
@@ -32,15 +50,31 @@ def load_object(reference: str) -> Any:
         UserError: the file, the module or the name does not exist, or the import fails.
     """
     place, _, name = reference.rpartition(":")
-    if place.endswith(".py") and not Path(place).is_file():
+    if place.endswith(".py") and not os.path.isfile(place):  # which takes any text
         raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
+    _NEIGHBOURS.add(Path.cwd())
+    _NEIGHBOURS.forget_changed()
     try:
-        module = _file_module(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever the user's code raises is for the user to fix
-        raise UserError(f"{reference}: importing {place} failed with {type(error).__name__}: {error}") from error
-    if name not in vars(module):
+        module = _file_module(Path(place).resolve()) if place.endswith(".py") else _named_module(place)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code raises is for the user to fix
+        line = f" at {where}" if (where := user_line(error)) else ""
+        raise UserError(
+            f"{reference}: importing {place} failed{line} with {type(error).__name__}: {error}{_hidden(error)}"
+        ) from error
+    if not hasattr(module, name):  # a module may import its names when they are asked for, as trl.rewards does
         raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
-    return vars(module)[name]
+    return getattr(module, name)
+
+
+def user_line(error: BaseException) -> str | None:
+    """Where the user's code raised an error, e.g. `judge.py, line 12`; None where none of it is in the traceback."""
+    if isinstance(error, SyntaxError) and error.filename and not _installed(error.filename):
+        return f"{_shown(error.filename)}, line {error.lineno}"
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    theirs = [(file, number) for file, number in lines if not file.startswith("<") and not _installed(file)]
+    return f"{_shown(theirs[-1][0])}, line {theirs[-1][1]}" if theirs else None
 
 
 def check_options(
@@ -75,17 +109,182 @@ def check_options(
             raise UserError(f"{what} wants the option {parameter.name!r}: set it in its `options`")
 
 
+def _installed(file: str) -> bool:
+    """Whether a file belongs to tunix, the standard library or an installed package."""
+    path = Path(file)
+    return any(map(path.is_relative_to, _INSTALLED)) or bool({"site-packages", "dist-packages"} & {*path.parts})
+
+
+def _shown(file: str) -> str:
+    """A file's path from the current folder where it is in there, else its name."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+def _named_module(name: str) -> ModuleType:
+    """A module by its name, of the current folder where Python finds none."""
+    with _NEIGHBOURS.importing(name.partition(".")[0]):
+        return importlib.import_module(name)
+
+
 def _file_module(path: Path) -> ModuleType:
-    """A file imported as a module: the same object until the file changes, so that classes stay equal between loads."""
+    """A file imported as a module: the same object until the file changes, so that classes stay equal between loads,
+    and the one that a neighbour has imported by its plain name, if one has."""
+    _NEIGHBOURS.add(path.parent)
+    if (module := _NEIGHBOURS.loaded(path)) is not None:
+        return module
+    _refuse_namesakes(path)
     name = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _NEIGHBOURS.keep(path, module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        _NEIGHBOURS.drop(path)
+        raise
+    return module
+
+
+def _refuse_namesakes(path: Path) -> None:
+    """Refuses a file whose neighbour another folder's file has taken the name of: `import helpers` means one module."""
+    try:
+        names = _imported(ast.parse(path.read_bytes()))
+    except (SyntaxError, ValueError):  # importing the file says what is wrong, and in which line
+        return
+    for name in sorted(names - sys.stdlib_module_names):
+        spec, module = PathFinder.find_spec(name, [str(path.parent)]), sys.modules.get(name)
+        if spec is None or spec.origin is None or module is None or module.__spec__ is None:
+            continue
+        other = module.__spec__.origin
+        if other is not None and other != spec.origin and not _installed(other):
+            raise UserError(
+                f"{path} imports {name}, which is {spec.origin}, but {other} has that name in this process already: "
+                "rename one of the two"
+            )
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """The top-level modules that a file's import statements name."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def _hidden(error: BaseException) -> str:
+    """A hint where an import failed because a package has the name of a neighbour; empty elsewhere."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    module = sys.modules.get(name)
+    beside = _NEIGHBOURS.beside(name) if name else None
+    if beside is None or module is None or module.__spec__ is None or module.__spec__.origin == beside:
+        return ""
+    return f". {beside} has the name of an installed module, which is imported in its place: rename it"
+
+
+class _Neighbours(MetaPathFinder):
+    """The last of Python's finders: top-level modules that the user's files import from their folders."""
+
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
+        self._modules: dict[Path, tuple[int, ModuleType]] = {}
+        """File -> its time of change when it was imported, and the module."""
+        self._importing: str | None = None
+        """The module that a recipe names, which is searched in the current folder."""
+
+    def add(self, folder: Path) -> None:
+        """Adds a folder whose files may import each other; again where something removed this finder."""
+        if folder not in self._folders:
+            self._folders.append(folder)
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+
+    @contextlib.contextmanager
+    def importing(self, name: str) -> Iterator[None]:
+        """In this block the module of this name may come from the current folder, whoever imports it."""
+        before, self._importing = self._importing, name
         try:
-            spec.loader.exec_module(module)
-        except BaseException:
+            yield
+        finally:
+            self._importing = before
+
+    def loaded(self, path: Path) -> ModuleType | None:
+        """The module of a file that was imported since it last changed."""
+        time, module = self._modules.get(path, (None, None))
+        return module if time == path.stat().st_mtime_ns else None
+
+    def keep(self, path: Path, module: ModuleType) -> None:
+        """Remembers a file's module."""
+        self._modules[path] = (path.stat().st_mtime_ns, module)
+
+    def drop(self, path: Path) -> None:
+        """Forgets a file's module."""
+        _, module = self._modules.pop(path)
+        for name in [name for name, other in sys.modules.items() if other is module]:
             del sys.modules[name]
+
+    def forget_changed(self) -> None:
+        """Forgets all files where one of them has changed: others hold what they imported from it."""
+        times = {path: path.stat().st_mtime_ns if path.is_file() else None for path in self._modules}
+        if any(time != self._modules[path][0] for path, time in times.items()):
+            for path in times:
+                self.drop(path)
+
+    def beside(self, name: str) -> str | None:
+        """The file of this name in one of the folders."""
+        specs = (PathFinder.find_spec(name, [str(folder)]) for folder in self._folders)
+        return next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The neighbour of this name of the file that imports it; None for imports that are not the user's."""
+        if path is not None:  # a module within a package, which Python finds by itself
+            return None
+        for folder in [Path.cwd()] if name == self._importing else self._searched():
+            spec = PathFinder.find_spec(name, [str(folder)])
+            if spec is None:
+                continue
+            if spec.origin is not None and spec.loader is not None and Path(spec.origin).suffix == ".py":
+                spec.loader = _Shared(spec.loader, self, Path(spec.origin).resolve())
+            return spec
+        return None
+
+    def _searched(self) -> list[Path]:
+        """The folders of the file that imports, the innermost first, and the current one."""
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+        # What called this method, then Python's import, then the file.
+        after = itertools.dropwhile(lambda file: file not in _IMPORT_MACHINERY, files)
+        file = Path(next((file for file in after if file not in _IMPORT_MACHINERY), ""))
+        inside = [folder for folder in self._folders if file.is_relative_to(folder) and not _installed(str(file))]
+        return [*sorted(inside, key=lambda folder: -len(folder.parts)), Path.cwd()] if inside else []
+
+
+class _Shared(Loader):
+    """Loads a file once, whether it is imported by its plain name or named in a recipe."""
+
+    def __init__(self, loader: Loader, neighbours: _Neighbours, path: Path) -> None:
+        self._loader, self._neighbours, self._path = loader, neighbours, path
+        self._known = neighbours.loaded(path)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """The file's module where it is imported already."""
+        return self._known or self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the file, unless it has been."""
+        if self._known is not None:
+            return
+        _refuse_namesakes(self._path)
+        self._neighbours.keep(self._path, module)
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            self._neighbours.drop(self._path)
             raise
-    return sys.modules[name]
+
+
+_NEIGHBOURS = _Neighbours()

@@ -25,6 +25,10 @@ MOST_VALUES = 100_000
 """Most values of a YAML document with every alias replaced by its value."""
 
 
+ALIKE = 10
+"""Mistakes in one list or section that are named one by one, at most."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads YAML with the plain scalars of YAML 1.2 (only true and false are booleans, dates are text)."""
 
@@ -163,6 +167,22 @@ def without_effect(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[st
     ]
 
 
+def keys_set(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[frozenset[str]]:
+    """The keys that overrides set, without their values: those of a recipe, or of each of its stages."""
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    stages = tree.get("stages")
+    if not isinstance(stages, list) or not stages:
+        return [frozenset(keys)]
+    shared = [key for key in keys if not key.startswith("stages.")]
+    sets = []
+    for number, stage in enumerate(stages):
+        begin = f"stages.{number}."
+        within = [key.removeprefix(begin) for key in keys if key.startswith(begin)]
+        # A key above the stages holds for those that do not set it themselves.
+        sets.append(frozenset([*within, *(key for key in shared if not _sets(stage, key.split(".")))]))
+    return sets
+
+
 def _sets(section: Any, parts: List[str]) -> bool:
     """Whether the key at the end of a path is set."""
     for part in parts:
@@ -196,23 +216,39 @@ def _index(items: list[Any], part: str, override: str) -> int:
 
 
 def problems(error: ValidationError, keys: Keys) -> list[str]:
-    """Each validation error as `section.key: what is wrong and what to do`, in the order of the recipe's fields."""
+    """Each validation error as `section.key: what is wrong and what to do`, in the order of the recipe's fields.
+
+    Of the items of a list, and of the unknown keys of a section, no more than `ALIKE` are named.
+    """
     wanted: dict[str, tuple[Any, list[str]]] = {}
-    lines: list[str] = []
+    lines: list[tuple[str, str]] = []
+    """(what they are about but for the item of a list, message)."""
     for item in error.errors(include_url=False):
         # The branches of a union add parts such as "tuple[str, ...]", which are no keys.
         path = tuple(str(part) for part in item["loc"] if "[" not in str(part))
         key, prefix = ".".join(path), ".".join(path) + ": " if path else ""
+        section = _without_items(key)
         context = item.get("ctx", {})
         if item["type"] == "missing":
-            lines.append(f"{prefix}missing; the recipe has to say it")
+            lines.append((section, f"{prefix}missing; the recipe has to say it"))
         elif item["type"] == "extra_forbidden":
-            lines.append(f"{prefix}unknown key{_remedy(path, keys)}")
+            lines.append((".".join(path[:-1]), f"{prefix}unknown key{_remedy(path, keys)}"))
         elif item["type"] == "value_error":
-            lines += [prefix + line for line in str(context["error"]).splitlines()]
+            lines += [(section, prefix + line) for line in str(context["error"]).splitlines()]
         else:
             wanted.setdefault(key, (item["input"], []))[1].append(_wanted(item["type"], context, item["msg"]))
-    return lines + [_mistaken(key, value, kinds) for key, (value, kinds) in wanted.items()]
+    lines += [(_without_items(key), _mistaken(key, value, kinds)) for key, (value, kinds) in wanted.items()]
+    places: dict[str, list[str]] = {}
+    for section, line in lines:
+        places.setdefault(section, []).append(line)
+    named = [line for place in places.values() for line in place[:ALIKE]]
+    more = [f"{key}: and {len(x) - ALIKE} more like it".lstrip(": ") for key, x in places.items() if len(x) > ALIKE]
+    return named + more
+
+
+def _without_items(key: str) -> str:
+    """A dotted key without the numbers of items: `targets` for `targets.3`."""
+    return ".".join(part for part in key.split(".") if not part.isdigit())
 
 
 def _remedy(path: tuple[str, ...], keys: Keys) -> str:

@@ -286,6 +286,7 @@ FAMILY = {
     **{form: {"loss": form} for form in Form.__args__},
     **{name: {"divergence": name} for name in ("forward_kl", "js", "alpha")},
     "normalized": {"length_normalized": True, "sft_weight": 0.1},
+    "sft_of_tokens": {"sft_weight": 0.1, "sft_reduction": "tokens"},
     "offset": {"offset": 0.2, "label_smoothing": 0.1},
 }
 
@@ -424,6 +425,7 @@ def test_a_resolved_section_reads_back_equal(settings):
         ({"loss": "discopop", "tau": 0}, "greater than 0"),
         ({"loss": "nca", "reward_shift": False}, "reward_shift is False.*loss: bco"),
         ({"gamma": 1.0}, "gamma is 1.0.*loss: simpo"),
+        ({"sft_reduction": "tokens"}, "sft_reduction is 'tokens'.*set sft_weight"),
         ({"loss": "aot", "divergence": "js"}, "divergence is 'js'.*read by sigmoid, robust, hinge"),
         ({"loss": "simpo", "divergence": "js"}, "divergence is 'js'.*read by sigmoid, robust, hinge"),
         ({"alpha": 0.5}, "alpha is 0.5.*divergence: alpha"),

@@ -24,6 +24,7 @@ from tunix.models.attention.decoding import BY_NAME
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
 from tunix.rollout.engine import engine as engine_file
+from tunix.rollout.engine.budget import page_bytes
 from tunix.rollout.engine.engine import Engine
 from tunix.types import Completion, Sampling
 
@@ -111,6 +112,27 @@ def test_pages_that_a_piece_reads_are_not_given_to_those_that_share_its_prompt()
         for one in group:
             expected = full_logprobs(model, params, prompt, one)[len(prompt) :]
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+
+
+def test_every_completion_reports_the_logprobs_of_its_own_prompt():
+    """Five completions of each prompt in two slots: some compute it, some follow that, the rest find its pages kept.
+    Prompts of 1 token, of one piece, of three pieces and of whole pages; with few pages, requests leave their slots,
+    those whose prompt is not computed yet too."""
+    model = Model(PLAIN)
+    params = random_params(model)
+    given = prompts(model.config.vocab_size, (1, 9, 37, 32))
+    sampling = Sampling(max_tokens=24, temperature=0.8, prompt_logprobs=True)
+    ample = small_engine(model, params, slots=2)
+    each = page_bytes(model.config, ample.mesh, ample.sizes)
+    few = small_engine(model, params, slots=6, room=2.0 * 12 * sum(each), ahead=1)
+    assert list(few.sizes.pages) == [12] * len(few.sizes.pages)  # and six slots want up to eight each
+    for engine in (ample, few):
+        for prompt, group in zip(given, engine.sample(given, 5, sampling, seed=3), strict=True):
+            for completion in group:
+                assert completion.prompt_logprobs is not None
+                assert completion.prompt_logprobs.shape == prompt.shape
+                found = np.concatenate([completion.prompt_logprobs, completion.logprobs])
+                np.testing.assert_allclose(found, full_logprobs(model, params, prompt, completion, 0.8), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -147,8 +147,16 @@ def test_messages_go_on_as_the_template_writes_them(template: Any, stopped: bool
     action = tokenizer.encode("four" + STOPS[template] * stopped)
     observed = played.turn(np.asarray(action, np.int32))
     assert observed is not None
-    whole = render_prompt([*start, said, *new], tokenizer)
+    whole = render_prompt([*start, said, *new], tokenizer).tokens
     assert [*played.prompt, *action, *observed] == whole.tolist()
+
+
+def test_a_row_brings_variables_of_the_template():
+    said = "{% if brief %}Be brief. {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = CHATML.replace_template(said)
+    row = {"chat_template_kwargs": {"brief": True}}
+    played = Episode(Scripted(start=[{"role": "user", "content": "2+2?"}]), row, RNG, tokenizer, 1, {"brief": False})
+    assert tokenizer.decode(played.prompt) == "Be brief. 2+2?"
 
 
 def completion_of(*turns: tuple[int, int], tokens: np.ndarray, finish: Any = "stop") -> Completion:

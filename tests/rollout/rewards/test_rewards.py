@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.base import Failure
+from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -116,7 +116,7 @@ def mine(name: str, **settings: object) -> RewardFunction:
     return RewardFunction.model_validate({"name": f"mine.py:{name}", **settings})
 
 
-def scores_of(name: str, completions: list[str], deadline: float = 10.0, workers: int = 2) -> list[float | Failure]:
+def scores_of(name: str, completions: list[str], deadline: float = 10.0, workers: int = 2) -> list[Score]:
     with Scorer([mine(name)], deadline, workers) as scorer:
         return scorer.score(["p"] * len(completions), completions)[name]
 
@@ -137,9 +137,9 @@ TROUBLE = {
     "exit": "ended its process (exit code 3)",
     "crash": "ended its process (signal 11)",
     "hang": "took longer than 2 s",
-    "raise": "raised ZeroDivisionError: no digits",
-    "memory": "raised MemoryError",
-    "leave": "raised SystemExit: bye",
+    "raise": "raised ZeroDivisionError: no digits (mine.py, line 12)",
+    "memory": "raised MemoryError (mine.py, line 13)",
+    "leave": "raised SystemExit: bye (mine.py, line 14)",
     "nan": "returned NaN",
     "inf": "returned infinity",
     "string": "returned a string, not a number",
@@ -187,7 +187,8 @@ def test_no_samples_no_scores(functions: Path):
 
 def test_async_samples_have_a_deadline_each(functions: Path):
     asked = ["ab", "never", "abc", "timeout"]
-    expected = [2.0, Failure("waiting took longer than 1 s"), 3.0, Failure("waiting raised TimeoutError: of its own")]
+    raised = Failure("waiting raised TimeoutError: of its own (mine.py, line 30)")
+    expected = [2.0, Failure("waiting took longer than 1 s"), 3.0, raised]
     assert scores_of("waiting", asked, deadline=1.0) == expected
 
 
@@ -300,7 +301,11 @@ def test_functions_of_a_notebook_run_here():
 
     with Scorer([here, later]) as scorer:
         scores = scorer.score(["p"] * 3, ["ab", "", "x"], {"answer": ["no", "no", "x"]})
-    assert scores["here"] == [0.5, Failure("here raised ZeroDivisionError: division by zero"), 2.0]
+    good, failed, equal = scores["here"]
+    assert (good, equal) == (0.5, 2.0)
+    assert isinstance(failed, Failure)
+    assert failed.reason.startswith("here raised ZeroDivisionError: division by zero (")
+    assert failed.reason.endswith(f"test_rewards.py, line {here.__code__.co_firstlineno + 2})")
     assert scores["later"] == [0.5, 0.5, 0.5]
     assert seen == [os.getpid()] * 3
 
@@ -394,3 +399,152 @@ def test_the_section_of_a_recipe():
     with pytest.raises(ValueError, match="math stands there twice"):
         RewardConfig.model_validate({"functions": ["math", {"name": "math"}]})
     assert json.loads(config.model_dump_json())["deadline"] == 10.0
+
+
+TRL = '''
+import asyncio
+
+import numpy as np
+
+
+def accuracy_reward(completions, answer, log_extra=None, log_metric=None, **kwargs):
+    """As in TRL's documentation: None where there is no answer."""
+    contents = [completion[0]["content"] for completion in completions]
+    scores = [None if a is None else np.float32(c == a) for c, a in zip(contents, answer, strict=True)]
+    log_metric("known", np.mean([score is not None for score in scores]))
+    log_extra("said", contents)
+    return scores
+
+
+def reads_all(**kwargs):
+    assert set(kwargs) == {"prompts", "completions", "completion_ids", "answer", "log_metric", "log_extra"}, kwargs
+    return [len(prompt) + len(ids) / 10 for prompt, ids in zip(kwargs["prompts"], kwargs["completion_ids"])]
+
+
+def soft_overlong(completion_ids, trainer_state=None, *, longest=2, **kwargs):
+    assert trainer_state is None
+    return [-1.0 if len(ids) > longest else 0.0 for ids in completion_ids]
+
+
+async def of_texts(prompts, completions):
+    await asyncio.sleep(0)
+    return [float(isinstance(p, str) and isinstance(c, str)) for p, c in zip(prompts, completions, strict=True)]
+
+
+class Shorter:
+    def __call__(self, completions, **kwargs):
+        return [None] * len(completions)
+
+
+shorter = Shorter()
+
+
+def few_extras(completions, log_extra):
+    log_extra("said", ["x"] * 3)
+    return [1.0] * len(completions)
+
+
+def needs_state(completions, trainer_state, **kwargs):
+    return [1.0] * len(completions)
+'''
+ASKED = [{"role": "user", "content": "Sum?"}]
+
+
+def trl(name: str, **settings: object) -> RewardFunction:
+    return RewardFunction.model_validate({"name": f"theirs.py:{name}", "style": "trl", **settings})
+
+
+def test_functions_written_for_trl(tmp_path: Path):
+    """Messages where the row has messages, columns as lists, None for what is left out; what is logged comes back."""
+    (tmp_path / "theirs.py").write_text(TRL)
+    rewards = [trl("accuracy_reward", clip=(0.0, 0.5)), trl("reads_all"), trl("shorter")]
+    rewards += [trl("soft_overlong", options={"longest": 1}), trl("of_texts")]
+    with Scorer(rewards, workers=1) as scorer:
+        scoring = scorer.open(["prompt", "answer", "completion_ids"])
+        for number, (said, answer) in enumerate([("4", "4"), ("5", "4"), ("6", None)]):
+            row = {"prompt": ASKED, "answer": answer, "completion_ids": [7] * number}
+            scoring.add(number, "Sum?", said, row, ASKED)
+        assert scoring.result() == {
+            "accuracy_reward": [0.5, 0.0, None],
+            "reads_all": [1.0, 1.1, 1.2],  # one message, and a tenth of the ids
+            "shorter": [None] * 3,
+            "soft_overlong": [0.0, 0.0, -1.0],
+            "of_texts": [0.0] * 3,
+        }
+        assert scoring.metrics == {"accuracy_reward/known": [pytest.approx(2 / 3)]}
+        assert scoring.logged == {i: {"accuracy_reward/said": said} for i, said in enumerate("456")}
+        texts = scorer.score(["p"], ["4"], {"answer": ["4"], "completion_ids": [[1]]})
+        assert texts["of_texts"] == [1.0]  # a row of strings
+
+
+def test_mistakes_of_functions_for_trl(tmp_path: Path):
+    (tmp_path / "theirs.py").write_text(TRL)
+    with Scorer([trl("few_extras")], workers=1) as scorer:
+        why = "few_extras raised ValueError: log_extra got 3 values of said for 1 completions"
+        assert scorer.score(["p"], ["a"]) == {"few_extras": [Failure(why)]}
+    with pytest.raises(UserError, match=r"needs_state requires trainer_state, which only TRL's trainer has"):
+        Scorer([trl("needs_state")])
+    with pytest.raises(UserError, match=r"few_extras wants log_extra, which TRL gives .* say `style: trl`"):
+        Scorer([RewardFunction(name="theirs.py:few_extras")]).check(["answer"])
+    with pytest.raises(UserError, match=r"the reward number is tunix's own: leave `style: trl` out"):
+        Scorer([RewardFunction(name="number", style="trl")])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (np.zeros(2), "returned an array of shape (2,), not a number"),
+        (np.float64("nan"), "returned NaN"),
+        (np.array([0.5]), None),
+        (np.float16(0.5), None),
+        (np.bool_(True), None),
+    ],
+)
+def test_a_score_is_a_number_or_a_sentence(value: object, reason: str | None):
+    def here(completion: str) -> object:
+        return value
+
+    with Scorer([here]) as scorer:
+        expected = Failure(f"here {reason}") if reason else float(np.asarray(value).item())
+        assert scorer.score(["p"], ["c"]) == {"here": [expected]}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (None, "returned None, not a list of numbers"),
+        (np.float64(1), "returned a float64, not a list of numbers"),
+        (np.zeros((1, 2)), "returned an array of shape (2,), not a number"),
+        ({"score": 1.0}, "returned a dict, not a list of numbers"),
+        ([], "returned 0 scores for 1 completion"),
+        ([None], "returned None, not a number"),
+    ],
+)
+def test_scores_are_a_list_of_numbers_or_a_sentence(values: object, reason: str):
+    def here(completions: list[str]) -> object:
+        return values
+
+    with Scorer([here]) as scorer:
+        assert scorer.score(["p"], ["c"]) == {"here": [Failure(f"here {reason}")]}
+
+
+@pytest.mark.slow  # trl is no dependency: where it is installed, its own functions are called
+def test_the_functions_of_trl(tmp_path: Path):
+    pytest.importorskip("trl")
+    (tmp_path / "theirs.py").write_text(
+        "from trl.rewards import get_soft_overlong_punishment\n"
+        "overlong = get_soft_overlong_punishment(max_completion_len=10, soft_punish_cache=4)\n"
+    )
+    names = ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward", "theirs.py:overlong")
+    rewards = [RewardFunction.model_validate({"name": name, "style": "trl"}) for name in names]
+    with Scorer(rewards, deadline=60.0, workers=1) as scorer:
+        scoring = scorer.open(["prompt", "solution", "completion_ids"])
+        texts = [r"\boxed{4}", "<think>a</think> $5$", r"\boxed{4}"]
+        for number, (text, solution, length) in enumerate(zip(texts, ["$4$", "$4$", "none"], [6, 8, 11], strict=True)):
+            row = {"prompt": ASKED, "solution": solution, "completion_ids": [1] * length}
+            scoring.add(number, "Sum?", text, row, ASKED)
+        assert scoring.result() == {
+            "accuracy_reward": [1.0, 0.0, None],  # a solution that cannot be parsed
+            "think_format_reward": [0.0, 1.0, 0.0],
+            "overlong": [0.0, -0.5, -1.0],  # (10 - 4 - 8) / 4
+        }

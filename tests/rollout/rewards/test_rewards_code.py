@@ -43,6 +43,13 @@ def test_tests_are_texts_lists_or_json():
     assert read_tests('["assert 1", "assert 2"]') == ["assert 1", "assert 2"]
     with pytest.raises(ValueError, match="there are no tests"):
         read_tests(" ")
+    for nothing in (None, "null"):
+        with pytest.raises(ValueError, match="the tests are null: give the row some"):
+            read_tests(nothing)
+    # As Python each would be an expression, which every program passes.
+    for other in ('{"inputs": [1], "outputs": [2]}', {"inputs": [1]}, '"assert 1"', "5", [None], [["assert 1"]]):
+        with pytest.raises(ValueError, match=r"the tests are .*, not Python source, or a list of such"):
+            read_tests(other)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Positive, RowKind, families
+from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Place, Positive, RowKind, families
 
 _GIVEN = "with on_policy: true"
 
@@ -103,7 +103,7 @@ class TeacherMesh(MeshConfig):
 class TeacherConfig(Config):
     """A frozen model with the student's vocabulary, of any family and size."""
 
-    path: str | None = None
+    path: Place | None = None
     """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
     base shares that base."""
     init: Literal["pretrained", "random"] = "pretrained"

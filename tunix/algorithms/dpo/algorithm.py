@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.dpo.baseline import Running, in_rows, paired, unpaired
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
-from tunix.algorithms.episodes import Groups, as_sequence, require_scores, rewards_of
+from tunix.algorithms.episodes import Groups, as_sequence, require_scores, total_rewards
 from tunix.algorithms.loss import REFERENCE, compared_with_sampler
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
 from tunix.algorithms.rollout_metrics import notes, report, row
@@ -158,7 +157,7 @@ class DPO(OnPolicy):
         """
         groups, data = experience.groups, experience.data
         require_scores(groups)
-        ranks = ranked(weighted_sum(rewards_of(groups), data.weights))
+        ranks = ranked(total_rewards(groups, data.weights))
         sides = [as_sequence(group[i]) for group, rank in zip(groups, ranks, strict=True) for i in rank or ()]
         signal = np.array([rank is not None for rank in ranks])
         batches = [self.prepare_batch(client, data.packed(sides, 2 * data.size), sides)] if sides else []

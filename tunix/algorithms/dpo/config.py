@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import TINY_GROUP, Positive, RowKind
+from tunix.config import TINY_GROUP, Place, Positive, RowKind
 
 Form = Literal[
     "sigmoid",
@@ -75,10 +75,13 @@ class DPOConfig(RuledConfig):
     `f_alpha_divergence_coef` is 1 less this. Null: 0.5."""
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
+    sft_reduction: Literal["sequences", "tokens"] = "sequences"
+    """What that is a mean over: chosen completions, of each one's token mean, as in RPO; or `tokens`, the chosen tokens
+    of the batch, as TRL's `sft` term."""
     reference: Literal["snapshot", "precompute"] = "snapshot"
     """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, computed at every step.
     `precompute`: its log-probs of all rows are computed before the first step, and stored alongside them."""
-    reference_path: str | None = None
+    reference_path: Place | None = None
     """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
     starts from, or the base under an adapter."""
     online: bool = False
@@ -119,6 +122,7 @@ class DPOConfig(RuledConfig):
             lambda s: s["loss"] in REFERENCED,
             f"with this loss: it is read by {', '.join(REFERENCED)}",
         ),
+        Rule(("sft_reduction",), lambda s: bool(s["sft_weight"]), "while sft_weight is 0: set sft_weight"),
         Rule(("group_size",), lambda s: bool(s["online"]), "without online: true"),
     )
 
@@ -127,8 +131,8 @@ class DPOConfig(RuledConfig):
         """The value that null becomes for each key, given the other settings."""
         form = settings["loss"]
         return {
-            "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
-            "label_smoothing": {"robust": 0.1, "exo": 0.001}.get(form, 0.0),
+            "beta": _value_for(form, {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}, 0.1),
+            "label_smoothing": _value_for(form, {"robust": 0.1, "exo": 0.001}, 0.0),
             "gamma": 1.0,
             "tau": 0.05,
             "alpha": 0.5,
@@ -198,3 +202,8 @@ class DPOConfig(RuledConfig):
         """A message where a form that sorts pairs has a single one."""
         if self.sorts and batch_size < 2:
             yield f"batch_size: {self.loss} sorts the pairs of a batch, and 1 has no other; take 2 or more"
+
+
+def _value_for(form: Any, values: Mapping[str, float], otherwise: float) -> float:
+    """The value of a form, which is compared and not looked up: before the fields are checked it may be a list."""
+    return next((value for name, value in values.items() if form == name), otherwise)

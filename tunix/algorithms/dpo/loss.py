@@ -33,7 +33,8 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     """`E_pairs[form(r_chosen, r_rejected)] + sft_weight E_pairs[-log p(chosen) / |chosen|]`.
 
     DPO, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7; `compared` names the relatives, `rewards`
-    defines r. The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733).
+    defines r. The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733); with
+    `sft_reduction: tokens` it is the sum of -log p(chosen) over the pairs divided by that of |chosen|.
 
     Args:
         inputs: log-probs `[B T]` of pairs, and where the form has a reference its own, of the same step or as the
@@ -52,7 +53,11 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
     compared_Pa = compared(measured[::2], measured[1::2], config, margins(batch, config))
     terms = {"preference": Term(compared_Pa, "pairs")}
     if config.sft_weight:
-        terms["sft"] = Term(-config.sft_weight * (sums / batch.lengths)[::2], "pairs")
+        weights, lengths = jnp.asarray(batch.weights)[::2], jnp.asarray(batch.lengths)[::2]
+        if config.sft_reduction == "tokens":  # the mean length of the whole batch, for a term that is divided by pairs
+            trained = jnp.sum(weights)
+            lengths = jnp.where(trained > 0, jnp.sum(weights * lengths) / jnp.where(trained > 0, trained, 1.0), 1.0)
+        terms["sft"] = Term(-config.sft_weight * sums[::2] / lengths, "pairs")
     of_pairs = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

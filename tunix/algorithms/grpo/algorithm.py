@@ -10,16 +10,17 @@ from tunix.algorithms.advantages import (
     group_advantages,
     has_signal,
     to_come,
-    weighted_sum,
     whitened,
 )
 from tunix.algorithms.episodes import (
     Credited,
     Groups,
+    are_scored,
     flat,
     grouped,
     rewards_of,
     spread,
+    total_rewards,
     with_tokens,
 )
 from tunix.algorithms.grpo.config import GRPOConfig
@@ -77,9 +78,9 @@ class GRPO(PolicyGradient):
 
     def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
         """The sequences with each completion's advantage at all its tokens, or with `token_returns` one per token."""
-        penalties, named = self.penalties(groups), rewards_of(groups)
+        penalties = self.penalties(groups)
         if self.config.token_returns:
-            rewards = weighted_sum(named, data.weights) + penalties
+            rewards = total_rewards(groups, data.weights) + penalties
             return with_tokens(sequences, "advantages", grouped(self._token_returns(sequences, rewards), sequences))
         if self.config.kl_in == "reward" and self.config.kl:
             penalties = penalties + self._kl_penalties(sequences)
@@ -87,9 +88,10 @@ class GRPO(PolicyGradient):
             # The penalty counts as one more reward; where it is constant it is normalised away.
             penalty = "overlong penalty"
             settings = (self.config.advantage, self.config.std_eps, self.config.std)
-            advantages = gdpo({**named, penalty: penalties}, {**data.weights, penalty: 1.0}, *settings)
+            named = {**rewards_of(groups), penalty: penalties}
+            advantages = gdpo(named, {**data.weights, penalty: 1.0}, *settings, are_scored(groups))
         else:
-            advantages = self.advantages(weighted_sum(named, data.weights) + penalties)
+            advantages = self.advantages(total_rewards(groups, data.weights) + penalties)
         pairs = zip(sequences, advantages, strict=True)
         return with_tokens(
             sequences, "advantages", ([spread(x, a) for x, a in zip(group, row, strict=True)] for group, row in pairs)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunix.config import AlgorithmConfig, RowKind
+from tunix.config import AlgorithmConfig, Place, RowKind
 
 Weight = Annotated[float, Field(gt=0)]
 
@@ -24,7 +24,7 @@ class KTOConfig(AlgorithmConfig):
     undesirable_weight: Weight = 1.0
     """Weight of undesirable completions."""
 
-    reference_path: str | None = None
+    reference_path: Place | None = None
     """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
     starts from, or the base under an adapter."""
 

@@ -198,11 +198,12 @@ def token_rewards(episode: Scored, weights: dict[str, float], penalty: float) ->
     """
     start, completion = len(episode.prompt.tokens), episode.completion
     rewards = np.zeros(start + len(completion.tokens))
-    if not completion.turns or np.isnan([*episode.rewards.values()]).any():
+    if not completion.turns or episode.unscored:
         return rewards
     if ENVIRONMENT in weights:  # else the environment leaves scoring to the functions
         for (_, end), reward in zip(completion.turns, episode.turn_rewards, strict=False):
             rewards[start + end - 1] += weights[ENVIRONMENT] * reward
-    total = sum(weights[name] * reward for name, reward in episode.rewards.items() if name != ENVIRONMENT)
+    scored = {name: reward for name, reward in episode.rewards.items() if not np.isnan(reward)}
+    total = sum(weights[name] * reward for name, reward in scored.items() if name != ENVIRONMENT)
     rewards[start + completion.turns[-1][1] - 1] += total + penalty
     return rewards

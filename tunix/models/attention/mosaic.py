@@ -1,4 +1,4 @@
-"""Attention by tokamax's Mosaic kernels for NVIDIA's Hopper and Blackwell GPUs (`pip install 'tunix[gpu]'`).
+"""Attention by tokamax's Mosaic kernels for NVIDIA's Hopper and Blackwell GPUs (`pip install '.[gpu]'`).
 
 Each query sees an interval of keys, by its columns: from the start of its segment or of its window up to itself. Where
 segments share a prompt, a second call lets each query see its interval of the prompt, and both are merged by their
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix.errors import install_command
 from tunix.models.attention.inputs import LANES, AttentionSpec, Gradients, Mixed, Segments, merged
 from tunix.models.attention.tokamax_ops import for_the_device_in_use, installed, operation
 
@@ -43,7 +44,7 @@ def lacks(spec: AttentionSpec) -> str | None:
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
         return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
     if not installed():
-        return "it needs tokamax: pip install 'tunix[gpu]'"
+        return f"it needs tokamax: {install_command('gpu')}"
     return unfit(spec)
 
 

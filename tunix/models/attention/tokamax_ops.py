@@ -1,4 +1,4 @@
-"""How tokamax's kernels for NVIDIA's GPUs are called (`pip install 'tunix[gpu]'`).
+"""How tokamax's kernels for NVIDIA's GPUs are called (`pip install '.[gpu]'`).
 
 tokamax reads its settings from absl's flags, tells every call that nobody has tuned it for, and asks JAX's default
 device what it is. Whoever calls a kernel of it takes the operation from `operation` and traces the call within

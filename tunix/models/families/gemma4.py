@@ -48,7 +48,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
         shared_layers=shared,
         shared_wide=wide and shared > 0,
-        layer_inputs=_layer_inputs(fields, shape["vocab_size"]),
+        **_layer_inputs(fields, shape["vocab_size"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
         window=fields.integer("sliding_window", 512),
         local_layers=local,
@@ -58,12 +58,11 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     )
 
 
-def _layer_inputs(fields: Fields, vocab_size: int) -> int:
-    """The width of inputs of each layer's own; 0 where there are none."""
+def _layer_inputs(fields: Fields, vocab_size: int) -> dict[str, int | None]:
+    """The width of inputs of each layer's own, 0 where there are none, and how many ids have them."""
     width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
-    if fields.integer("vocab_size_per_layer_input", 262_144) != vocab_size and width:
-        fields.refuse("vocab_size_per_layer_input", f"must be vocab_size = {vocab_size}.")
-    return width
+    rows = fields.integer("vocab_size_per_layer_input", 262_144)
+    return {"layer_inputs": width, "layer_vocab": rows if width and rows != vocab_size else None}
 
 
 def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
@@ -146,7 +145,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "attention_k_eq_v": own.keys_are_values,
         "final_logit_softcapping": config.logit_softcap,
         "hidden_size_per_layer_input": config.layer_inputs,
-        "vocab_size_per_layer_input": config.vocab_size,
+        "vocab_size_per_layer_input": config.layer_vocab or config.vocab_size,
         "num_kv_shared_layers": config.shared_layers,
         "use_double_wide_mlp": config.shared_wide,
     }

@@ -5,8 +5,8 @@ Global layers have tensors of the names that local layers use, in other shapes: 
 those of the dense ffn beside them.
 
 Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
-Dp width of inputs of layers, Da width of all of them, F ffn width, Fw wider ffn width, E experts, Fe ffn width of an
-expert.
+Dp width of inputs of layers, Da width of all of them, Vl ids that have inputs of layers, F ffn width, Fw wider ffn
+width, E experts, Fe ffn width of an expert.
 """
 
 import re
@@ -28,6 +28,7 @@ def axes(config: DecoderConfig) -> dict[str, int]:
         **axis_sizes(config),
         "Kw": own.kv_heads,
         "Hw": own.head_dim,
+        "Vl": config.layer_vocab or config.vocab_size,
         "Dp": config.layer_inputs,
         "Da": config.num_layers * config.layer_inputs,
         "L": config.num_layers,
@@ -80,7 +81,7 @@ _WIDE = in_layers(
     WIDE,
 )
 _INPUTS = {
-    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "V Da", "V Da"),
+    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
     "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
     "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
     **in_layers(

@@ -237,6 +237,12 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
         rope = replace(rope, truncate=block.flag("truncate", True))
         rope = replace(rope, beta_fast=block.number("beta_fast", 32.0), beta_slow=block.number("beta_slow", 1.0))
         rope = replace(rope, attention_factor=_yarn_attention(block, rope.factor))
+        if block.get("attn_factor") not in (None, 1):
+            block.refuse(
+                "attn_factor",
+                "is read by some programs and not by others (transformers does not): write the factor that cos and sin "
+                "are multiplied by as attention_factor, or leave it out.",
+            )
     block.finish()
     return rope
 
@@ -252,8 +258,12 @@ def _sections(block: Fields) -> tuple[int, int, int] | None:
 
 
 def _yarn_attention(block: Fields, factor: float) -> float | None:
-    """The stated factor on cos and sin, or that of DeepSeek's `mscale` pair; None for the paper's."""
-    stated, mscale, all_dims = (block.optional(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    """The stated factor on cos and sin, or that of DeepSeek's `mscale` pair; None for the paper's.
+
+    As in transformers a 0 in the pair stands for none, and one of them alone means nothing.
+    """
+    stated = block.optional("attention_factor")
+    mscale, all_dims = (block.optional(name) if block.get(name) else None for name in ("mscale", "mscale_all_dim"))
     if stated is not None or mscale is None or all_dims is None:
         return stated
     grown = 0.1 * math.log(max(factor, 1.0))

@@ -4,6 +4,7 @@ Loads without jax, so that a recipe is checked at once.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
 from tunix.models.families.base import FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
@@ -148,6 +149,32 @@ def axes_of(config: DecoderConfig) -> dict[str, int]:
         return family.axes(config)
     assert family.vision is not None, "the config has a tower"
     return {**family.axes(config), **family.vision.axes(config.vision)}
+
+
+def count_weights(config: DecoderConfig) -> dict[str, int]:
+    """How many weights a model has under each of our names, those of all layers together; without a scalar head."""
+    sizes, counts = axes_of(config), {}
+    for name, tensor in tensors_of(config).items():
+        layers = len(config.layers_with(tensor.mixer)) if tensor.layered else 1
+        if _is_used(config, name):
+            counts[name] = layers * math.prod(sizes[axis] for axis in tensor.ours.split())
+    return {name: count for name, count in counts.items() if count}
+
+
+def _is_used(config: DecoderConfig, name: str) -> bool:
+    """Whether a model has this one of its family's tensors, provided that it has its layers and all of its axes."""
+    experts, mixture = config.experts, config.feed_forward == DENSE_AND_EXPERTS
+    if name == "value/w":
+        return False
+    if name == "head/w":
+        return not config.tied
+    if name.startswith(("layers/gate/", "layers/up/", "layers/down/")):
+        return experts is None or experts.shared > 0
+    if name in ("layers/dense_norm/w", "layers/experts_norm/w", "layers/pre_experts_norm/w", "layers/router/norm/w"):
+        return mixture
+    if name == "layers/post_input_norm/w":
+        return config.layer_inputs > 0
+    return not (name == "layers/global_v/w" and config.global_heads and config.global_heads.keys_are_values)
 
 
 def to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -45,8 +45,9 @@ class Rule(Config):
     @model_validator(mode="before")
     @classmethod
     def _tiled(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "tile" not in values and values.get("weights") in USUAL_TILE:
-            return {**values, "tile": USUAL_TILE[values["weights"]]}
+        if isinstance(values, dict) and "tile" not in values:  # compared, not looked up: it may be a list
+            tiles = [tile for name, tile in USUAL_TILE.items() if values.get("weights") == name]
+            return {**values, "tile": tiles[0]} if tiles else values
         return values
 
     @field_validator("module")

@@ -248,7 +248,8 @@ class Batch:
         found = np.asarray(score(self.model, self.weights.top, hidden, targets, settings))
         for job, row, begin, tokens, _ in piece.parts:
             if job.scored is not None:
-                job.logprobs.append(found[row, begin : begin + len(tokens)])
+                known = len(tokens) if len(job.tokens) else len(tokens) - 1  # what follows the last token is sampled
+                job.logprobs.append(found[row, begin : begin + known])
 
     def _start(self, job: Job) -> None:
         """Starts the slots whose tokens a job has computed, and keeps its pages for requests that come later."""

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
 
+from tunix.data.columns import as_template_kwargs
+from tunix.data.shapes import TEMPLATE_KWARGS
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.render import Observation, check_observation, render_observation, render_start
@@ -126,7 +128,7 @@ class Episode:
             rng: its random numbers.
             tokenizer: for texts and messages; None serves environments of token ids.
             turns: turns of the model at most.
-            template_kwargs: variables of the chat template.
+            template_kwargs: variables of the chat template; those of the row's `chat_template_kwargs` take precedence.
 
         Raises:
             UserError: it raised, or its prompt is empty or cannot be rendered.
@@ -139,7 +141,7 @@ class Episode:
         self.done = False
         """Whether the environment has ended the episode."""
         self._environment, self._tokenizer, self._turns = environment, tokenizer, turns
-        self._template_kwargs = template_kwargs or {}
+        self._template_kwargs = {**(template_kwargs or {}), **as_template_kwargs(row.get(TEMPLATE_KWARGS))}
         try:
             self.start = checked_observation(environment.reset(row, rng))
         except UserError:

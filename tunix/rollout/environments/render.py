@@ -38,7 +38,7 @@ def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwarg
     known = _needed(tokenizer)
     if isinstance(start, str):
         return np.asarray(known.encode(start, bos=known.adds_bos), np.int32)
-    return render_prompt(start, known, **template_kwargs)
+    return render_prompt(start, known, **template_kwargs).tokens
 
 
 def render_observation(

@@ -6,6 +6,7 @@
 
 The name of the first parameter decides: `prompt` or `completion` is a sample, `prompts` or `completions` the batch.
 Every other parameter is an option of the recipe, or the row's column of that name; `**columns` takes all the columns.
+With `style: trl` a function is called as TRL's GRPOTrainer calls it: the batch, with messages as they are.
 All files of this folder load without jax or numpy, so that worker processes start quickly.
 """
 
@@ -15,7 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tunix.errors import UserError, nearest
 from tunix.rollout.rewards.config import RewardFunction
@@ -24,6 +25,12 @@ from tunix.util.plugins import absolute, is_reference, load_object
 
 ONE = ("prompt", "completion")
 MANY = ("prompts", "completions")
+ADDED = ("completion_ids", "completion_tokens")
+"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
+LOGS = ("log_metric", "log_extra")
+"""Functions that TRL gives to a reward."""
+ABSENT = ("trainer_state", "environments")
+"""Arguments that TRL gives to a reward and tunix does not: no score depends on when it is computed."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,15 @@ class Failure:
     """The reason as a sentence, e.g. `judge took longer than 10 s`."""
 
 
-Score = float | Failure
+Score = float | Failure | None
+"""None where a function in TRL's style left the sample out."""
 
 
 def parted(scores: Mapping[str, Score]) -> tuple[dict[str, float], dict[str, str]]:
-    """`(rewards, failures)`: the scores of a completion by the names of their rewards, NaN where one failed; and of
-    those that failed the reasons."""
+    """`(rewards, failures)`: the scores of a completion by the names of their rewards, NaN where one failed or left it
+    out; and of those that failed the reasons."""
     failures = {name: score.reason for name, score in scores.items() if isinstance(score, Failure)}
-    rewards = {name: math.nan if isinstance(score, Failure) else float(score) for name, score in scores.items()}
+    rewards = {name: math.nan if isinstance(x, Failure) or x is None else float(x) for name, x in scores.items()}
     return rewards, failures
 
 
@@ -65,6 +73,8 @@ class Reward:
     """Modules that a worker imports before the first call, so that no deadline includes their import."""
     clip: tuple[float, float] | None = None
     """Bounds of a score before the weight, e.g. `(0.0, 1.0)`; None for none."""
+    style: Literal["tunix", "trl"] = "tunix"
+    """How the function is called; see `RewardFunction.style`."""
 
     def clipped(self, score: float) -> float:
         """The score within its bounds."""
@@ -73,7 +83,7 @@ class Reward:
     @property
     def batched(self) -> bool:
         """Whether one call scores the whole batch."""
-        return next(iter(inspect.signature(self.function).parameters)) in MANY
+        return self.style == "trl" or next(iter(inspect.signature(self.function).parameters)) in MANY
 
     @property
     def asynchronous(self) -> bool:
@@ -83,8 +93,24 @@ class Reward:
     @property
     def texts(self) -> list[str]:
         """Names of the parameters that take prompts and completions, e.g. `["completion"]`."""
-        names = [parameter.name for parameter in _parameters(self.function)]
-        return [name for name in _texts(self.batched) if name in names]
+        return [name for name in _texts(self.batched) if self._takes(name)]
+
+    @property
+    def logs(self) -> list[str] | None:
+        """TRL's functions for logging that it takes; None for a function of another style."""
+        return [name for name in LOGS if self._takes(name)] if self.style == "trl" else None
+
+    @property
+    def reserved(self) -> set[str]:
+        """Names of parameters that are no columns."""
+        trl = (*ONE, *LOGS, *ABSENT) if self.style == "trl" else ()
+        return {*self.options, *_texts(self.batched), *trl}
+
+    def _takes(self, name: str) -> bool:
+        """Whether it has a parameter of this name; `**kwargs` in TRL's style has all."""
+        parameters = _parameters(self.function)
+        every = self.style == "trl" and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        return every or name in [parameter.name for parameter in parameters]
 
     def arguments(self, present: Sequence[str]) -> dict[str, str]:
         """The column for each argument, in a batch with the columns `present`.
@@ -95,10 +121,10 @@ class Reward:
         arguments: dict[str, str] = {}
         for parameter in _parameters(self.function):
             column = self.columns.get(parameter.name, parameter.name)
-            if parameter.name in self.options or parameter.name in _texts(self.batched):
+            if parameter.name in self.reserved:
                 continue
             if parameter.kind is parameter.VAR_KEYWORD:
-                reserved = {*self.options, *_texts(self.batched), *self.columns.values()}
+                reserved = self.reserved | {*self.columns.values()}
                 arguments |= {self._argument(name): name for name in present if name not in reserved}
                 arguments |= {argument: name for argument, name in self.columns.items() if name in present}
             elif column in present:
@@ -112,6 +138,11 @@ class Reward:
 
     def _missing(self, argument: str, column: str, present: Sequence[str]) -> str:
         """The message for a missing column."""
+        if argument in (*LOGS, *ABSENT):
+            return (
+                f"the reward {self.name} wants {argument}, which TRL gives to its reward functions: if it is one of "
+                "those, say `style: trl`"
+            )
         return (
             f"the reward {self.name} wants the column {column!r}; there are {', '.join(map(repr, present)) or 'none'}."
             f"{nearest(column, present)} Name yours in its `columns`, as in {{{argument}: their_name}}, "
@@ -145,6 +176,8 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
         shipped = SHIPPED[spec.name]
         shipped.check(spec.title, spec.options, deadline)
         source = f"{shipped.function.__module__}:{shipped.function.__name__}"
+        if spec.style != "tunix":
+            raise UserError(f"the reward {spec.title} is tunix's own: leave `style: {spec.style}` out")
         settings = (spec.options, spec.columns, source, shipped.modules, spec.clip)
         return Reward(spec.title, shipped.function, spec.weight, *settings)
     if not is_reference(spec.name):
@@ -156,14 +189,21 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
     if not callable(function):
         raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
     settings = (spec.options, spec.columns, absolute(spec.name))
-    return Reward(spec.title, function, spec.weight, *settings, clip=spec.clip)
+    return Reward(spec.title, function, spec.weight, *settings, clip=spec.clip, style=spec.style)
 
 
 def _check_signature(reward: Reward) -> None:
     """Refuses a function whose parameters cannot be filled, and options that it does not have."""
     parameters = _parameters(reward.function)
     first = parameters[0].name if parameters else None
-    if first not in (*ONE, *MANY):
+    if reward.style == "trl":
+        for parameter in parameters:
+            if parameter.name in ABSENT and parameter.default is parameter.empty:
+                raise UserError(
+                    f"the reward {reward.name} requires {parameter.name}, which only TRL's trainer has: give it a "
+                    "default"
+                )
+    elif first not in (*ONE, *MANY):
         raise UserError(
             f"the reward {reward.name} begins with the parameter {first!r}: call it `completion` (or `prompt`) for a "
             "function of one sample, `completions` (or `prompts`) for one of the whole batch"
@@ -175,8 +215,8 @@ def _check_signature(reward: Reward) -> None:
     open_ended = len(names) < len(parameters)
     for key, given in (("options", reward.options), ("columns", reward.columns)):
         for name in given:
-            if name in _texts(reward.batched) or not (name in names or open_ended):
-                known = [other for other in names if other not in _texts(reward.batched)]
+            if name in reward.reserved - {*reward.options} or not (name in names or open_ended):
+                known = [other for other in names if other not in reward.reserved - {*reward.options}]
                 raise UserError(
                     f"the reward {reward.name} has no parameter {name!r} for its `{key}`; "
                     f"it has {', '.join(known) or 'none'}.{nearest(name, known)}"

@@ -1,23 +1,40 @@
 """One call of a reward function, in this process or in a worker.
 
-An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name. Only
-the standard library is needed here.
+An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name; of
+functions in TRL's style also None, by which they leave a sample out. Nothing heavy is imported here.
 """
 
 import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from tunix.rollout.workers.messages import too_slow
+from tunix.util.plugins import user_line
 
-Outcome = float | str
+Outcome = float | str | None
+
+
+class Answer(NamedTuple):
+    """What came of a call; JSON has it as a list."""
+
+    outcomes: list[Outcome] | str
+    """An outcome for each sample, or one text where the call failed as a whole."""
+    metrics: dict[str, list[float]]
+    """What a function in TRL's style gave to `log_metric`, by name."""
+    columns: dict[str, list[Any]]
+    """What it gave to `log_extra`: a value for each sample, by name."""
 
 
 def perform(
-    function: Callable[..., Any], batched: bool, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float
-) -> list[Outcome] | str:
+    function: Callable[..., Any],
+    batched: bool,
+    arguments: Mapping[str, Sequence[Any]],
+    count: int,
+    deadline: float,
+    logs: Sequence[str] | None = None,
+) -> Answer:
     """Calls a reward for some samples.
 
     Args:
@@ -26,24 +43,28 @@ def perform(
         arguments: by name, a value for each sample.
         count: number of samples.
         deadline: seconds that each sample of an async function has; any other call is ended by the worker's owner.
-
-    Returns:
-        An outcome for each sample, or one text where the call failed as a whole.
+        logs: `log_metric` and `log_extra`, as far as a function in TRL's style takes them; None for any other.
     """
     try:
         if batched:
-            return _outcomes(_settled(function(**{name: list(column) for name, column in arguments.items()})), count)
+            metrics, columns = {}, {}
+            loggers = _loggers(metrics, columns, count)
+            lists = {name: list(column) for name, column in arguments.items()}
+            scores = _settled(function(**lists, **{name: loggers[name] for name in logs or ()}))
+            return Answer(_outcomes(scores, count, skips=logs is not None), metrics, columns)
         rows = [{name: column[i] for name, column in arguments.items()} for i in range(count)]
         if inspect.iscoroutinefunction(function):
-            return asyncio.run(_together(function, rows, deadline))
-        return [as_outcome(_settled(function(**row))) for row in rows]
+            return Answer(asyncio.run(_together(function, rows, deadline)), {}, {})
+        return Answer([as_outcome(_settled(function(**row))) for row in rows], {}, {})
     except BaseException as error:  # sys.exit in a reward ends that call, not the worker
-        return raised(error)
+        return Answer(raised(error), {}, {})
 
 
 def as_outcome(value: Any) -> Outcome:
     """A finite number as a float (True is 1), or what is wrong with the value."""
     if hasattr(value, "item"):  # a scalar of numpy, jax or torch
+        if (shape := tuple(value.shape)) not in ((), (1,)):
+            return f"returned an array of shape {shape}, not a number"
         value = value.item()
     if isinstance(value, str):
         return "returned a string, not a number"
@@ -54,20 +75,42 @@ def as_outcome(value: Any) -> Outcome:
 
 
 def raised(error: BaseException) -> str:
-    """An exception as one line, e.g. `raised ValueError: no digits`."""
-    text = " ".join(str(error).split())
-    return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "")
+    """An exception as one line, e.g. `raised ValueError: no digits (judge.py, line 12)`."""
+    text, line = " ".join(str(error).split()), user_line(error)
+    return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "") + (f" ({line})" if line else "")
 
 
-def _outcomes(values: Any, count: int) -> list[Outcome] | str:
-    """The outcomes of the samples, from what a batched reward returned."""
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
-        kind = "a string" if isinstance(values, str) else f"a {type(values).__name__}"
+def _loggers(
+    metrics: dict[str, list[float]], columns: dict[str, list[Any]], count: int
+) -> dict[str, Callable[[str, Any], None]]:
+    """TRL's functions for logging, which add to these."""
+
+    def log_metric(name: str, value: Any) -> None:
+        metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(column: str, values: Any) -> None:
+        listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
+        if len(listed) != count:
+            raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
+        columns[column] = listed
+
+    return {"log_metric": log_metric, "log_extra": log_extra}
+
+
+def _outcomes(values: Any, count: int, skips: bool) -> list[Outcome] | str:
+    """The outcomes of the samples, from what a batched reward returned.
+
+    Args:
+        skips: whether None leaves a sample out.
+    """
+    scalar = hasattr(values, "item") and tuple(values.shape) == ()
+    if isinstance(values, str | bytes | Mapping) or scalar or not hasattr(values, "__iter__"):
+        kind = {str: "a string", type(None): "None"}.get(type(values), f"a {type(values).__name__}")
         return f"returned {kind}, not a list of numbers"
     scores = list(values)
     if len(scores) != count:
         return f"returned {len(scores)} scores for {count} completion{'s' * (count != 1)}"
-    return [as_outcome(score) for score in scores]
+    return [None if skips and score is None else as_outcome(score) for score in scores]
 
 
 def _settled(value: Any) -> Any:

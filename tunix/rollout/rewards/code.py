@@ -68,17 +68,25 @@ def program_of(completion: str) -> str:
 
 
 def read_tests(tests: Any) -> list[str]:
-    """The sources of the tests: a text is one test, unless it is a JSON list of tests."""
+    """The sources of the tests: a text is one test, unless it is a JSON list of tests.
+
+    Raises:
+        ValueError: there are none, or they are something else, such as a mapping of inputs and outputs: as Python it
+            would be an expression that any program passes.
+    """
+    listed = tests
     if isinstance(tests, str):
         try:
             listed = json.loads(tests)
         except ValueError:
             listed = [tests]
-        tests = listed if isinstance(listed, list) else [tests]
-    sources = [str(source) for source in tests]
-    if not any(source.strip() for source in sources):
+    if tests is None or listed is None:
+        raise ValueError("the tests are null: give the row some, or leave the row out")
+    if not isinstance(listed, list | tuple) or not all(isinstance(source, str) for source in listed):
+        raise ValueError(f"the tests are {listed!r:.80}, not Python source, or a list of such")
+    if not any(source.strip() for source in listed):
         raise ValueError("there are no tests")
-    return sources
+    return list(listed)
 
 
 def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int) -> int:

@@ -1,10 +1,10 @@
 """The recipe's section `reward`. Loads without jax."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunix.config import Config, Positive
+from tunix.config import Config, Place, Positive
 
 
 class RewardFunction(Config):
@@ -13,6 +13,10 @@ class RewardFunction(Config):
     name: str
     """A shipped reward (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests),
     or `module:function` or `file.py:function`."""
+    style: Literal["tunix", "trl"] = "tunix"
+    """How it is called: by the names of its parameters, with texts; or as TRL's GRPOTrainer calls its reward functions,
+    with `prompts` and `completions` of the batch (lists of messages where the row has messages), the columns as lists,
+    `log_metric` and `log_extra`. There a score of None leaves the sample out of this reward."""
     label: str | None = None
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0
@@ -42,7 +46,7 @@ class RewardConfig(Config):
 
     functions: tuple[RewardFunction, ...] = ()
     """One or several; a name alone is a function with weight 1 and no options."""
-    model: str | None = None
+    model: Place | None = None
     """Hub id, folder, or run of a reward model (a sequence classifier with one label). It scores in addition to the
     functions, under the name `model`, on the devices of the run."""
     model_weight: float = 1.0

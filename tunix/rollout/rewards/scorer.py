@@ -17,7 +17,7 @@ from typing import Any
 
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import MANY, ONE, Failure, Reward, Score, read_reward
-from tunix.rollout.rewards.calls import Outcome
+from tunix.rollout.rewards.calls import Answer
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.workers import ProcessWorker, ThreadWorker
 from tunix.rollout.workers.messages import encode
@@ -137,7 +137,7 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _submit(self, call: "_Call", spans: "list[_Span]") -> "Future[list[Outcome] | str]":
+    def _submit(self, call: "_Call", spans: "list[_Span]") -> "Future[Answer]":
         remote = call.reward.source is not None
         pool, rewards = (self._processes, self._remote) if remote else (self._threads, self._local)
         return pool.submit(spans, rewards.index(call.reward), call.arguments, len(call.samples), self._deadline)
@@ -152,12 +152,21 @@ class Scoring:
         self._column_of = {reward.name: reward.arguments(columns) for reward in scorer.rewards}
         self._waiting: dict[str, list[_Sample]] = {reward.name: [] for reward in scorer.rewards}
         """Samples whose call is not complete yet, by reward."""
-        self._calls: dict[str, list[tuple[_Call, Future[list[Outcome] | str]]]] = {
-            reward.name: [] for reward in scorer.rewards
-        }
+        self._calls: dict[str, list[tuple[_Call, Future[Answer]]]] = {reward.name: [] for reward in scorer.rewards}
         self._spans: list[_Span] = []
+        self.metrics: dict[str, list[float]] = {}
+        """What rewards logged until `result`, as `reward/name`, e.g. `{"accuracy_reward/parsed": [0.5]}`."""
+        self.logged: dict[int, dict[str, Any]] = {}
+        """What rewards logged of single samples until `result`, by their numbers and as `reward/name`."""
 
-    def add(self, number: int, prompt: str, completion: str, columns: Mapping[str, Any]) -> None:
+    def add(
+        self,
+        number: int,
+        prompt: str,
+        completion: str,
+        columns: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         """Adds a sample; calls that are complete with it start at once.
 
         Args:
@@ -165,13 +174,18 @@ class Scoring:
             prompt: its prompt.
             completion: what is scored.
             columns: the row's columns by name; one that is missing counts as None.
+            messages: the prompt as messages, which functions in TRL's style read; None where the row has none.
 
         Raises:
             UserError: a column has a value that cannot be sent to a worker.
         """
         for reward in self._scorer.rewards:
             names: tuple[str, ...] = MANY if reward.batched else ONE
-            texts: dict[str, str] = dict(zip(names, (prompt, completion), strict=True))
+            texts: dict[str, Any] = dict(zip(names, (prompt, completion), strict=True))
+            if reward.style == "trl" and messages is not None:
+                texts = {"prompts": messages, "completions": [{"role": "assistant", "content": completion}]}
+                if reward.source is not None:
+                    _check_sendable(reward, "prompt", messages)
             column_of = self._column_of[reward.name]
             arguments = {name: columns.get(column) for name, column in column_of.items()}
             if reward.source is not None:
@@ -191,6 +205,7 @@ class Scoring:
     def result(self) -> dict[str, list[Score]]:
         """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
         self.seal()
+        self.metrics, self.logged = {}, {}
         found = {
             name: dict(pair for call in calls for pair in self._scores(*call)) for name, calls in self._calls.items()
         }
@@ -208,15 +223,23 @@ class Scoring:
         call = _Call(reward, sorted(samples, key=lambda sample: sample.number) if reward.batched else samples)
         self._calls[reward.name].append((call, self._scorer._submit(call, self._spans)))
 
-    def _scores(self, call: "_Call", future: "Future[list[Outcome] | str]") -> list[tuple[int, Score]]:
+    def _scores(self, call: "_Call", future: "Future[Answer]") -> list[tuple[int, Score]]:
         """The number and the score of each sample of a call."""
-        outcomes = future.result()
+        outcomes, metrics, columns = future.result()
         if isinstance(outcomes, str) and len(call.samples) > 1:
             singles = [_Call(call.reward, [sample]) for sample in call.samples]
             again = [(single, self._scorer._submit(single, self._spans)) for single in singles]
             return [pair for single in again for pair in self._scores(*single)]
         listed, reward = [outcomes] if isinstance(outcomes, str) else outcomes, call.reward
-        scores = [Failure(f"{reward.name} {o}") if isinstance(o, str) else reward.clipped(o) for o in listed]
+        scores = [
+            Failure(f"{reward.name} {x}") if isinstance(x, str) else None if x is None else reward.clipped(x)
+            for x in listed
+        ]
+        for name, values in metrics.items():
+            self.metrics.setdefault(f"{reward.name}/{name}", []).extend(values)
+        for name, values in columns.items():
+            for sample, value in zip(call.samples, values, strict=True):
+                self.logged.setdefault(sample.number, {})[f"{reward.name}/{name}"] = value
         return [(sample.number, score) for sample, score in zip(call.samples, scores, strict=True)]
 
 
@@ -256,14 +279,14 @@ class _Pool:
         self._executor = ThreadPoolExecutor(len(workers), thread_name_prefix="reward")
         self._closed = threading.Event()
 
-    def submit(self, spans: list[_Span], *request: Any) -> "Future[list[Outcome] | str]":
+    def submit(self, spans: list[_Span], *request: Any) -> "Future[Answer]":
         """Queues a call for the next free worker; its time is added to the spans when it has ended."""
         return self._executor.submit(self._call, spans, request)
 
-    def _call(self, spans: list[_Span], request: tuple[Any, ...]) -> list[Outcome] | str:
+    def _call(self, spans: list[_Span], request: tuple[Any, ...]) -> Answer:
         worker, start = self._idle.get(), time.monotonic()
         try:
-            return "was given up" if self._closed.is_set() else worker.call(*request)
+            return Answer("was given up", {}, {}) if self._closed.is_set() else worker.call(*request)
         finally:
             spans.append((start, time.monotonic()))
             self._idle.put(worker)

@@ -13,7 +13,7 @@ from math import cos, pi
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.answers import gsm8k, math, number
+from tunix.rollout.rewards.answers import answer_text, gsm8k, math, number, plain_number
 from tunix.rollout.rewards.code import unit_tests
 from tunix.util.plugins import check_options
 
@@ -23,12 +23,17 @@ def exact_match(completion: str, answer: Any, *, strip: bool = True, ignore_case
 
     Args:
         completion: what the model wrote.
-        answer: what it should have written; a number is compared as its text.
+        answer: what it should have written; a number is compared as a number, so that `12` is 12.0.
         strip: whether white space around both is ignored.
         ignore_case: whether the case of letters is ignored.
+
+    Raises:
+        ValueError: the answer is null, a list or a truth value.
     """
-    texts = [completion, str(answer)]
+    texts = [completion, answer_text(answer)]
     texts = [text.strip() for text in texts] if strip else texts
+    if not isinstance(answer, str) and (written := plain_number(texts[0])) is not None:
+        return float(written == plain_number(texts[1]))
     texts = [text.casefold() for text in texts] if ignore_case else texts
     return float(texts[0] == texts[1])
 
@@ -121,7 +126,10 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     from jsonschema import validators
     from referencing import Registry
 
-    rules = json.loads(schema) if isinstance(schema, str) else dict(schema)
+    rules = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(rules, Mapping):
+        raise ValueError(f"the schema is {'null' if rules is None else repr(rules)[:80]}, not a mapping or JSON of one")
+    rules = dict(rules)
     kind = validators.validator_for(rules, default=validators.Draft202012Validator)
     kind.check_schema(rules)
     blocks = re.findall(r"```(?:json)?\s*\n(.*?)```", completion, re.DOTALL)

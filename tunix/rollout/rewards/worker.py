@@ -21,7 +21,7 @@ def _prepare(rewards: Sequence[dict[str, Any]]) -> Callable[[Any], Any]:
 
     def answer(request: Any) -> Any:
         i, arguments, count, deadline = request
-        return perform(functions[i], rewards[i]["batched"], arguments, count, deadline)
+        return perform(functions[i], rewards[i]["batched"], arguments, count, deadline, rewards[i]["logs"])
 
     return answer
 

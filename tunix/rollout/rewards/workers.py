@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tunix.rollout.rewards.base import Reward
-from tunix.rollout.rewards.calls import Outcome, perform
+from tunix.rollout.rewards.calls import Answer, perform
 from tunix.rollout.workers.messages import encode
 from tunix.rollout.workers.process import Lost, WorkerProcess
 from tunix.rollout.workers.thread import WorkerThread
@@ -25,14 +25,18 @@ class ProcessWorker:
         """A worker for rewards that a process can import (`Reward.source`)."""
         self._rewards = rewards
         loaded = [
-            {"source": r.source, "options": dict(r.options), "batched": r.batched, "modules": r.modules}
+            {
+                "source": r.source,
+                "options": dict(r.options),
+                "batched": r.batched,
+                "modules": r.modules,
+                "logs": r.logs,
+            }
             for r in rewards
         ]
         self._process = WorkerProcess("tunix.rollout.rewards.worker", loaded, "a reward")
 
-    def call(
-        self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float
-    ) -> list[Outcome] | str:
+    def call(self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float) -> Answer:
         """Calls reward number `reward` for `count` samples; their outcomes, or one text where the call failed.
 
         Raises:
@@ -41,9 +45,9 @@ class ProcessWorker:
         request = encode((reward, arguments, count, deadline))
         self._process.ensure()
         try:
-            return self._process.ask(request, deadline, _grace(self._rewards[reward]))
+            return Answer(*self._process.ask(request, deadline, _grace(self._rewards[reward])))
         except Lost as lost:
-            return str(lost)
+            return Answer(str(lost), {}, {})
 
     def kill(self) -> None:
         """Kills the process and all that it has started; any thread may call this."""
@@ -63,15 +67,14 @@ class ThreadWorker:
         self._functions = [partial(reward.function, **reward.options) for reward in rewards]
         self._thread = WorkerThread()
 
-    def call(
-        self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float
-    ) -> list[Outcome] | str:
+    def call(self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float) -> Answer:
         """Calls a reward for some samples; see `ProcessWorker.call`."""
-        call = partial(perform, self._functions[reward], self._rewards[reward].batched, arguments, count, deadline)
+        batched, logs = self._rewards[reward].batched, self._rewards[reward].logs
+        call = partial(perform, self._functions[reward], batched, arguments, count, deadline, logs)
         try:
             return self._thread.ask(call, deadline, _grace(self._rewards[reward]))
         except Lost as lost:
-            return str(lost)
+            return Answer(str(lost), {}, {})
 
     def kill(self) -> None:
         """Does nothing: a thread cannot be killed."""

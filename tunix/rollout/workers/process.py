@@ -101,7 +101,7 @@ class WorkerProcess:
         path = [str(place) for place in sys.path]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno()), json.dumps(path), self._module],
+                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), json.dumps(path), self._module],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the user's code prints goes to the standard error: the standard output is the run's

@@ -1,0 +1,256 @@
+"""`tunix check`: validates a recipe and all that it names, without jax, and prints it.
+
+Sections -> rows of `data` (files, columns, broken lines) -> rewards and environment -> model folders and adapter ->
+run folder. All that is wrong is reported together. What is printed is a recipe again: what its file and the overrides
+say, with what follows from it as comments.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunix.config import RowKind
+from tunix.data.columns import column
+from tunix.data.pictures import needed_pillow
+from tunix.data.shapes import SHAPES, rendering
+from tunix.data.sources import Rows, open_rows
+from tunix.data.templates import template_text
+from tunix.errors import UserError
+from tunix.models.config import DecoderConfig
+from tunix.models.families.table import preset, read_config, small, with_sizes
+from tunix.recipe.notes import hardware_note, total_steps, update_notes
+from tunix.recipe.recipe import Recipe, recipe_file, written_sections
+from tunix.recipe.stages import resolved_stages
+from tunix.recipe.tiny import is_download, local_folder
+from tunix.rollout.environments.shipped import read_environment
+from tunix.rollout.rewards.base import ADDED, read_reward
+from tunix.run.checkpoint_owner import refuse_foreign_checkpoints
+from tunix.run.output_owner import refuse_no_run, refuse_other_run
+from tunix.util.object_store import url_of
+from tunix.util.yaml_io import write_yaml
+
+READ = 10_000
+"""Rows of each source that are read: a broken line among them is named. It takes a fraction of a second."""
+
+
+@dataclass
+class _Report:
+    """What was found about one run."""
+
+    wrong: list[str] = field(default_factory=list)
+    """Mistakes, one sentence each."""
+    facts: list[str] = field(default_factory=list)
+    """What follows from the recipe."""
+    notes: list[str] = field(default_factory=list)
+    """What may surprise."""
+
+    def attempt(self, look: Callable[[], Any], key: str = "") -> Any:
+        """What a function returns; None where it finds a mistake, which is noted with its key."""
+        try:
+            return look()
+        except UserError as error:
+            text = str(error)
+            self.wrong.append(f"{key}: {text}" if key and not text.startswith(key.partition(".")[0]) else text)
+            return None
+
+
+def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = False, everything: bool = False) -> str:
+    """Validates a recipe and what it names.
+
+    Args:
+        recipe: its file, or the name of one that tunix brings.
+        overrides: as on the command line.
+        tiny: as it runs with `--tiny`.
+        everything: every value in the text, those that were filled in too.
+
+    Returns:
+        The recipe as YAML, with comments.
+
+    Raises:
+        UserError: everything that is wrong, one line each.
+    """
+    path = recipe_file(recipe)
+    asked = Recipe.load(path, overrides)
+    checked = Recipe.load(path, overrides, tiny) if tiny else asked
+    reports = [_examine(stage, checked.model) for stage in checked.stages or (checked,)]
+    reports.append(_Report())
+    reports[-1].attempt(lambda: _check_output(checked), "output")
+    if wrong := list(dict.fromkeys(line for report in reports for line in report.wrong)):
+        raise UserError("\n".join(f"{path}: {line}" for line in wrong))
+    said = checked.sections() if everything else _said(path, overrides, asked, checked if tiny else None)
+    facts = list(dict.fromkeys(line for report in reports for line in report.facts))
+    facts += [f"toy, {what}" for what in checked.replaced]
+    notes = [line for report in reports for line in report.notes]
+    if not tiny and (note := hardware_note(path, overrides)):
+        notes.append(note)
+    lines = [*facts, *(f"note: {note}" for note in notes)]
+    if not everything:
+        lines.append("all other values are the defaults: --all prints them")
+    return write_yaml(said) + "".join(f"# {line}\n" for line in [*lines, f"ok: {recipe}"])
+
+
+def _said(path: Path, overrides: Collection[str], asked: Recipe, tiny: Recipe | None) -> dict[str, Any]:
+    """The sections that a file and the overrides set, and what `--tiny` changes; they build an equal recipe."""
+    written = written_sections(path, overrides)
+    if tiny is None:
+        output = written.pop("output")
+        return {**written, "output": output}
+    before, after = asked.sections(), tiny.sections()
+    if not tiny.stages:
+        return _changed(written, before, after)
+    stages = zip(resolved_stages(written, str(path)), before["stages"], after["stages"], strict=True)
+    return {"output": tiny.output, "stages": [_changed(*sections) for sections in stages]}
+
+
+def _changed(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `after` whose key is written, or that are not those of before."""
+    kept: dict[str, Any] = {}
+    for key, value in after.items():
+        inner, other = written.get(key), before.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            value = _changed(inner if isinstance(inner, Mapping) else {}, other, value)
+            if value or key in written:
+                kept[key] = value
+        elif key in written or value != other:
+            kept[key] = value
+    return kept
+
+
+def _examine(recipe: Recipe, model: Any) -> _Report:
+    """Looks at what one run names.
+
+    Args:
+        recipe: of a single run or a stage.
+        model: the section `model` of the first stage, which names the weights.
+    """
+    report, data = _Report(), recipe.data
+    kind = recipe.algorithm.reads
+    in_environment = kind == RowKind.PROMPT and recipe.rollout.environment is not None
+    kind = RowKind.ROW if in_environment else kind
+    train = _check_rows(recipe, "data.train", data.train, data.split, kind, report)
+    held_out = data.eval or (data.train if data.eval_split else None)
+    if held_out is not None:
+        _check_rows(recipe, "data.eval", held_out, data.eval_split, kind, report)
+    _check_steps(recipe, train, report)
+    if data.chat_template is not None:
+        report.attempt(lambda: template_text(str(data.chat_template)), "data.chat_template")
+    if data.pictures:
+        report.attempt(needed_pillow, "data.pictures")
+    _check_rewards(recipe, train, report)
+    _check_models(recipe, model, report)
+    return report
+
+
+def _check_rows(recipe: Recipe, key: str, spec: str, split: str | None, kind: RowKind, report: _Report) -> Rows | None:
+    """Opens the rows of a key and reads the first of them; None where they are elsewhere or broken."""
+    if is_download(spec):
+        report.facts.append(f"{key}: {spec} is on the hub: its rows were not looked at (`tunix inspect` does)")
+        return None
+    rows = report.attempt(lambda: open_rows(spec, split), key)
+    if rows is None or report.attempt(lambda: _read(recipe, rows, kind, key), key) is None:
+        return None
+    count = min(len(rows), READ)
+    read = "all of them read" if count == len(rows) else f"the first {count:,} of them read"
+    report.facts.append(f"{key}: {len(rows):,} rows, {read}")
+    return rows
+
+
+def _read(recipe: Recipe, rows: Rows, kind: RowKind, key: str) -> int:
+    """Reads the first rows: each is whole and has the columns of the first one's shape.
+
+    Raises:
+        UserError: a row is broken, or lacks a column.
+    """
+    data = recipe.data
+    settings = rendering(data, rows[0], f"{key}: row 1 of {rows.name}", kind)
+    columns = () if kind == RowKind.ROW else SHAPES[kind][settings.format]
+    count = min(len(rows), READ)
+    for index in range(count):
+        row = rows[index]
+        for name in columns:
+            try:
+                column(row, name, data.columns)
+            except UserError as error:
+                raise UserError(f"{key}: row {index + 1} of {rows.name}: {error}") from error
+    return count
+
+
+def _check_steps(recipe: Recipe, train: Rows | None, report: _Report) -> None:
+    """Says how many steps the rows make."""
+    if train is None or recipe.epochs is None or recipe.data.cuts:
+        return
+    total = total_steps(len(train), recipe.batch_size, recipe.epochs)
+    epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"
+    report.facts.append(f"steps: {total:,} ({epochs} of {len(train):,} rows, {recipe.batch_size} at a time)")
+    report.notes += update_notes(recipe, len(train), total)
+
+
+def _check_rewards(recipe: Recipe, train: Rows | None, report: _Report) -> None:
+    """Loads the rewards and the environment; the rewards' arguments are columns of the rows."""
+    environment = recipe.rollout.environment
+    if environment is not None:
+        report.attempt(lambda: read_environment(environment), "rollout.environment")
+    if recipe.reward is None:
+        return
+    deadline = recipe.reward.deadline
+    for number, function in enumerate(recipe.reward.functions):
+        key = f"reward.functions.{number}"
+        reward = report.attempt(lambda function=function: read_reward(function, deadline), key)
+        if reward is not None and train is not None:
+            present = [*train[0], *recipe.data.columns, *ADDED]
+            report.attempt(lambda reward=reward, present=present: reward.arguments(present), key)
+
+
+def _check_models(recipe: Recipe, model: Any, report: _Report) -> None:
+    """Reads the config.json of local folders, and looks for the adapter's targets in the model; no weights are read."""
+    if model.init == "random":
+        shape = preset(model.preset) if model.preset else small(str(model.family))
+        decoder = with_sizes(shape, dict(model.sizes))
+    else:
+        decoder = report.attempt(lambda: _decoder("model.path", model.path, recipe, report), "model.path")
+    if decoder is not None and recipe.adapter is not None and recipe.adapter.source is None:
+        report.attempt(lambda: recipe.adapter and recipe.adapter.targeted_in(decoder), "adapter.targets")
+    if recipe.teacher is not None and recipe.teacher.path:
+        report.attempt(lambda: _decoder("teacher.path", str(recipe.teacher and recipe.teacher.path), recipe, report))
+    if recipe.reward is not None and recipe.reward.model:
+        report.attempt(lambda: _decoder("reward.model", str(recipe.reward and recipe.reward.model), recipe, report))
+
+
+def _decoder(key: str, path: str, recipe: Recipe, report: _Report) -> DecoderConfig | None:
+    """The structure of a local model; None for one of the hub or of an object store.
+
+    Raises:
+        UserError: there is no such folder, no config.json in it, or its family is not known.
+    """
+    folder = Path(path).expanduser()
+    if url_of(path) or not (folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
+        report.facts.append(f"{key}: {path} is no folder here: a run downloads it, or takes it from the cache")
+        return None
+    if not folder.is_dir():
+        raise UserError(f"{key}: there is no folder {path} (looked from {Path.cwd()})")
+    place = local_folder(path)
+    if place is None and (folder / "recipe.yaml").is_file():
+        raise UserError(f"{key}: the run {path} has exported nothing yet: finish it first")
+    if place is None and (folder / "adapter_config.json").is_file():
+        return None  # an adapter on a base of the hub
+    decoder = read_config(place or folder, recipe.data.pictures is not None and key == "model.path")
+    files = sorted((place or folder).glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{key}: {place or folder} holds no .safetensors file, the only weights that are read")
+    report.facts.append(
+        f"{key}: {decoder.family}, {decoder.num_layers} layers of {decoder.d_model}, from {place or folder}"
+    )
+    return decoder
+
+
+def _check_output(recipe: Recipe) -> None:
+    """Refuses a run folder that `tunix run` would refuse; nothing is written."""
+    folder = Path(recipe.output).expanduser()
+    for parent in (folder, *folder.parents):
+        if parent.exists() and not parent.is_dir():
+            raise UserError(f"output: {parent} is a file, and {folder} has to be a folder")
+    refuse_no_run(folder)
+    refuse_other_run(recipe, folder)
+    if not any(url_of(stage.checkpoint.folder or "") for stage in recipe.stages or (recipe,)):
+        refuse_foreign_checkpoints(recipe)

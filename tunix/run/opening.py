@@ -1,0 +1,142 @@
+"""The first line of a run, for people: which model trains on which rows, on what, and where the run is.
+
+It is there within a second, before JAX is imported or weights are read: it says what the recipe, a config.json and
+local files say, and leaves out the rest. Loads without jax.
+"""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from tunix.data.sources import open_rows
+from tunix.errors import UserError
+from tunix.models.config import DecoderConfig
+from tunix.models.families.table import FAMILIES, count_weights, preset, read_config, with_sizes
+from tunix.models.param_names import trains
+from tunix.recipe.notes import hardware_note
+from tunix.recipe.recipe import Recipe, recipe_file
+from tunix.util.accelerators import accelerated, cpu_devices
+
+NAMES = {
+    "llama": "Llama",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "qwen2": "Qwen 2",
+    "qwen3": "Qwen 3",
+    "qwen3_5": "Qwen 3.5",
+    "qwen3_5_moe": "Qwen 3.5 MoE",
+    "qwen3_moe": "Qwen 3 MoE",
+    "gpt_oss": "gpt-oss",
+    "mixtral": "Mixtral",
+}
+"""Family -> the name that people use."""
+SMALL_FILES, FEW_FILES = 32 * 2**20, 100
+"""Bytes and files of local rows that are counted before a run starts, in some tenths of a second."""
+
+
+def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:
+    """The recipe that a run trains, and the first line about it; a note on the next one where it is made for an
+    accelerator that is not here.
+
+    Args:
+        recipe: a recipe, a YAML file, or the name of a shipped one.
+        overrides: as on the command line; only for a file or a name.
+        tiny: whether it is shrunk for a laptop.
+        alone: whether one process trains it.
+
+    Raises:
+        UserError: the recipe is wrong, or a local file that it names.
+    """
+    overrides = list(overrides)
+    if isinstance(recipe, Recipe) and overrides:
+        raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
+    if isinstance(recipe, Recipe):
+        trained = recipe.tiny() if tiny else recipe
+        return trained, opening(trained, tiny, alone=alone)
+    trained = Recipe.load(recipe, overrides, tiny)
+    note = None if tiny else hardware_note(recipe_file(recipe), overrides)
+    return trained, opening(trained, tiny, alone=alone) + (f"\nnote: {note}" if note else "")
+
+
+def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
+    """The first line: `Gemma, 0.8M weights, all trained on 4,000 rows; 1 CPU; runs/quickstart`.
+
+    Args:
+        recipe: of several stages the first one is described.
+        tiny: whether it was shrunk, so that the line says what is toy.
+        alone: whether one process trains it; how many devices several have together is not known yet.
+
+    Raises:
+        UserError: a local file of rows or the model's config.json is missing or broken.
+    """
+    config, label = _model(recipe)
+    parts = [f"{label}, {_weights(recipe, config)} on {_rows(recipe)}"]
+    if alone and not accelerated():
+        parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")
+    line = "; ".join([*parts, recipe.output])
+    return f"toy ({', '.join(recipe.replaced) or 'sizes'}): {line}" if tiny else line
+
+
+def _model(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
+    """The model's config and its name; None where the config would have to be fetched."""
+    model = recipe.model
+    if model.path is None:
+        decoder = preset(model.preset) if model.preset else FAMILIES[str(model.family)].small
+        return with_sizes(decoder, dict(model.sizes)), NAMES[decoder.family]
+    file, name = Path(model.path).expanduser() / "config.json", Path(model.path).name
+    if not file.is_file():
+        file = _cached(model.path)
+    return None if file is None else read_config(file.parent, recipe.data.pictures is not None), name
+
+
+def _cached(path: str) -> Path | None:
+    """The config.json of a hub id that was downloaded before; None of one that was not, and of any other path."""
+    if path.count("/") != 1 or Path(path).expanduser().exists():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(file) if isinstance(file, str) else None
+
+
+def _weights(recipe: Recipe, config: DecoderConfig | None) -> str:
+    """How many weights there are, and how many of them train."""
+    adapter = recipe.adapter
+    if config is None:
+        return "all weights trained" if adapter is None else f"an adapter of rank {adapter.rank} trained"
+    counts = count_weights(config)
+    if not recipe.algorithm.has_lm_head:
+        counts = {name: count for name, count in counts.items() if name != "head/w"} | {"value/w": config.d_model}
+    total = sum(counts.values())
+    if adapter is None:
+        trained = sum(count for name, count in counts.items() if trains(name, full=True))
+    elif adapter.source is None:
+        trained = adapter.count_weights(config)
+    else:
+        return f"{people_count(total)} weights, an adapter trained"
+    if trained == total:
+        return f"{people_count(total)} weights, all trained"
+    return f"{people_count(trained)} of {people_count(total)} weights trained"
+
+
+def _rows(recipe: Recipe) -> str:
+    """The number of the rows where it is quick to count them; else where they come from."""
+    data, path = recipe.data, Path(recipe.data.train).expanduser()
+    inside = path.rglob("*") if path.is_dir() else [path]
+    files = [file for file in itertools.islice(inside, FEW_FILES) if file.is_file()]
+    quick = 0 < len(files) < FEW_FILES and sum(file.stat().st_size for file in files) <= SMALL_FILES
+    generated = data.train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
+    return f"{len(open_rows(data.train, data.split)):,} rows" if quick or generated else data.train
+
+
+def people_count(number: int) -> str:
+    """A number of weights as people say it: 829_000 -> `0.8M`, 999_885_952 -> `1.0B`, 596_049_920 -> `596M`."""
+    units = ((0.95e9, 1e9, "B"), (1e5, 1e6, "M"), (0, 1e3, "k"))
+    unit, letter = next((unit, letter) for least, unit, letter in units if number >= least)
+    return f"{number / unit:.1f}{letter}" if number < 100 * unit else f"{number / unit:.0f}{letter}"

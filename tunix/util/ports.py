@@ -1,0 +1,58 @@
+"""Listening at a port, so that one that is taken is said before anything that takes long."""
+
+import errno
+import socket
+
+from tunix.errors import UserError
+
+ANY = ""
+"""The host that stands for all addresses of this machine."""
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: an address or a name of this machine; `ANY` for all addresses, of IPv6 too where it has them.
+        port: from 1 to 65535.
+        option: how the user gave the port, e.g. `--port 8000`, for the message.
+
+    Raises:
+        UserError: another program listens there, the address is not this machine's, or the port is no port.
+    """
+    if not 0 < port < 2**16:
+        raise UserError(f"{option}: ports are numbers from 1 to {2**16 - 1}")
+    both = host == ANY and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"another program listens at port {port}: choose another port, or end that program"
+        elif error.errno == errno.EACCES:
+            why = "choose a port above 1023"
+        else:
+            why = "choose another address"
+        # Python adds where it was attempting to bind.
+        said = str(error.strerror or error).partition(" (while")[0]
+        raise UserError(f"{option}: {said}: {why}") from error
+
+
+def refuse_taken(address: str) -> None:
+    """Refuses an address of a coordinator whose port another program listens at.
+
+    Args:
+        address: e.g. `10.0.0.1:8476`: other addresses than loopback's stand for all of this machine.
+
+    Raises:
+        UserError: the port is taken.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # `distributed.place` says what an address is
+    listen(host if is_loopback(host) else ANY, int(port), f"--coordinator {address}").close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reached from this machine alone."""
+    return host in ("localhost", "127.0.0.1")
