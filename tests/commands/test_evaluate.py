@@ -251,6 +251,18 @@ def test_a_run_and_its_export_read_strings_alike_and_say_how(base: Path, capsys:
     }
 
 
+def test_the_split_for_tests_is_measured(base: Path, capsys: pytest.CaptureFixture[str]):
+    Path("rows").mkdir()
+    write_rows(Path("rows/train.jsonl"), [{"input_ids": [5, 6]}] * 4)
+    write_rows(Path("rows/test.jsonl"), [{"input_ids": [7, 8, 9]}] * 3)
+    found = evaluated(str(base), "rows")
+    assert "base on rows, split test\n" in capsys.readouterr().out
+    assert (found["data"], found["split"]) == ("rows", "test")
+    assert [row["tokens"] for row in found["rows"]] == [2, 2, 2]
+    assert evaluated(str(base), "rows", "--split", "train")["split"] == "train"
+    assert evaluated(str(base), "rows/train.jsonl")["split"] is None
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 JUDGED = ["rows.jsonl", "--reward", "number"]

@@ -12,7 +12,7 @@ import pytest
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.config import DataConfig
-from tunix.data.pipeline import Batches, account, eval_batches
+from tunix.data.pipeline import Batches, Prompts, account, eval_batches
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -155,6 +155,33 @@ def test_other_data_than_at_the_checkpoint():
     state = stream().get_state()
     with pytest.raises(UserError, match="has 39 rows, but had 40 when the checkpoint was written"):
         stream(ROWS[:39]).set_state(state)
+    other = [*ROWS[:17], {**ROWS[17], "input_ids": [*ROWS[17]["input_ids"][:-1], 1]}, *ROWS[18:]]
+    with pytest.raises(UserError, match=r"as many rows as when the checkpoint was written, but others .*--fresh"):
+        stream(other).set_state(state)
+    with pytest.raises(UserError, match="but others"):
+        stream(list(reversed(ROWS))).set_state(state)
+    with pytest.raises(UserError, match=r"but others .*then none"):
+        stream().set_state({key: value for key, value in state.items() if key != "digest"})
+
+
+def test_prompts_go_on_with_the_same_rows_only(tmp_path):
+    """A run whose file was moved, or written in another format, goes on; with other rows of the same number it ends."""
+    rows = [{"prompt": f"{i}?", "answer": str(i)} for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "moved.json").write_text(json.dumps([dict(reversed(row.items())) | {"tools": None} for row in rows]))
+    (tmp_path / "other.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("5?", "6?"))
+
+    def prompts(name):
+        return Prompts(open_rows(tmp_path / name), bytes_tokenizer(), DataConfig(train="x", max_length=16), 3, 2)
+
+    first = prompts("a.jsonl")
+    first.take(2)
+    state = json.loads(json.dumps(first.get_state()))
+    again = prompts("moved.json")
+    again.set_state(state)
+    assert [prompt.text for prompt in again.take(4)] == [prompt.text for prompt in first.take(4)]
+    with pytest.raises(UserError, match=r"other\.jsonl has as many rows .*, but others"):
+        prompts("other.jsonl").set_state(state)
 
 
 def test_dropped_rows_at_the_end_are_in_the_last_account():

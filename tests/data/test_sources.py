@@ -1,14 +1,19 @@
 """Every kind of source gives the same rows, and every mistake is named with what there is instead."""
 
+import datetime
+import decimal
 import json
 
 import datasets
+import numpy as np
+import PIL.Image
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from tunix.data.sources import open_rows
+from tunix.data import sources
+from tunix.data.sources import open_held_out, open_rows
 from tunix.errors import UserError
 
 ROWS = [{"text": f"row {i} é", "n": i} for i in range(2500)]  # more than one batch of Arrow rows
@@ -117,7 +122,7 @@ def test_jsonl_lines(tmp_path):
 def test_what_is_not_there(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n\n")
-    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "table.txt").write_text("a,b\n1,2\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "broken.arrow").write_bytes(b"no")
     (tmp_path / "folder").mkdir()
@@ -128,10 +133,10 @@ def test_what_is_not_there(tmp_path):
         "a/b/c": "a/b/c: there is no such file",
         "empty.jsonl": r"empty\.jsonl is empty",
         "blank.jsonl": r"blank\.jsonl is empty",
-        "table.csv": r"table\.csv: rows are read from \.jsonl, \.parquet, \.arrow, not from '\.csv'",
+        "table.txt": r"table\.txt: rows are read from \.jsonl, .*\.arrow, .* not from '\.txt'",
         "broken.parquet": r"broken\.parquet is no whole \.parquet file",
         "broken.arrow": r"broken\.arrow is no whole \.arrow file",
-        "folder": r"folder holds no \.jsonl, \.parquet, \.arrow file",
+        "folder": r"folder holds no \.jsonl, .*\.parquet, \.arrow file",
         "nobody/nothing": "nobody/nothing is neither a file here nor a dataset that the hub gives: .*network",
         "nothing": "nothing is neither a file here nor a dataset",
     }.items():
@@ -146,3 +151,73 @@ def test_what_is_not_there(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             open_rows(values)[0]
+
+
+def held_out(spec, split=None):
+    rows = open_held_out(spec, split)
+    return rows.split, [rows[i]["n"] for i in range(len(rows))]
+
+
+def test_held_out_rows_are_never_those_of_the_training_split(tmp_path):
+    for name, splits in {"two": ["train", "test"], "three": ["train", "test", "validation"], "one": ["train"]}.items():
+        for i, split in enumerate(splits):
+            write_jsonl(tmp_path / name / f"{split}.jsonl", [{"n": i}])
+    assert held_out(str(tmp_path / "two")) == ("test", [1])
+    assert held_out(str(tmp_path / "three")) == ("validation", [2])
+    assert held_out(str(tmp_path / "three"), "test") == ("test", [1])
+    assert held_out(str(tmp_path / "one")) == ("train", [0])
+    assert held_out(str(tmp_path / "one/train.jsonl")) == (None, [0])
+    assert held_out([{"n": 7}]) == (None, [7])
+    assert held_out({"train_sft": [{"n": 0}], "test_sft": [{"n": 1}]}) == ("test_sft", [1])
+    saved = {split: datasets.Dataset.from_list([{"n": i}]) for i, split in enumerate(["train", "dev"])}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
+    assert held_out(str(tmp_path / "saved")) == ("dev", [1])
+    for unclear in ({"train": ROWS, "test_a": ROWS, "test_b": ROWS}, {"train": ROWS, "extra": ROWS}):
+        with pytest.raises(UserError, match=r"has the splits 'train', .*which is held out is not clear: .*eval_split"):
+            open_held_out(unclear)
+
+
+def test_a_digest_is_that_of_the_rows(tmp_path):
+    base = [{"text": f"row {i}", "n": i} for i in range(5)]
+    digest = open_rows(base).digest
+    table = datasets.Dataset.from_list(base)
+    assert open_rows(table).digest == open_rows({"train": iter(base)}).digest == digest
+    changed = [[*base[:3], {**base[3], "n": 4}, base[4]], base[:4], [base[1], base[0], *base[2:]]]
+    changed.append([*base[:4], {**base[4], "more": 0}])
+    assert digest not in {open_rows(rows).digest for rows in changed}
+    # The order within a value counts, since templates write it down; that of columns does not.
+    first, second = ({"call": call, "text": "a"} for call in ({"x": 1, "y": 2}, {"y": 2, "x": 1}))
+    assert open_rows([first]).digest != open_rows([second]).digest
+    assert open_rows([first]).digest == open_rows([dict(reversed(first.items()))]).digest
+
+
+def test_a_digest_covers_values_that_json_lacks():
+    pixels = np.zeros((2, 2), np.uint8)
+    values = [b"a", b"b", {(1, 2): 3}, pixels, pixels + 1, PIL.Image.fromarray(pixels), PIL.Image.fromarray(pixels + 1)]
+    values += [datetime.date(2024, 7, 26), datetime.date(2024, 7, 27), decimal.Decimal("1.0"), decimal.Decimal("1.1")]
+    digests = [open_rows([{"image": value}]).digest for value in values]
+    assert digests == [open_rows([{"image": value}]).digest for value in values]
+    assert len(set(digests)) == len(values)
+
+
+def test_a_digest_of_many_rows_reads_some_of_them_and_every_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "COMPARED", 10)
+    read = []
+
+    class Many:
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, i):
+            read.append(i)
+            return {"n": i}
+
+    assert open_rows(Many()).digest
+    assert read == [0, *range(0, 100, 11)]  # the first one says what kind the rows are
+    lines = [json.dumps({"n": i}) for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\r\n".join(lines) + "\r\n")
+    lines[50] = '{"n": 51}'
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    a, b, c = (open_rows(tmp_path / f"{name}.jsonl").digest for name in "abc")
+    assert a == b != c

@@ -1,5 +1,6 @@
 """Folders on an object store: fsspec's own file system in memory stands in for the bucket."""
 
+import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.hf.test_tensor_loading import data_of
 from tests.marks import slow
@@ -16,6 +17,8 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf import remote_folder
 from tunix.hf.model_folder import resolve_folder, save_folder
+from tunix.hf.remote_folder import local_copy
+from tunix.hf.safetensors_io import tensors_of_folder
 from tunix.hf.source import pretrained
 from tunix.recipe.recipe import Recipe
 from tunix.util.object_store import url_of
@@ -125,6 +128,17 @@ def test_damaged_weights_in_a_bucket_are_named_as_local_ones_are(cut, folder, bu
     bucket.pipe_file("gs://bucket/model/model.safetensors", (folder / "model.safetensors").read_bytes()[:cut])
     with pytest.raises(UserError, match=r"bucket/model/model\.safetensors is not a whole safetensors file"):
         pretrained("gs://bucket/model")
+
+
+def test_a_tensor_in_a_bucket_is_read_from_the_shard_that_the_index_names(bucket, tmp_path):
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file({"head": np.ones(4, np.float32)}, tmp_path / shards[0])
+    save_file({"norm": np.ones(4, np.float32), "head": np.zeros(4, np.float32)}, tmp_path / shards[1])
+    places = {"head": shards[0], "norm": shards[1]}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    put(bucket, tmp_path, "gs://bucket/shards")
+    head = tensors_of_folder(local_copy("gs://bucket/shards", ["*"]))["head"]
+    assert (head.file.name, head.read().sum()) == (shards[0], 4)
 
 
 def test_a_folder_that_is_not_there_and_a_missing_package_are_named(bucket, monkeypatch):

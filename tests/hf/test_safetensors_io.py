@@ -1,14 +1,17 @@
 """Writing safetensors: the format's bytes, in order, with a bounded number of them on their way."""
 
 import json
+import re
 import struct
 import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tunix.hf.safetensors_io import Entry, Sent, write_tensors
+from tunix.errors import UserError
+from tunix.hf.safetensors_io import Entry, Sent, tensors_of_folder, write_tensors
 from tunix.util import ahead
 
 
@@ -61,3 +64,69 @@ def test_the_next_tensors_are_on_their_way_within_a_limit(
     assert " ".join(seen) == events
     assert (peak, alive) == (most, 0)
     assert (tmp_path / "file").read_bytes().endswith(b"".join(bytes([n]) * size for n, size in enumerate(sizes)))
+
+
+A, B, C = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2, 3))
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def save_shards(folder: Path, shards: dict[str, dict[str, float]], places: dict[str, str] | None) -> None:
+    """Files of tensors of four equal numbers, and an index unless it is None."""
+    for name, tensors in shards.items():
+        save_file({key: np.full(4, value, np.float32) for key, value in tensors.items()}, folder / name)
+    if places is not None:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    ("shards", "places", "expected"),
+    [
+        # A stale copy in a later shard, and in an earlier one.
+        ({A: {"head": 16}, B: {"norm": 1, "head": 0}}, {"head": A, "norm": B}, {"head": (A, 16), "norm": (B, 1)}),
+        ({A: {"norm": 1, "head": 0}, B: {"head": 16}}, {"head": B, "norm": A}, {"head": (B, 16), "norm": (A, 1)}),
+        # A shard, an adapter and another layout that the index does not name.
+        (
+            {A: {"head": 16}, C: {"head": 0}, "adapter_model.safetensors": {"head": 0}, "consolidated.safetensors": {}},
+            {"head": A},
+            {"head": (A, 16)},
+        ),
+        ({SINGLE: {"head": 16}, "consolidated.safetensors": {"head": 0}}, None, {"head": (SINGLE, 16)}),
+        # An index that names the whole file, and one that is left over from shards that are gone.
+        ({SINGLE: {"head": 16}}, {"head": SINGLE}, {"head": (SINGLE, 16)}),
+        ({SINGLE: {"head": 16}}, {"head": A}, {"head": (SINGLE, 16)}),
+        # A tensor that the index does not name, in one shard.
+        ({A: {"head": 16, "scale": 3}}, {"head": A}, {"head": (A, 16), "scale": (A, 3)}),
+    ],
+)
+def test_a_tensor_is_read_from_the_file_that_the_index_names(
+    shards: dict[str, dict[str, float]],
+    places: dict[str, str] | None,
+    expected: dict[str, tuple[str, float]],
+    tmp_path: Path,
+):
+    save_shards(tmp_path, shards, places)
+    tensors = tensors_of_folder(tmp_path)
+    assert {key: (x.file.name, float(x.read().mean())) for key, x in tensors.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("shards", "places", "message"),
+    [
+        ({A: {"head": 16}}, {"head": A, "norm": B}, f"{B} is missing; {INDEX} says that it holds norm"),
+        ({A: {"head": 16}, B: {"norm": 1}}, {"head": B, "norm": B}, f"{B} lacks head, which {INDEX} says"),
+        ({A: {"x": 1, "head": 16}, B: {"x": 2}}, {"head": A, "x": B, "gone": A}, f"{A} lacks gone"),
+        (
+            {A: {"head": 16, "scale": 1}, B: {"norm": 1, "scale": 2}},
+            {"head": A, "norm": B},
+            f"scale is in both {A} and {B}, and {INDEX} does not say which is right",
+        ),
+        ({SINGLE: {"head": 16}, A: {"head": 0}}, {"head": A}, f"holds weights twice: {SINGLE}, and {A}, which {INDEX}"),
+        ({A: {"head": 16}, B: {"head": 0}}, None, f"has {A}, {B}, but neither {SINGLE} nor {INDEX}"),
+    ],
+)
+def test_weights_that_contradict_each_other_are_refused(
+    shards: dict[str, dict[str, float]], places: dict[str, str] | None, message: str, tmp_path: Path
+):
+    save_shards(tmp_path, shards, places)
+    with pytest.raises(UserError, match=re.escape(message)):
+        tensors_of_folder(tmp_path)

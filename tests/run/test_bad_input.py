@@ -153,7 +153,7 @@ MODELS: Table = {
     "empty weights": (write(f"base/{WEIGHTS}", ""), [], [f"base/{WEIGHTS} is not a whole safetensors file"]),
     "pickles": (pickled, [], ["pytorch_model.bin", "loads no pickles", "save_pretrained"]),
     "missing shard": (missing_shard, [], ["base/model-2.safetensors is missing", "index.json"]),
-    "incomplete shard": (incomplete_shard, [], ["index.json names", "no shard holds"]),
+    "incomplete shard": (incomplete_shard, [], ["model-2.safetensors lacks", "index.json says that it holds"]),
     "missing tensor": (tensors(lambda found: found.pop(QUERY)), [], ["1 tensor(s)", "missing", QUERY]),
     "extra tensor": (
         tensors(lambda found: found.update(mystery=np.zeros(3, np.float32))),
@@ -308,9 +308,9 @@ DATA: Table = {
         ["d has no split 'trian'", "Did you mean 'train'?"],
     ),
     "unknown suffix": (
-        write("rows.csv", "a,b\n"),
-        ["data.train=rows.csv"],
-        ["rows.csv: rows are read from .jsonl", "not from '.csv'"],
+        write("rows.txt", "a,b\n"),
+        ["data.train=rows.txt"],
+        ["rows.txt: rows are read from .jsonl", "not from '.txt'"],
     ),
     "broken parquet": (
         write("rows.parquet", "PAR1"),

@@ -207,7 +207,10 @@ def serve_arguments(parser: Parser) -> None:
 def eval_arguments(parser: Parser) -> None:
     """Declares the arguments of `tunix eval`."""
     parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
-    reads = ".jsonl, .parquet, folder, hub id or file.py:function; of a run its held-out rows, where nothing is given"
+    reads = (
+        ".jsonl, .csv, .parquet, folder, hub id or file.py:function, of which the split for validation or test is read "
+        "unless --split names one; of a run its held-out rows, where nothing is given"
+    )
     parser.add_argument("data", nargs="?", metavar="DATA", help=reads)
     tasks = (
         "loss: of the rows' completions, and perplexity; reward: mean of the model's answers; accuracy: share of "

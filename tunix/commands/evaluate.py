@@ -19,7 +19,7 @@ from tunix.commands.eval_tasks import EvalResult, Table, answers, loss, pairs
 from tunix.commands.reward_flags import open_collector
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
-from tunix.data.sources import Rows, open_rows
+from tunix.data.sources import Rows, held_out_rows, open_held_out
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -163,14 +163,15 @@ def _recipe(model: str) -> Recipe | None:
 def _rows(model: str, recipe: Recipe | None, eval_options: EvalOptions) -> Rows:
     """Opens the given rows, or the run's held-out ones."""
     if eval_options.data is not None:
-        return open_rows(eval_options.data, eval_options.split)
+        return open_held_out(eval_options.data, eval_options.split)
     if recipe is None:
         raise UserError(
             f"{model} is no run, which would bring its own rows: name some, `tunix eval {model} rows.jsonl`"
         )
-    if not (recipe.data.eval or recipe.data.eval_split):
+    rows = held_out_rows(recipe.data.model_copy(update={"eval_split": eval_options.split or recipe.data.eval_split}))
+    if rows is None:
         raise UserError(f"{model} has no held-out rows (data.eval): name some, `tunix eval {model} FILE`")
-    return open_rows(recipe.data.eval or recipe.data.train, eval_options.split or recipe.data.eval_split)
+    return rows
 
 
 def _tasks(read: RowKind | None, eval_options: EvalOptions, scored: bool, rows: Rows) -> tuple[Task, ...]:
@@ -259,7 +260,9 @@ def _measured(setting: Setting, task: Task, eval_options: EvalOptions) -> EvalRe
 
 def _shown(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
     """The printed table: one line for each number, with its standard error over the rows."""
-    lines = [f"{setting.inference.options.model} on {setting.table.rows.name}{_strings(setting)}"]
+    rows = setting.table.rows
+    split = "" if rows.split is None else f", split {rows.split}"
+    lines = [f"{setting.inference.options.model} on {rows.name}{split}{_strings(setting)}"]
     width = max(len(name) for one in results.values() for name in one.metrics)
     for task, one in results.items():
         for name, number in one.metrics.items():
@@ -292,6 +295,7 @@ def _write(out: Path, setting: Setting, results: Mapping[Task, EvalResult], metr
     report = {
         "model": setting.inference.options.model,
         "data": setting.table.rows.name,
+        "split": setting.table.rows.split,
         "metrics": numbers,
         "rows": rows,
     }

@@ -186,17 +186,16 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
-    """Id of the special token that a turn of the assistant ends with, after white space at most; None where the chat
-    template writes none, and for a tokenizer without a template."""
+    """Id of the token that a trained turn of the assistant ends with; None where the chat template writes none, and for a
+    tokenizer without a template."""
     if tokenizer.chat_template is None:
         return None
     try:
-        text = _render([{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}], tokenizer, {})
+        turn = render_chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], tokenizer)
     except UserError:  # it refuses a conversation of two turns
         return None
-    _, probe, tail = text.rpartition(_PROBE)
-    ids = tokenizer.encode(tail.lstrip()) if probe else []
-    return ids[0] if ids and tokenizer.is_added(ids[0]) else None
+    stops = not any(note.rule == NO_STOP for note in turn.notes)
+    return next(filter(tokenizer.is_added, reversed(turn.tokens[turn.mask].tolist())), None) if stops else None
 
 
 def check_messages(messages: Any) -> None:

@@ -11,13 +11,15 @@ class DataConfig(Config):
     """Where the rows come from and how they become sequences."""
 
     train: Place
-    """Hub id, folder, .jsonl, .parquet, .arrow, or `module:function` / `file.py:function` that returns the rows."""
+    """Hub id, folder, file (.jsonl, .json, .csv, .tsv, .parquet, .arrow; text also .gz or .zst), or `module:function` /
+    `file.py:function` that returns the rows."""
     eval: Place | None = None
     """Held-out rows for evaluation, in the same notation as `train`."""
     split: str = "train"
     """Split of `train`, where it has splits."""
     eval_split: str | None = None
-    """Split of `eval`; without `eval`, this split of `train` is the held-out one."""
+    """Split of `eval`; null: the one for validation, else that for test, else the only one. Without `eval`, this split
+    of `train` is the held-out one."""
     format: Literal["auto", "messages", "prompt_completion", "text", "tokens", "pairs"] = "auto"
     """Shape of a row; `auto` derives it from the first row's columns."""
     columns: dict[str, str] = {}

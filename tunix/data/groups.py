@@ -109,24 +109,11 @@ class Groups(Generic[T]):
         return self._made(group, self._accounting)
 
     def get_state(self) -> dict[str, Any]:
-        """The next position in the order and within its row, the accounting up to there, and the number of rows that
-        the position is valid for."""
-        size = len(self._renderer.rows)
-        account = self._accounting.to_dict()
-        return {"next_index": self._next, "rows": size, "accounting": account, **self._cut.get_state()}
+        """The next position in the order and within its row, and the accounting up to there."""
+        return {"next_index": self._next, "accounting": self._accounting.to_dict(), **self._cut.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position that `get_state` returned.
-
-        Raises:
-            UserError: the data has another number of rows than when the state was saved.
-        """
-        size = len(self._renderer.rows)
-        if state["rows"] != size:
-            raise UserError(
-                f"{self._name} has {size} rows, but had {state['rows']} when the checkpoint was written: "
-                "give it the same data, or start over with --fresh"
-            )
+        """Continues from a position that `get_state` returned."""
         self._next = state["next_index"]
         self._accounting = Accounting.from_dict(state["accounting"])
         self._cut.set_state(state)
@@ -138,10 +125,6 @@ class Groups(Generic[T]):
         """Ends waiting for other processes: this stream is closed, or goes on elsewhere."""
         if self._divided is not None:
             self._divided.stop()
-
-    @property
-    def _name(self) -> str:
-        return self._renderer.rows.name
 
     def _peek(self) -> Kept | Dropped | None:
         """The next row's example, not yet taken; None at the end."""
@@ -166,6 +149,7 @@ class Groups(Generic[T]):
             self._next += 1
             self._ahead = None
         if not self._accounting.kept and self._accounting.rows >= len(self._renderer.rows):
+            name = self._renderer.rows.name
             last = f"; of the last one, {example.detail}" if isinstance(example, Dropped) and example.detail else ""
-            raise UserError(f"{self._name}: nothing in it can be trained on: {reasons(self._accounting)}{last}")
+            raise UserError(f"{name}: nothing in it can be trained on: {reasons(self._accounting)}{last}")
         return taken.piece

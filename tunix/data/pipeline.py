@@ -117,6 +117,7 @@ class Stream(Generic[T]):
             made: turns a group of kept rows, and the accounting up to there, into an item of the stream.
             read_ahead: how many items are prepared ahead.
         """
+        self._rows = rows
         renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
         order = order_of(rows, config, seed, epochs)
         # Prompts are short, and all processes need all of them soon.
@@ -134,15 +135,26 @@ class Stream(Generic[T]):
         return lambda: state
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last group handed out, as values that JSON can store."""
-        return self._groups().get_state()
+        """The position after the last group handed out, and in which rows, as values that JSON can store."""
+        return {**self._groups().get_state(), "rows": len(self._rows), "digest": self._rows.digest}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved position with the same items that followed it.
 
         Raises:
-            UserError: the data has another number of rows than it had then.
+            UserError: the data has other rows than it had then.
         """
+        rows, saved = self._rows, state.get("digest", "none")
+        again = "give it the same data, or start over with --fresh"
+        if state["rows"] != len(rows):
+            raise UserError(
+                f"{rows.name} has {len(rows)} rows, but had {state['rows']} when the checkpoint was written: {again}"
+            )
+        if saved != rows.digest:
+            raise UserError(
+                f"{rows.name} has as many rows as when the checkpoint was written, but others (digest "
+                f"{rows.digest[:12]}, then {saved[:12]}): {again}"
+            )
         self._stop()
         self._groups().set_state(dict(state))
 

@@ -1,58 +1,89 @@
-"""Opens datasets for access by row number: JSONL, Parquet, Arrow, folders, the hub, a function, or Python values.
+"""Opens datasets for access by row number: data files, folders, the hub, a function, or Python values.
 
 `open_rows` determines the spec's form, opens it, picks the split, and returns `Rows`: a name for messages, a length,
-and row `i` as a dict. A spec that looks like a path is never taken for a hub id, so a mistyped file is a missing file.
+row `i` as a dict, and a digest of the rows. `open_held_out` picks a split for evaluation. A spec that looks like a path
+is never taken for a hub id, so a mistyped file is a missing file.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
+import hashlib
 import json
-import re
 import sys
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from tunix.data.config import DataConfig
+from tunix.data.files import (
+    COMPRESSED,
+    SUFFIXES,
+    ArrowTable,
+    Chain,
+    Table,
+    files_by_split,
+    line_digests,
+    open_file,
+    open_split,
+    splits_named,
+)
 from tunix.errors import UserError, nearest
 from tunix.util.plugins import is_reference, load_object
 
-if TYPE_CHECKING:
-    import pyarrow
-
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
-_FILE_SUFFIXES = (*SUFFIXES, ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".py", ".xlsx")
-_SHARD = re.compile(r"[-_.]\d+(-of-\d+)?$")
-_SPLIT_WORDS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
+_FILE_SUFFIXES = (*SUFFIXES, *COMPRESSED, ".txt", ".zip", ".py", ".xlsx")
+COMPARED = 1 << 16
+"""Rows that a digest reads at most: 25 us each."""
+COMPARED_OBJECTS = 256
+"""Rows that it reads at most where they hold more than JSON does, such as pictures, which take milliseconds each."""
+CHECKED = 10_000
+"""Rows that `check_rows` reads at most, from the start."""
 
 
 @runtime_checkable
-class Table(Protocol):
-    """Anything with rows by number: a list, a `datasets.Dataset`, or one of the readers here."""
+class _Array(Protocol):
+    """An array of numbers, or a scalar of numpy."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Any: ...
+    def tolist(self) -> Any: ...
+
+
+@runtime_checkable
+class _Picture(Protocol):
+    """A picture of PIL, whose values are bytes."""
+
+    def tobytes(self) -> bytes: ...
 
 
 class Rows:
     """The rows of a dataset by number, with a name for messages."""
 
-    def __init__(self, name: str, table: Table, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Table,
+        folder: Path | None = None,
+        split: str | None = None,
+        files: Iterable[Path] = (),
+    ) -> None:
         """Names a table; `open_rows` is the usual way to get one.
 
         Args:
             name: of the rows, for messages.
             table: the rows by number.
             folder: where relative paths in the rows begin; None for the working directory.
+            split: which split of a dataset they are; None where it has no splits.
+            files: those that they are read from, where that is known.
 
         Raises:
             UserError: there are no rows.
         """
         if not len(table):
             raise UserError(f"{name} is empty: there are no rows to read")
-        self.name, self.folder = name, folder
+        self.name, self.folder, self.split = name, folder, split
+        self.files = frozenset(file.resolve() for file in files)
         self._table = table
         self._pads = _is_arrow(table)
 
@@ -66,12 +97,88 @@ class Rows:
             raise UserError(f"row {i + 1} of {self.name} is {row!r:.80}, not an object with columns")
         return dict(_without_padding(row) if self._pads else row)
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the first row holds only what JSON does: text, numbers, lists and mappings."""
+        try:
+            json.dumps(self[0])
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @cached_property
+    def digest(self) -> str:
+        """What rows with the same values in the same order have in common, wherever and however they are stored.
+
+        It covers the number of rows and up to `COMPARED` rows, evenly spread, without columns that are null; of more
+        rows in JSON lines, also each line as it is written. Computed once.
+
+        Raises:
+            UserError: one of these rows cannot be read.
+        """
+        most = COMPARED if self.is_plain else COMPARED_OBJECTS
+        number, total = min(len(self), most), hashlib.sha256()
+        for i in range(number):
+            # The last row is among them: a file that is being written grows there.
+            row = self[i * (len(self) - 1) // max(number - 1, 1)]
+            values = sorted((str(name), value) for name, value in row.items() if value is not None)
+            total.update(json.dumps(values, default=_as_json, skipkeys=True).encode() + b"\n")
+        parts = [str(len(self)), total.hexdigest(), *(line_digests(self._table) if len(self) > most else [])]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def shares_rows_with(self, other: Rows) -> bool:
+        """Whether rows of this dataset are known to be in another: they come from one file, or all are the same."""
+        return bool(self.files & other.files) or (len(self) == len(other) and self.digest == other.digest)
+
+
+def _as_json(value: Any) -> Any:
+    """What stands for a value that JSON does not have, such as a picture, in a digest."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, _Array):
+        return value.tolist()
+    if isinstance(value, _Picture):
+        return hashlib.sha256(value.tobytes()).hexdigest()
+    return str(value) if isinstance(value, date | time | timedelta | Decimal) else type(value).__name__
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A dataset that is not yet read: its splits, each with a function that opens its rows."""
+
+    name: str
+    splits: Mapping[str, Callable[[], Any]]
+    has_splits: bool = True
+    """False where `train` stands for all rows there are."""
+    folder: Path | None = None
+    files: Mapping[str, list[Path]] | None = None
+    """The files of each split, where they are known."""
+
+    def rows(self, split: str) -> Rows:
+        """The rows of a split; an iterable without access by number is read into memory.
+
+        Raises:
+            UserError: there is no such split, or no rows in it.
+        """
+        if self.files and split not in self.splits:
+            # A folder's splits have one name for all words that mean the same.
+            split = next(iter(splits_named(split)), split)
+        if split not in self.splits:
+            present = ", ".join(map(repr, self.splits))
+            raise UserError(f"{self.name} has no split {split!r}; it has {present}.{nearest(split, self.splits)}")
+        rows = self.splits[split]()
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Table | Iterable):
+            raise UserError(f"{self.name} gives {rows!r:.80}, not a list or an iterable of rows")
+        table = rows if isinstance(rows, Table) else list(rows)
+        files = self.files[split] if self.files else ()
+        return Rows(self.name, table, self.folder, split if self.has_splits else None, files)
+
 
 def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None) -> Rows:
     """Opens a dataset for random access.
 
     Args:
-        spec: .jsonl, .parquet, .arrow; a folder of these or of `datasets.save_to_disk`; a hub id, with a
+        spec: a data file (`files.SUFFIXES`); a folder of these or of `datasets.save_to_disk`; a hub id, with a
             configuration as `owner/name:config`; `module:function` or `file.py:function`, called without arguments;
             or rows themselves: a list, any iterable of dicts, or a mapping of split to rows.
         split: the split's name; None takes `train`, or the first one.
@@ -79,18 +186,93 @@ def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None
     Raises:
         UserError: nothing exists there, the form is unknown, the split does not exist, or there are no rows.
     """
+    source = _source(spec)
+    return source.rows(split or ("train" if "train" in source.splits else next(iter(source.splits), "train")))
+
+
+def open_held_out(spec: str | Path | Table | Iterable[Any], split: str | None = None) -> Rows:
+    """Opens the rows of a dataset that models are measured on.
+
+    Args:
+        spec: see `open_rows`.
+        split: the split's name; None takes the one for validation, without it the one for test, and the only one of a
+            dataset that has no other.
+
+    Raises:
+        UserError: see `open_rows`; or the split is None and none or several could be meant.
+    """
+    source = _source(spec)
+    names = [split] if split else list(source.splits)
+    if len(names) == 1:
+        return source.rows(names[0])
+    for kind in ("validation", "test"):
+        fitting = [kind] if kind in names else [name for name in names if splits_named(name) == {kind}]
+        if len(fitting) == 1:
+            return source.rows(fitting[0])
+        if fitting:
+            break
+    raise UserError(
+        f"{source.name} has the splits {', '.join(map(repr, names))}, and which is held out is not clear: name it in "
+        "data.eval_split, or with --split for `tunix eval`"
+    )
+
+
+def held_out_rows(data: DataConfig) -> Rows | None:
+    """The rows that a recipe holds out; None where it holds out none.
+
+    Raises:
+        UserError: see `open_held_out`.
+    """
+    if data.eval is not None:
+        return open_held_out(data.eval, data.eval_split)
+    return open_rows(data.train, data.eval_split) if data.eval_split else None
+
+
+def check_rows(rows: Rows) -> None:
+    """Reads up to `CHECKED` rows from the start, and the last one, to find lines that are broken.
+
+    Raises:
+        UserError: names the file and the line.
+    """
+    for i in range(min(len(rows), CHECKED if rows.is_plain else COMPARED_OBJECTS)):
+        rows[i]
+    rows[len(rows) - 1]
+
+
+def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:
+    """The dataset that a spec stands for."""
+    if isinstance(spec, Mapping):
+        return _Source("the given rows", {str(split): lambda rows=rows: rows for split, rows in spec.items()})
     if not isinstance(spec, str | Path):
-        return _pick({"train": spec} if not isinstance(spec, Mapping) else spec, split, "the given rows")
+        return _Source("the given rows", {"train": lambda: spec}, has_splits=False)
     name, path = str(spec), Path(spec).expanduser()
     if path.is_dir():
-        return _open_folder(path, split)
+        return _folder_source(path)
     if path.is_file():
-        return _pick({"train": _open_file(path)}, split, name, path.parent)
+        return _Source(name, {"train": partial(open_file, path)}, False, path.parent, {"train": [path]})
     if is_reference(name):
-        return _pick({"train": _call(name)}, split, name)
+        return _Source(name, {"train": partial(_call, name)}, has_splits=False)
     if path.suffix in _FILE_SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{name}: there is no such file or folder (looked from {Path.cwd()})")
-    return _pick(_load_hub(name), split, name)
+    return _Source(name, {split: lambda rows=rows: rows for split, rows in _load_hub(name).items()})
+
+
+def _folder_source(folder: Path) -> _Source:
+    """The dataset in a folder of `datasets.save_to_disk`, or of data files whose names may contain their splits."""
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        import datasets
+
+        try:
+            saved = datasets.load_from_disk(str(folder))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{folder} was saved by `datasets`, but does not load: {error}") from error
+        if not isinstance(saved, datasets.DatasetDict):
+            return _Source(str(folder), {"train": lambda: saved}, False, folder)
+        splits = {str(split): lambda rows=rows: rows for split, rows in saved.items()}
+        return _Source(str(folder), splits, folder=folder)
+    files, has_splits = files_by_split(folder)
+    opened = {split: partial(open_split, folder, split, files) for split in files}
+    return _Source(str(folder), opened, has_splits, folder, files)
 
 
 def _call(reference: str) -> Any:
@@ -99,23 +281,6 @@ def _call(reference: str) -> Any:
     if not callable(function):
         raise UserError(f"{reference} is a {type(function).__name__}, not a function that returns rows")
     return function()
-
-
-def _wanted(splits: Mapping[str, Any], split: str | None, name: str) -> str:
-    """The name of the split to use; raises UserError with the existing names where it does not exist."""
-    wanted = split or ("train" if "train" in splits else next(iter(splits), "train"))
-    if wanted not in splits:
-        present = ", ".join(map(repr, splits))
-        raise UserError(f"{name} has no split {wanted!r}; it has {present}.{nearest(wanted, splits)}")
-    return wanted
-
-
-def _pick(splits: Mapping[str, Any], split: str | None, name: str, folder: Path | None = None) -> Rows:
-    """The rows of one split; an iterable without access by number is read into memory."""
-    rows = splits[_wanted(splits, split, name)]
-    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Table | Iterable):
-        raise UserError(f"{name} gives {rows!r:.80}, not a list or an iterable of rows")
-    return Rows(name, rows if isinstance(rows, Table) else list(rows), folder)
 
 
 def _load_hub(name: str) -> dict[str, Any]:
@@ -135,52 +300,12 @@ def _load_hub(name: str) -> dict[str, Any]:
     return {str(split): rows for split, rows in splits.items()}
 
 
-def _open_folder(folder: Path, split: str | None) -> Rows:
-    """The rows of a folder of `datasets.save_to_disk`, or of data files whose names may contain their splits."""
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        import datasets
-
-        try:
-            saved = datasets.load_from_disk(str(folder))
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{folder} was saved by `datasets`, but does not load: {error}") from error
-        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-        return _pick({str(key): rows for key, rows in splits.items()}, split, str(folder), folder)
-    files = sorted(f for f in folder.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
-    if not files:
-        raise UserError(f"{folder} holds no {', '.join(SUFFIXES)} file")
-    parts: dict[str, list[Path]] = {}
-    for file in files:
-        parts.setdefault(_split_of(file, folder), []).append(file)
-    if not parts.keys() & _SPLIT_WORDS:
-        parts = {"train": files}
-    wanted = _wanted(parts, split, str(folder))
-    return Rows(str(folder), _Chain([_open_file(file) for file in parts[wanted]]), folder)
-
-
-def _split_of(file: Path, folder: Path) -> str:
-    """The split of a file: `train` for train.jsonl, train-00000-of-00002.parquet, and train/part-0.jsonl."""
-    for part in reversed(file.relative_to(folder).parent.parts):
-        if part in _SPLIT_WORDS:
-            return part
-    return _SHARD.sub("", file.stem)
-
-
-def _open_file(path: Path) -> Table:
-    """The reader for a data file's suffix."""
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: rows are read from {', '.join(SUFFIXES)}, not from {path.suffix or 'a bare name'!r}")
-    if not path.stat().st_size:
-        raise UserError(f"{path} is empty: there are no rows to read")
-    return _Jsonl(path) if path.suffix == ".jsonl" else _Arrow(_read_table(path))
-
-
 def _is_arrow(table: Table) -> bool:
     """Whether the rows are stored by Arrow, whose structs have the keys of all rows, null where a row lacks them."""
-    if isinstance(table, _Chain):
+    if isinstance(table, Chain):
         return all(map(_is_arrow, table.tables))
     datasets = sys.modules.get("datasets")  # imported, if any of its tables exists
-    return isinstance(table, _Arrow) or (datasets is not None and isinstance(table, datasets.Dataset))
+    return isinstance(table, ArrowTable) or (datasets is not None and isinstance(table, datasets.Dataset))
 
 
 def _without_padding(value: Any, inside: bool = False) -> Any:
@@ -188,87 +313,6 @@ def _without_padding(value: Any, inside: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_padding(x, True) for key, x in value.items() if x is not None or not inside}
     return [_without_padding(x, True) for x in value] if isinstance(value, list) else value
-
-
-def _read_table(path: Path) -> pyarrow.Table:
-    """A Parquet file in memory, or an Arrow file (stream or file format) mapped into it."""
-    import pyarrow
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    try:
-        if path.suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        source = pyarrow.memory_map(str(path))
-        try:
-            return pyarrow.ipc.open_stream(source).read_all()
-        except pyarrow.ArrowInvalid:
-            source.seek(0)
-            return pyarrow.ipc.open_file(source).read_all()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no whole {path.suffix} file: {error}") from error
-
-
-class _Jsonl:
-    """The lines of a JSONL file: their positions are read once, each line is parsed on access."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._starts = array("Q")
-        self._numbers = array("Q")
-        position = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    self._starts.append(position)
-                    self._numbers.append(number)
-                position += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        # Opened again for each row: that costs 10 us, and needs no lock between the prefetch thread and the main one.
-        with self._path.open("rb") as file:
-            file.seek(self._starts[i])
-            line = file.readline()
-        try:
-            row = json.loads(line)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise UserError(f"{self._path}, line {self._numbers[i]} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{self._path}, line {self._numbers[i]} is {row!r:.80}, not an object with columns")
-        return row
-
-
-class _Arrow:
-    """The rows of a pyarrow table, taken from small zero-copy batches so that any row is found in microseconds."""
-
-    def __init__(self, table: pyarrow.Table) -> None:
-        self._batches = table.to_batches(max_chunksize=1024)
-        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        b = bisect.bisect_right(self._ends, i)
-        return self._batches[b].slice(i - self._ends[b] + self._batches[b].num_rows, 1).to_pylist()[0]
-
-
-class _Chain:
-    """Several tables one after the other."""
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.tables = tables
-        self._ends = list(itertools.accumulate(map(len, tables)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, i: int) -> Any:
-        t = bisect.bisect_right(self._ends, i)
-        return self.tables[t][i - self._ends[t] + len(self.tables[t])]
 
 
 def texts(rows: Rows) -> Iterator[str]:

@@ -119,28 +119,52 @@ class Entry:
 def tensors_of_folder(folder: Path) -> dict[str, Stored]:
     """All tensors of a model folder, by the names in its files: `model.safetensors`, or the shards of the index.
 
+    A tensor is read from the shard that the index names for it, whatever other shards hold under the same name: an
+    earlier version of the folder left that behind. Files that the index does not name are not read.
+
     Raises:
-        UserError: there are none, a file is missing or damaged, or the index names a tensor that its shard lacks.
+        UserError: there are none, a file is missing or damaged, the index names a tensor that its shard lacks, a tensor
+            that the index does not name is in two shards, or there are both a whole file and shards.
     """
-    if (folder / SINGLE).is_file():
-        return tensors_of_file(folder / SINGLE)
+    is_whole = (folder / SINGLE).is_file()
     if not (folder / INDEX).is_file():
-        _refuse_folder(folder)
+        return tensors_of_file(folder / SINGLE) if is_whole else _refuse_folder(folder)
     index = read_json(folder / INDEX)
-    shards = index.get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(f"{folder / INDEX}: weight_map must name the file of each tensor.")
-    found: dict[str, Stored] = {}
-    for shard in sorted(set(shards.values())):
+    shards = sorted(set(places.values()))
+    if is_whole and shards != [SINGLE]:
+        for shard in shards:
+            refuse_foreign(folder, shard)
+        # Without its shards, an index is left over from before the weights were joined.
+        if not any(os.path.isfile(folder / shard) for shard in shards):
+            return tensors_of_file(folder / SINGLE)
+        raise UserError(
+            f"{folder} holds weights twice: {SINGLE}, and {some(shards)}, which {INDEX} names. Remove those that are "
+            f"out of date: {SINGLE}, or {INDEX} and its shards."
+        )
+    tensors: dict[str, Stored] = {}
+    for shard in shards:
         refuse_foreign(folder, shard)
         if not os.path.isfile(folder / shard):  # pathlib would raise for a name that is too long
-            lost = [key for key, file in shards.items() if file == shard]
+            lost = [key for key, file in places.items() if file == shard]
             raise UserError(f"{folder / shard} is missing; {INDEX} says that it holds {some(lost)}. Download it again.")
-        found |= tensors_of_file(folder / shard)
-    lost = [key for key in shards if key not in found]
-    if lost:
-        raise UserError(f"{folder}: {INDEX} names {some(lost)}, which no shard holds. Download the folder again.")
-    return found
+        held = tensors_of_file(folder / shard)
+        lost = [key for key, file in places.items() if file == shard and key not in held]
+        if lost:
+            raise UserError(
+                f"{folder / shard} lacks {some(lost)}, which {INDEX} says that it holds. Download the folder again."
+            )
+        for key, stored in held.items():
+            if key not in places and key in tensors:
+                raise UserError(
+                    f"{folder}: {key} is in both {tensors[key].file.name} and {shard}, and {INDEX} does not say which "
+                    "is right. Download the folder again, or add the tensor to weight_map."
+                )
+            if places.get(key, shard) == shard:
+                tensors[key] = stored
+    return tensors
 
 
 def tensors_of_file(file: Path) -> dict[str, Stored]:

@@ -29,7 +29,7 @@ from tunix.run.attention import attention_of
 from tunix.run.describe import overview, products_line, remat_line, sampling_line, stage_line
 from tunix.run.devices import apart, mesh_of
 from tunix.run.experts import check_exchange, check_products
-from tunix.run.inputs import Inputs, compare_views, open_inputs, row_kind_of, sampling_of
+from tunix.run.inputs import Inputs, compare_views, held_out_line, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
 from tunix.run.reference_model import reference_source, reference_weights
@@ -106,6 +106,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     display.say(f"{stage}{stage_line(recipe, len(inputs.train), mesh, total)}")
     if accelerated() and mesh.devices.flat[0].platform == "cpu":
         display.say("this machine has a GPU or a TPU that JAX does not use: pip install '.[gpu]', or '.[tpu]'")
+    if (line := held_out_line(inputs)) is not None:
+        display.say(line)
     display.detail(overview(client.learner, recipe.quantization, inputs, mesh, total))
     if why is not None and mesh.size > 1:
         display.detail(why)

@@ -12,7 +12,7 @@ from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.types import SPANS
 from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoints
-from tunix.run.output_owner import refuse_no_run, refuse_other_run, trained
+from tunix.run.output_owner import checkpoint_steps, refuse_no_run, refuse_other_run, trained
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.full_disk import ROOM, is_full
@@ -106,8 +106,8 @@ def explaining_full_disk(output: str) -> Iterator[None]:
 
 def _kept(folder: Path) -> str:
     """The newest checkpoint of a run, or of each of its stages."""
-    stages = {path.parent.name: _steps(path.parent) for path in sorted(folder.glob("*/recipe.yaml"))}
-    single = _steps(folder)
+    stages = {path.parent.name: checkpoint_steps(path.parent) for path in sorted(folder.glob("*/recipe.yaml"))}
+    single = checkpoint_steps(folder)
     newest = [f"step {max(steps)} of {name}" for name, steps in stages.items() if steps]
     newest += [f"step {max(single)}"] if single else []
     return f"The checkpoint of {', '.join(newest)} is kept." if newest else "No checkpoint was written yet."

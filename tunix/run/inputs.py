@@ -1,21 +1,18 @@
 """The inputs that a recipe names: the model's structure, its tokenizer, and the rows."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
-from tunix.data.sources import Rows, open_rows
+from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
+from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.digest import digest
 from tunix.types import Sampling
-
-LOOKED_AT = 16
-"""Rows that the processes of a run compare."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,17 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
 
     Args:
         folder: the run folder, where a tokenizer that is trained on the rows is stored.
+
+    Raises:
+        UserError: something of it is not there, or the held-out split would be the one that is trained on.
     """
     data = recipe.data
-    train = open_rows(data.train, data.split)
-    held_out = None
-    if data.eval or data.eval_split:
-        held_out = open_rows(data.eval or data.train, data.eval_split)
+    train, held_out = open_rows(data.train, data.split), held_out_rows(data)
+    if held_out is not None and held_out.split and not data.eval_split and held_out.shares_rows_with(train):
+        raise UserError(
+            f"data.eval: {data.eval} has no rows to hold out: its split {held_out.split!r} is trained on. Name other "
+            f"rows; or, to measure on these, set data.eval_split: {held_out.split}"
+        )
     return Inputs(of_recipe(recipe.model, data, folder / TOKENIZER, train), train, held_out)
 
 
@@ -60,11 +62,19 @@ def compare_views(inputs: Inputs) -> None:
     processes.agree(about)
 
 
+def held_out_line(inputs: Inputs) -> str | None:
+    """One line about the rows that the run is measured on; None without any."""
+    rows = inputs.held_out
+    if rows is None:
+        return None
+    split = "" if rows.split is None else f", split {rows.split}"
+    shared = "; it is trained on these too, so that eval/* do not show what it makes of new ones"
+    return f"held out: {len(rows):,} rows of {rows.name}{split}{shared if rows.shares_rows_with(inputs.train) else ''}"
+
+
 def _view(rows: Rows) -> str:
-    """The number of rows, and a digest of some of them."""
-    chosen = {len(rows) * i // LOOKED_AT for i in range(LOOKED_AT)} | {len(rows) - 1}
-    texts = (json.dumps(rows[i], sort_keys=True, default=lambda x: type(x).__name__) for i in sorted(chosen))
-    return f"{len(rows)} rows (digest {digest(texts)[:12]})"
+    """The number of rows, and their digest."""
+    return f"{len(rows)} rows (digest {rows.digest[:12]})"
 
 
 def _view_of_model(source: Source) -> str:

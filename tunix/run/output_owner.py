@@ -43,10 +43,10 @@ def _foreign(folder: Path) -> bool:
 def trained(folder: Path) -> bool:
     """Whether a run, or one of its stages, has a checkpoint or an export."""
     places = [folder, *(path.parent for path in folder.glob("*/recipe.yaml"))]
-    return any((place / "export").exists() or _steps(place) for place in places)
+    return any((place / "export").exists() or checkpoint_steps(place) for place in places)
 
 
-def _steps(folder: Path) -> list[int]:
+def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of which a single run has checkpoints."""
     recipe = folder / "recipe.yaml"
     named = read_mapping(recipe).get("checkpoint", {}).get("folder") if recipe.is_file() else None
