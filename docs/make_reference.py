@@ -113,6 +113,8 @@ What a row of `data.train` holds. `data.columns` maps other names to these.
 | `prompt`, `completion`: two lists of messages | the assistant's turns of the completion |
 | `text` | all of it, and the end token |
 | `input_ids`, with `labels` (the ids again, -100 where not trained) or `loss_mask` | as they say; nothing is added |
+| `input_ids`, with `completion_mask`, `assistant_masks` or both | the tokens that have 1 in each |
+| `input_ids`, with `attention_mask` beside any of these | as before, without the padding at the ends |
 | `input_ids` with `loss_weights`, by every row or none | each token counts so much, in the loss and its denominators |
 
 Four columns may stand beside them: `weight`, a number that scales the row's share of the loss, `tools` and

@@ -198,6 +198,58 @@ def test_pieces_keep_their_tokens_weights():
     assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
 
 
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "advice"),
+    [
+        ({"conversations": TURNS}, "completion", "'conversations' holds ShareGPT's turns .* in a column messages"),
+        (
+            {"conversations": TURNS},
+            "prompt",
+            "'conversations' holds ShareGPT's turns .*human is user, gpt is assistant",
+        ),
+        ({"messages": TURNS}, "completion", "'messages' holds ShareGPT's turns"),
+        ({"prompt": "a", "chosen": TURNS[1], "rejected": TURNS[1]}, "pairs", "'chosen' holds ShareGPT's turns"),
+        ({"conversations": CHAT}, "completion", r"Set data\.columns: \{messages: conversations\}\.$"),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "completion",
+            "join instruction and input .*completion: output",
+        ),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "prompt",
+            "join instruction and input into a column prompt, for",
+        ),
+        (
+            {"instruction": "a", "output": "b"},
+            "completion",
+            r"Set data\.columns: \{prompt: instruction, completion: outp",
+        ),
+        (
+            {"question": "a", "answer": "b"},
+            "completion",
+            r"Set data\.columns: \{prompt: question, completion: answer\}\.$",
+        ),
+        ({"question": "a", "answer": "b"}, "prompt", r"Set data\.columns: \{prompt: question\}\.$"),
+        ({"prompt": "a", "response": "b"}, "completion", r"Set data\.columns: \{completion: response\}\.$"),
+        ({"query": "a", "response": "b", "label": 1}, "labels", r"\{prompt: query, completion: response\}\.$"),
+        ({"question": "a", "answer": "b"}, "pairs", "as in {chosen: better, rejected: worse}"),
+    ],
+)
+def test_rows_of_other_tools_are_told_what_to_do(row, train_on, advice):
+    with pytest.raises(UserError, match=f"^row 1.*{advice}") as refused:
+        rendering(DataConfig(train="x"), row, "row 1", RowKind(train_on))
+    assert "Is it" not in str(refused.value)
+
+
+def test_messages_under_another_name_may_be_sharegpt_too():
+    with pytest.raises(UserError, match=r"^row 1: 'turns' holds ShareGPT's turns"):
+        rendering(DataConfig(train="x", columns={"messages": "turns"}), {"turns": TURNS}, "row 1")
+
+
 ASKED = "It's 2 + 2?"
 PARTS = [{"type": "text", "text": "It's 2"}, {"type": "image", "text": None}, {"type": "text", "text": " + 2?"}]
 """`ASKED` around a picture, with the null that Arrow fills in."""

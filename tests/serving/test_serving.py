@@ -1,5 +1,6 @@
 """tunix's own server: what it samples is what the engine samples, whoever else asks; what it cannot do, it refuses."""
 
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -133,6 +134,11 @@ def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serv
         ({"prompt": [5, 100000]}, 400, "outside of the vocabulary"),
         ({"prompt": list(range(64))}, 400, "leaves no room"),
         ({"prompt": []}, 400, "has no token"),
+        ({"prompt": ["1", "2"]}, 400, "prompt: Value error, it is a text or a list of token ids, whole numbers"),
+        ({"prompt": [[1, 2]]}, 400, "several prompts are several requests"),
+        ({"prompt": [True, 5]}, 400, "several prompts are several requests"),
+        ({"prompt": "Hi \ud83d"}, 400, "character 4 of a text is '\\ud83d', half of a character"),
+        ({"stop_token_ids": ["5"]}, 400, "stop_token_ids.0: Input should be a valid integer"),
         ({"n": 2}, 400, "n: Input should be 1"),
         ({"stream": True}, 400, "stream: "),
         ({"repetition_penalty": 1.2}, 400, "repetition_penalty: "),
@@ -143,7 +149,8 @@ def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serv
 )
 def test_what_cannot_be_answered_is_refused(model: Path, serve: Serve, changes: dict[str, Any], status: int, says: str):
     _, url = serve()
-    answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0), **changes}, timeout=60)
+    content = json.dumps({"model": str(model), **body(0), **changes})
+    answer = httpx.post(f"{url}/v1/completions", content=content, timeout=60)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
 

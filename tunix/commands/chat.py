@@ -129,5 +129,6 @@ class Conversation:
         return render_prompt([*system, *turns], self.tokenizer, **self.inference.template_kwargs).tokens
 
     def _continued(self, line: str) -> np.ndarray:
-        bos = not self.text and self.tokenizer.adds_bos
-        return np.array([*self.text, *self.tokenizer.encode(line, bos=bos)], np.int32)
+        if not self.text:
+            return np.array(self.tokenizer.encode(line, bos=self.tokenizer.adds_bos), np.int32)
+        return np.array([*self.text, *self.tokenizer.encode_after(self.text, line)], np.int32)

@@ -152,8 +152,9 @@ def _lost(
     yield from ((note.rule, _shortened(note.text)) for note in example.notes)
 
 
-def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens))
+def _text(tokens: np.ndarray, tokenizer: Tokenizer | None, before: list[int] | None = None) -> str:
+    """The text of tokens, which others may come before; ids where there is no tokenizer."""
+    return tokenizer.decode(tokens, previous=before or []) if tokenizer else " ".join(map(str, tokens))
 
 
 def _shortened(text: str) -> str:
@@ -183,9 +184,11 @@ def _coloured(console: Console) -> bool:
 
 def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
     """The sequence as text with trained tokens marked; ids where there is no tokenizer."""
-    text = Text()
+    text, before = Text(), []
     for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
-        words = _text(sequence.tokens[list(group)], tokenizer)
+        ids = sequence.tokens[list(group)]
+        words = _text(ids, tokenizer, before)
+        before = ids.tolist()
         if coloured:
             text.append(words, "bold green" if trained else "dim")
         else:

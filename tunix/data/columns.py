@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data.chat import check_messages
+from tunix.data.tokenizer import refuse_half_characters
 from tunix.errors import UserError
 
 Row = Mapping[str, Any]
@@ -81,6 +82,26 @@ def as_template_kwargs(value: Any) -> dict[str, Any]:
 def _decoded(value: Any) -> Any:
     """A value, or the value that a string of JSON holds."""
     return json.loads(value) if isinstance(value, str) else value
+
+
+def refuse_half_texts(value: Any, name: str) -> None:
+    """Refuses a column with a lone surrogate in one of its texts, however deep in lists and objects.
+
+    Raises:
+        UserError: the message names the column and the character.
+    """
+    if isinstance(value, str):
+        try:
+            refuse_half_characters(value)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_half_texts(key, name)
+            refuse_half_texts(item, name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            refuse_half_texts(item, name)
 
 
 def as_weight(value: Any) -> float:

@@ -33,13 +33,14 @@ from tunix.data.accounting import (
     Refused,
 )
 from tunix.data.chat import Rendered
-from tunix.data.columns import Row, as_label, as_margin, as_weight, column
+from tunix.data.columns import Row, as_label, as_margin, as_weight, column, refuse_half_texts
 from tunix.data.packing import shared_tokens
 from tunix.data.pairs import render_pair
 from tunix.data.picture_reader import PictureReader
 from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.rendered import given_weights, render_row
-from tunix.data.shapes import Rendering
+from tunix.data.rendered import render_row
+from tunix.data.shapes import SHAPES, Rendering
+from tunix.data.token_rows import given_weights
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import Sequence
@@ -65,6 +66,10 @@ def to_example(
             with `where`.
     """
     try:
+        for name in (*SHAPES[settings.train_on][settings.format], "prompt", "tools"):
+            if settings.format != "tokens":
+                theirs = settings.columns.get(name, name)
+                refuse_half_texts(row.get(theirs), theirs)
         row, tokenizer, pixels = _pictured(row, tokenizer, settings, folder)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -79,7 +84,7 @@ def to_example(
         )
         notes = () if isinstance(sides, Dropped) else tuple(note for side in sides for note in side.notes)
         weight, values = as_weight(column(row, "weight", settings.columns, None)), _values(row, settings)
-        per_token = {} if isinstance(sides, Dropped) else _token_values(row, len(sides[0][0]), settings)
+        per_token = {} if isinstance(sides, Dropped) else _token_values(row, settings)
     except Refused as refused:
         return Dropped(refused.reason, str(refused))
     except UserError as error:
@@ -241,9 +246,9 @@ def _values(row: Row, settings: Rendering) -> dict[str, float]:
     return {}
 
 
-def _token_values(row: Row, number: int, settings: Rendering) -> dict[str, np.ndarray]:
+def _token_values(row: Row, settings: Rendering) -> dict[str, np.ndarray]:
     """The per-token values: loss weights, where the rows have them."""
-    weights = given_weights(row, number, settings)
+    weights = given_weights(row, settings)
     return {} if weights is None else {LOSS_WEIGHTS: weights}
 
 

@@ -8,8 +8,9 @@ beginning that both sides have in common:
                 there on the assistant's turns are trained, and no others.
   other texts   the tokens that both share.
 
-Each side is tokenized as a whole, so that no merge is split: a token that begins before the completion is not trained,
-and where it merges differently with the two completions, the prompts differ by it. The masks are correct in any case.
+Each side of the last two is tokenized as a whole, so that no merge is split: a token that begins before the completion
+is not trained, and where it merges differently with the two completions, the prompts differ by it. The masks are
+correct in any case.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import numpy as np
 from tunix.data.accounting import NO_COMMON_PROMPT, Dropped
 from tunix.data.chat import Rendered
 from tunix.data.columns import Row, as_messages, as_string, column
-from tunix.data.rendered import given_ids, joined, needed, render_completion, render_messages
+from tunix.data.rendered import joined, needed, render_completion, render_messages
 from tunix.data.shapes import Rendering
+from tunix.data.token_rows import given_ids
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.turns import common_prefix
 from tunix.errors import UserError
@@ -44,9 +46,8 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> P
         UserError: a missing or malformed column.
     """
     if settings.format == "tokens":
-        prompt, chosen, rejected = (
-            given_ids(row, name, settings) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
-        )
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        prompt, chosen, rejected = given_ids(row, names, tokenizer, settings)
         return joined(prompt, chosen), joined(prompt, rejected)
     tokenizer = needed(tokenizer, settings)
     chosen, rejected = column(row, "chosen", settings.columns), column(row, "rejected", settings.columns)
@@ -118,21 +119,22 @@ def _transcripts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dro
 
 def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
     """A transcript between BOS and EOS; EOS is trained where the last turn is the assistant's."""
-    ids, offsets = tokenizer.encode_with_offsets(text)
+    offsets = tokenizer.encode_with_offsets(text)[1]
     turns = list(_TURN.finditer(text))
-    mask = np.zeros(len(ids), bool)
+    mask = np.zeros(len(offsets), bool)
     for turn, after in zip(turns, [*(turn.start() for turn in turns[1:]), len(text)], strict=True):
         if turn[1] == "Assistant" and turn.end() >= start:
             mask |= (offsets[:, 0] >= turn.end()) & (offsets[:, 0] < after)
-    bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
-    tokens = np.asarray([*bos, *ids, tokenizer.eos_id], np.int32)
-    return Rendered(tokens, np.asarray([*(False for _ in bos), *mask, turns[-1][1] == "Assistant"]))
+    ids = tokenizer.encode(text, bos=tokenizer.adds_bos)
+    before, tokens = len(ids) - len(mask), tokenizer.ended(ids)
+    ending = [turns[-1][1] == "Assistant"] * (len(tokens) - len(ids))
+    return Rendered(np.asarray(tokens, np.int32), np.asarray([*[False] * before, *mask, *ending]))
 
 
 def _texts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:
     """The pair of two texts between BOS and EOS, trained from the first token that differs."""
     bos = int(tokenizer.adds_bos)
-    first, second = ([*tokenizer.encode(text, bos=tokenizer.adds_bos), tokenizer.eos_id] for text in (chosen, rejected))
+    first, second = (tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)) for text in (chosen, rejected))
     most = min(len(first), len(second)) - 1
     start = next((i for i in range(most) if first[i] != second[i]), most)
     if start <= bos:

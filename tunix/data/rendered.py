@@ -10,19 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix.config import LOSS_WEIGHTS, RowKind
+from tunix.config import RowKind
 from tunix.data.chat import Rendered, render_chat, render_prompt
-from tunix.data.columns import (
-    Row,
-    as_integers,
-    as_messages,
-    as_string,
-    as_template_kwargs,
-    as_tools,
-    as_weights,
-    column,
-)
+from tunix.data.columns import Row, as_messages, as_string, as_template_kwargs, as_tools, column
 from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
+from tunix.data.token_rows import given_ids, given_tokens
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
@@ -37,7 +29,9 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
         return _prompt(row, tokenizer, settings)
     if settings.format == "tokens":
         rendered = (
-            _given_completion(row, settings) if settings.train_on == RowKind.LABELS else _given_tokens(row, settings)
+            joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
+            if settings.train_on == RowKind.LABELS
+            else Rendered(*given_tokens(row, tokenizer, settings))
         )
     else:
         rendered = _text_row(row, needed(tokenizer, settings), settings)
@@ -67,7 +61,9 @@ def prompt_text(row: Row) -> str:
 
 
 def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
-    """Renders two strings, tokenized separately and ended by EOS; or two lists of messages as one chat.
+    """Renders two strings, the second as the continuation of the first, up to EOS; or two lists of messages as a chat.
+
+    The prompt's ids are those that a sampler is given, and the completion's follow them: no token crosses the border.
 
     Args:
         prompt: the row's prompt.
@@ -83,7 +79,7 @@ def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokeniz
         prompt, completion = as_chat("user", prompt, settings), as_chat("assistant", completion, settings)
     if isinstance(prompt, str) and isinstance(completion, str):
         start = tokenizer.encode(tokenizer.expanded(prompt), bos=tokenizer.adds_bos)
-        return joined(start, [*tokenizer.encode(completion), tokenizer.eos_id])
+        return joined(start, tokenizer.ended(tokenizer.encode_after(start, completion)))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion are both strings or both lists of messages, not one of each")
     before, after = as_messages(prompt), as_messages(completion)
@@ -118,19 +114,6 @@ def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
     return tokenizer
 
 
-def given_ids(row: Row, name: str, settings: Rendering) -> np.ndarray:
-    """The token ids of a column, `[T]` int32, unchanged.
-
-    Raises:
-        UserError: the column contains something else.
-    """
-    theirs = settings.columns.get(name, name)
-    ids = as_integers(column(row, name, settings.columns), theirs)
-    if len(ids) and ids.min() < 0:
-        raise UserError(f"{theirs} holds {ids.min()}, which is no token id")
-    return ids
-
-
 def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -> Rendered:
     """Tokens of prompt and completion, trained from the completion's first token."""
     tokens = np.asarray([*prompt, *completion], np.int32)
@@ -151,13 +134,13 @@ def _text_row(row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
         prompt, completion = (column(row, name, settings.columns) for name in ("prompt", "completion"))
         return render_completion(prompt, completion, row, tokenizer, settings)
     text = as_string(column(row, "text", settings.columns), "text")
-    return joined([], [*tokenizer.encode(text, bos=tokenizer.adds_bos), tokenizer.eos_id])
+    return joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
 
 
 def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
     """The prompt's tokens: ids, a string, or a chat up to the start of the assistant's turn."""
     if settings.format == "tokens":
-        return joined(given_ids(row, "prompt_ids", settings), [])
+        return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
     tokenizer = needed(tokenizer, settings)
     prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
     if isinstance(prompt, str) and not settings.chat:
@@ -176,57 +159,6 @@ def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if last == len(messages):
         raise UserError("messages holds nothing but the assistant's: there is no prompt")
     return messages[: len(messages) - last]
-
-
-def _given_completion(row: Row, settings: Rendering) -> Rendered:
-    """Tokens of `prompt_ids` and `completion_ids`; the completion is trained."""
-    return joined(given_ids(row, "prompt_ids", settings), given_ids(row, "completion_ids", settings))
-
-
-def given_weights(row: Row, number: int, settings: Rendering) -> np.ndarray | None:
-    """The loss weights of a row's tokens, `[T]`; None where the rows have none.
-
-    Raises:
-        UserError: the row has weights and the first row has none, or the other way round.
-    """
-    if LOSS_WEIGHTS in settings.fixed:
-        return as_weights(column(row, LOSS_WEIGHTS, settings.columns), LOSS_WEIGHTS, number)
-    if settings.train_on == RowKind.COMPLETION and column(row, LOSS_WEIGHTS, settings.columns, None) is not None:
-        raise UserError(
-            "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
-        )
-    return None
-
-
-def _given_tokens(row: Row, settings: Rendering) -> Rendered:
-    """The ids unchanged, with the mask from `labels` (not shifted, -100 is not trained), `loss_mask` or weights."""
-    tokens = given_ids(row, "input_ids", settings)
-    labels, loss_mask = (column(row, name, settings.columns, None) for name in ("labels", "loss_mask"))
-    weights = given_weights(row, len(tokens), settings)
-    if weights is not None:
-        if labels is not None or loss_mask is not None:
-            raise UserError("it has loss_weights and labels or loss_mask: a weight of 0 says what is not trained")
-        return Rendered(tokens, weights > 0)
-    if labels is not None and loss_mask is not None:
-        raise UserError("it has labels and loss_mask: leave one of them out")
-    if labels is None and loss_mask is None:
-        return Rendered(tokens, np.ones(len(tokens), bool))
-    name = "loss_mask" if labels is None else "labels"
-    given = as_integers(loss_mask if labels is None else labels, name)
-    if len(given) != len(tokens):
-        raise UserError(f"{name} has {len(given)} values for {len(tokens)} input_ids")
-    if name == "loss_mask":
-        if not np.isin(given, (0, 1)).all():
-            raise UserError(f"loss_mask holds 0 and 1, not {given[~np.isin(given, (0, 1))][0]}")
-        return Rendered(tokens, given == 1)
-    wrong = np.flatnonzero((given != -100) & (given != tokens))
-    if len(wrong):
-        i = int(wrong[0])
-        raise UserError(
-            f"labels[{i}] is {given[i]}, but input_ids[{i}] is {tokens[i]}: "
-            "labels repeat the ids, unshifted, or are -100"
-        )
-    return Rendered(tokens, given != -100)
 
 
 _GIVEN = {

@@ -50,11 +50,19 @@ SHAPES: Mapping[RowKind, Shapes] = {
     RowKind.PAIRS: PAIRS,
     RowKind.LABELS: LABELS,
 }
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns of 0 and 1 for every token of `input_ids`: 1 is trained."""
 TEMPLATE_KWARGS = "chat_template_kwargs"
 """The column of a row's own variables of the chat template, e.g. `{"enable_thinking": false}`."""
-OPTIONAL = ("labels", "loss_mask", "loss_weights", "weight", "tools", TEMPLATE_KWARGS, "margin", IMAGES)
+OPTIONAL = ("labels", *MASKS, "attention_mask", "loss_weights", "weight", "tools", TEMPLATE_KWARGS, "margin", IMAGES)
 FIXED = ("prompt", "margin")
 """Optional columns of pairs that every row has or none; for token ids `loss_weights` is such a column."""
+
+QUESTIONS = ("prompt", "instruction", "question", "query", "problem", "input")
+ANSWERS = ("completion", "output", "answer", "response", "solution")
+"""Usual names of the columns that we call prompt and completion."""
+FUNCTION = "data.train: file.py:function"
+"""How a recipe names a function that gives rows."""
 
 USUAL = ("messages", "prompt and completion", "prompt", "text", "chosen and rejected", "prompt, completion and label")
 """The most usual shapes, which messages name first."""
@@ -113,6 +121,9 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
         shape = detect_format(first, config.columns, where, shapes)
     elif shape not in shapes:
         raise UserError(f"data.format is {shape!r}, but {train_on.words} are read from {', '.join(shapes)}")
+    for name in (*shapes[shape], "prompt"):
+        if _is_sharegpt(first.get(theirs := config.columns.get(name, name))):
+            raise UserError(f"{where}: {_sharegpt(theirs, shapes)}")
     return Rendering(
         format=shape,
         columns=config.columns,
@@ -155,12 +166,56 @@ def detect_format(
     for shape, wanted in shapes.items():
         if all(columns.get(name, name) in row for name in wanted):
             return shape
+    raise UserError(
+        f"{where} has the columns {listed(row)}; wanted are {', or '.join(_described(shapes))}. "
+        f"{_remedy(row, columns, shapes)}"
+    )
+
+
+def _remedy(row: Row, columns: Mapping[str, str], shapes: Shapes) -> str:
+    """What to do with a row of no known shape: for the usual layouts of other tools, else for names like ours."""
+    for name, value in row.items():
+        if _is_sharegpt(value):
+            return _sharegpt(name, shapes)
+        if "messages" in shapes and _turn(value).keys() >= {"role", "content"}:
+            return f"Set data.columns: {{messages: {name}}}."
+    question = next((name for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    answer = next((name for name in ANSWERS if isinstance(row.get(name), str)), None)
+    if question == "instruction" and "input" in row and "prompt_completion" in shapes:
+        return (
+            "These are Alpaca's columns: join instruction and input into a column prompt"
+            + (f", and set data.columns: {{completion: {answer}}}" if answer and shapes is COMPLETIONS else "")
+            + f", for instance in a function ({FUNCTION})."
+        )
+    if question is not None and shapes is PROMPTS:
+        return f"Set data.columns: {{prompt: {question}}}."
+    if question is not None and answer is not None and (shapes is COMPLETIONS or (shapes is LABELS and "label" in row)):
+        named = {"prompt": question, "completion": answer}
+        return f"Set data.columns: {{{', '.join(f'{ours}: {x}' for ours, x in named.items() if ours != x)}}}."
     wanted = [columns.get(name, name) for group in shapes.values() for name in group]
     strange = [name for name in row if name not in (*wanted, *_names())]
     hints = [f"{ours!r} for {theirs!r}" for theirs in strange for ours in near(theirs, wanted)]
-    raise UserError(
-        f"{where} has the columns {listed(row)}; wanted are {', or '.join(_described(shapes))}. Name yours in "
-        f"data.columns, as in {_example(shapes)}." + (f" Is it {', '.join(hints)}?" if hints else "")
+    return f"Name yours in data.columns, as in {_example(shapes)}." + (f" Is it {', '.join(hints)}?" if hints else "")
+
+
+def _turn(value: Any) -> Mapping[str, Any]:
+    """The first object of a list of objects; empty for other values."""
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return first if isinstance(first, Mapping) else {}
+
+
+def _is_sharegpt(value: Any) -> bool:
+    """Whether a column holds turns of ShareGPT's layout, or a single one of them."""
+    turn = value if isinstance(value, Mapping) else _turn(value)
+    return turn.keys() >= {"from", "value"}
+
+
+def _sharegpt(name: str, shapes: Shapes) -> str:
+    """What to do with a column of ShareGPT's turns."""
+    place = " in a column messages" if "messages" in shapes else ""
+    return (
+        f"{name!r} holds ShareGPT's turns of from and value: make them a list of {{role, content}}{place} (human is "
+        f"user, gpt is assistant), for instance in a function ({FUNCTION})."
     )
 
 

@@ -1,13 +1,15 @@
 """Converts text to token ids and back: a wrapper of a transformers fast tokenizer, and tokenizers made from scratch.
 
-`load_tokenizer` reads a folder exactly as transformers' AutoTokenizer does; `bytes_tokenizer` and `bpe_tokenizer` make
-a new one. Encoding never adds special tokens by itself: BOS and EOS are added where the example's shape requires them.
-Nothing is masked by token id, so an EOS that doubles as PAD is harmless.
+`load_tokenizer` reads a folder's tokenizer.json as it is, with the special tokens and templates that transformers'
+AutoTokenizer gives it; `bytes_tokenizer` and `bpe_tokenizer` make a new one. Encoding never adds special tokens by
+itself: BOS and EOS are added where the example's shape requires them, and where the text does not bring them. Nothing
+is masked by token id, so an EOS that doubles as PAD is harmless.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import re
@@ -41,11 +43,27 @@ READ = (".json", ".jinja", ".model", ".txt")
 _WITH_EOS = (GENERATION_CONFIG, "config.json")
 """Files that may name eos ids; the first takes precedence, as in transformers."""
 
-# Qwen's word splitter. For a folder of model type qwen2 transformers rebuilds this one and NFC, whatever tokenizer.json
-# says, so a ChatML tokenizer is made with both: the exported folder then gives the ids that were trained on.
+# Qwen's word splitter. For a folder of model type qwen2 AutoTokenizer builds this one and NFC, whatever tokenizer.json
+# says, so a ChatML tokenizer is made with both: other readers of an exported folder then get the ids of training.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def refuse_half_characters(text: str) -> None:
+    """Refuses a text with a lone surrogate, which JSON can hold and UTF-8 cannot.
+
+    Raises:
+        UserError: the message says which character it is.
+    """
+    if not text.isascii() and (half := _HALF.search(text)):
+        raise UserError(
+            f"character {half.start() + 1} of a text is {half[0]!a}, half of a character (a lone surrogate, as "
+            "texts have that were cut by UTF-16 units): remove it, or put U+FFFD in its place"
+        )
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -128,21 +146,64 @@ class Tokenizer:
         return token in self._added_vocab
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Ids of `text`, after BOS where `bos` is True; nothing else is added."""
-        ids = self._backend.encode(text, add_special_tokens=False).ids
-        if not bos:
+        """Ids of `text`. Where `bos` is True they begin with BOS, which is added unless the text brings it.
+
+        Raises:
+            UserError: the text has a lone surrogate.
+        """
+        ids = self.encode_with_offsets(text)[0]
+        if not bos or ids[:1] == [self.bos_id]:
             return ids
         assert self.bos_id is not None, "the tokenizer has no BOS"
         return [self.bos_id, *ids]
 
+    def encode_after(self, previous: Sequence[int], text: str) -> list[int]:
+        """Ids of `text` where it continues a text of the ids `previous`, which stay as they are.
+
+        A tokenizer that puts a space before every text puts none before a continuation. The ids are those of both texts
+        encoded as one, wherever no token of that crosses the border between them.
+        """
+        ids, offsets = self.encode_with_offsets(text)
+        if self._continuing is None or all(token == self.bos_id for token in previous):
+            return ids
+        if self.is_added(previous[-1]) and self._puts_spaces_after_added:
+            return ids
+        added = next((i for i, token in enumerate(ids) if self.is_added(token)), len(ids))
+        begin = text if added == len(ids) else text[: offsets[added, 0]]
+        return [*self._continuing.encode(begin, add_special_tokens=False).ids, *ids[added:]]
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Ids of `text`, and the first and end characters that each one covers, `[T 2]`."""
+        """Ids of `text`, and the first and end characters that each one covers, `[T 2]`.
+
+        Raises:
+            UserError: the text has a lone surrogate.
+        """
+        refuse_half_characters(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
-    def decode(self, ids: Iterable[int | np.integer], skip_special: bool = False) -> str:
-        """The text of `ids`, exactly: spaces are not tidied."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+    def ended(self, ids: list[int]) -> list[int]:
+        """The ids, followed by EOS unless the text brings its end: a stop token, and white space at most after it."""
+        last = len(ids) - 1
+        while last >= 0 and not self.is_added(ids[last]) and not self.decode(ids[last : last + 1]).strip():
+            last -= 1
+        return ids if last >= 0 and ids[last] in self.stop_ids else [*ids, self.eos_id]
+
+    def decode(self, ids: Iterable[int | np.integer], skip_special: bool = False, previous: Sequence[int] = ()) -> str:
+        """The text of `ids`, exactly: spaces are not tidied.
+
+        Args:
+            ids: token ids.
+            skip_special: whether special tokens are left out.
+            previous: the ids before them. Some tokenizers take a space off the beginning of every text that they
+                decode; after other ids it stays.
+        """
+        before = [int(i) for i in previous[-1:]]
+        begin, text = (
+            self._backend.decode(part, skip_special_tokens=skip_special) for part in (before, [*before, *map(int, ids)])
+        )
+        # A character whose bytes are in tokens on both sides of the border is whole only in the text of both.
+        return text[len(begin) :] if text.startswith(begin) else self.decode(ids, skip_special)
 
     def apply_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
@@ -254,6 +315,47 @@ class Tokenizer:
         backend.no_padding()
         return backend
 
+    @cached_property
+    def _continuing(self) -> tokenizers.Tokenizer | None:
+        """The Rust tokenizer without the space that it puts before every text; None where it puts none."""
+        import tokenizers
+
+        parts = {
+            name: json.loads(part.__getstate__())
+            for name in ("normalizer", "pre_tokenizer")
+            if (part := getattr(self._backend, name)) is not None
+        }
+        bare = {name: _without_prefix(part) for name, part in parts.items()}
+        if bare == parts:
+            return None
+        # A tokenizer of one letter, to make the two parts from what they are in tokenizer.json.
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        template = tokenizers.Tokenizer.from_str(
+            json.dumps({"version": "1.0", "added_tokens": [], "model": model, **bare})
+        )
+        backend = copy.deepcopy(self._backend)
+        backend.normalizer, backend.pre_tokenizer = template.normalizer, template.pre_tokenizer
+        return backend
+
+    @cached_property
+    def _puts_spaces_after_added(self) -> bool:
+        """Whether the space before a text is put after special and added tokens too."""
+        token = self.hf.eos_token or next(iter(self._added_vocab), "")
+        return self.encode(f"{token}a")[-len(self.encode("a")) :] == self.encode("a")
+
+
+def _without_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer of a tokenizer.json without what puts a space before every text."""
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    lists = {
+        key: [_without_prefix(item) for item in part[key]] for key in ("normalizers", "pretokenizers") if key in part
+    }
+    off = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {**part, **lists, **{key: value for key, value in off.items() if key in part}}
+
 
 def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
     """The tokenizer of a local folder or a hub id; None for a folder without one, for which rows must be token ids.
@@ -271,16 +373,24 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
             if (folder / "tokenizer_config.json").is_file():
                 raise UserError(f"{folder} has a tokenizer_config.json, but no vocabulary: tokenizer.json is missing")
             return None
-        return Tokenizer(_load(str(folder)), _generation_stops(folder))
+        return Tokenizer(_load(str(folder)), _generation_stops(str(folder)))
     if str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
         raise UserError(f"{folder_or_id}: there is no such folder, so no tokenizer either")
-    return Tokenizer(_load(str(folder_or_id)), _hub_generation_stops(str(folder_or_id)))
+    return Tokenizer(_load(str(folder_or_id)), _generation_stops(str(folder_or_id)))
 
 
 def _load(source: str) -> PreTrainedTokenizerFast:
-    """The tokenizer that AutoTokenizer loads from `source`; raises UserError where it fails."""
+    """The tokenizer of a folder or a hub id; raises UserError where it does not load."""
+    import transformers
+
     try:
-        hf = _reader(Path(source)).from_pretrained(source, trust_remote_code=False)
+        if _file(source, "tokenizer.json") is None:  # transformers makes one of the vocabulary
+            hf = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        else:
+            # AutoTokenizer would choose a class by the type of model, and some classes replace what tokenizer.json
+            # says: that of qwen2 puts its own splitter of words into every tokenizer.
+            hf = transformers.PreTrainedTokenizerFast.from_pretrained(source)
+            _name_special_tokens(hf, source)
     except Exception as error:  # the Rust library raises bare Exceptions for a broken tokenizer.json
         reason = str(error).strip().split("\n")[0]
         raise UserError(
@@ -291,40 +401,53 @@ def _load(source: str) -> PreTrainedTokenizerFast:
     return hf
 
 
-def _reader(folder: Path) -> Any:
-    """The class that reads a folder's tokenizer: AutoTokenizer, or the one that it would choose.
+def _name_special_tokens(hf: PreTrainedTokenizerFast, source: str) -> None:
+    """Names BOS, EOS and PAD where the folder's settings do not speak of them: as the class of its tokenizer does."""
+    settings = _settings(source, "tokenizer_config.json")
+    named = settings.keys() | _settings(source, "special_tokens_map.json").keys()
+    silent = [name for name in ("bos_token", "eos_token", "pad_token") if name not in named]
+    if len(silent) == 0:
+        return
+    config = _settings(source, "config.json")
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if kind is None and "model_type" not in config:
+        return
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-    AutoTokenizer imports torch where that is installed, which takes seconds. Folders that tunix makes name the class
-    and no type of model, by which it would be another.
-    """
-    import transformers
-
-    named = folder / "tokenizer_config.json"
-    if named.is_file() and not (folder / "config.json").exists():
-        settings = json.loads(named.read_text(encoding="utf-8"))
-        if settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings:
-            return transformers.PreTrainedTokenizerFast
-    return transformers.AutoTokenizer
+    kind = kind or TOKENIZER_MAPPING_NAMES.get(config["model_type"])
+    cls = None if kind is None else tokenizer_class_from_name(kind.removesuffix("Fast"))
+    defaults = {} if cls is None else inspect.signature(cls.__init__).parameters
+    for name in silent:
+        token = defaults[name].default if name in defaults else None
+        if isinstance(token, str) and hf.backend_tokenizer.token_to_id(token) is not None:
+            setattr(hf, name, token)
 
 
-def _hub_generation_stops(name: str) -> tuple[int, ...]:
-    """EOS ids of a hub model, where it names some."""
+def _file(source: str, name: str) -> Path | None:
+    """A file of a folder or of a model on the hub; None where it has none."""
     from transformers.utils.hub import cached_file
 
-    files = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in _WITH_EOS)
-    return next((_generation_stops(Path(path).parent) for path in files if path is not None), ())
+    if Path(source).is_dir():
+        return Path(source) / name if (Path(source) / name).is_file() else None
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
-def _generation_stops(folder: Path) -> tuple[int, ...]:
-    """EOS ids of a folder's generation_config.json, or of its config.json where that names none; empty without any."""
-    for file in (folder / name for name in _WITH_EOS):
-        if file.is_file():
-            try:
-                fields = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise UserError(f"{file} is not JSON: {error}. Fix or delete it") from error
-            if ids := eos_ids(fields, str(file)):
-                return ids
+def _settings(source: str, name: str) -> dict[str, Any]:
+    """The content of a JSON file of a folder or of a model on the hub; empty where it has none."""
+    path = _file(source, name)
+    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+
+
+def _generation_stops(source: str) -> tuple[int, ...]:
+    """EOS ids of a generation_config.json, or of the config.json where that names none; empty without any."""
+    for name in _WITH_EOS:
+        try:
+            fields = _settings(source, name)
+        except ValueError as error:
+            raise UserError(f"{source}/{name} is not JSON: {error}. Fix or delete it") from error
+        if ids := eos_ids(fields, f"{source}/{name}"):
+            return ids
     return ()
 
 

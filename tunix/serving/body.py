@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from tunix.rollout.engine.request import Request
 from tunix.rollout.servers.protocol import ID
@@ -37,7 +37,7 @@ class CompletionBody(BaseModel):
     min_p: float = 0.0
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[StrictInt] = []
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
@@ -50,6 +50,14 @@ class CompletionBody(BaseModel):
     repetition_penalty: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _single(cls, prompt: Any) -> Any:
+        """Refuses a list of prompts: digits in strings are texts, no token ids."""
+        if isinstance(prompt, list) and any(type(item) is not int for item in prompt):
+            raise ValueError("it is a text or a list of token ids, whole numbers; several prompts are several requests")
+        return prompt
 
     def sampling(self, stop_ids: Sequence[int]) -> Sampling:
         """The engine's settings.

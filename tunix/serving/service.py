@@ -102,12 +102,15 @@ class Service:
         """The token ids of a text, by default after the BOS token where the tokenizer's own encoding begins with it.
 
         Raises:
-            Refusal: there is no tokenizer.
+            Refusal: there is no tokenizer, or the text has a lone surrogate.
         """
         tokenizer = self._inference.tokenizer
         if tokenizer is None:
             raise Refusal(400, f"{self.name} has no tokenizer: send token ids")
-        return list(tokenizer.encode(text, bos=special and tokenizer.adds_bos))
+        try:
+            return tokenizer.encode(text, bos=special and tokenizer.adds_bos)
+        except UserError as error:
+            raise Refusal(400, str(error)) from None
 
     def cards(self) -> list[dict[str, Any]]:
         """What is served: the model, and each adapter of it."""

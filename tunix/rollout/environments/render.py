@@ -13,7 +13,8 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
 Observation = str | Sequence[Message] | np.ndarray
-"""A text that is encoded as it is, messages that the tokenizer's template renders, or token ids."""
+"""A text that is encoded as it is (an answer to a turn as its continuation), messages that the tokenizer's template
+renders, or token ids."""
 
 
 def check_observation(observation: Any) -> str | None:
@@ -63,7 +64,7 @@ def render_observation(
         return token_ids(observation)
     known = _needed(tokenizer)
     if isinstance(observation, str):
-        return np.asarray(known.encode(observation), np.int32)
+        return np.asarray(known.encode_after(action.tolist(), observation), np.int32)
     if isinstance(start, str | np.ndarray):
         raise UserError("an observation of messages wants a prompt of messages: a text or tokens are no conversation")
     stopped = len(action) > 0 and int(action[-1]) in known.stop_ids
