@@ -83,7 +83,7 @@ def chatml(template: str) -> Tokenizer:
 
 def marked(messages: list, tokenizer: Tokenizer, **template_kwargs) -> str:
     """The rendered text with ⟦ ⟧ around the trained tokens, checked against transformers on the way."""
-    tokens, mask, _ = render_chat(messages, tokenizer, **template_kwargs)
+    tokens, mask = render_chat(messages, tokenizer, **template_kwargs)
     reference = tokenizer.hf.apply_chat_template(messages, tokenize=True, return_dict=False, **template_kwargs)
     assert tokens.tolist() == reference
     assert tokens.dtype == np.int32
@@ -134,7 +134,7 @@ def test_own_templates(name, expected):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompt_is_how_the_conversation_begins(name):
     tokenizer = bytes_tokenizer(name)
-    tokens, mask, _ = render_chat([ASK, SAY], tokenizer)
+    tokens, mask = render_chat([ASK, SAY], tokenizer)
     prompt = render_prompt([ASK], tokenizer).tokens
     assert tokens[: len(prompt)].tolist() == prompt.tolist()
     assert mask.tolist() == (np.arange(len(tokens)) >= len(prompt)).tolist()[: len(tokens) - (name != "llama3")] + [
@@ -217,7 +217,7 @@ def test_tool_calls_are_trained():
 
 def test_trained_from_leaves_earlier_answers_out():
     tokenizer = bytes_tokenizer("chatml")
-    tokens, mask, _ = render_chat([ASK, SAY, ASK, SAY], tokenizer, trained_from=2)
+    tokens, mask = render_chat([ASK, SAY, ASK, SAY], tokenizer, trained_from=2)
     turn = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert marks(tokens, mask, tokenizer) == f"{turn}ok<|im_end|>\n{turn}⟦ok<|im_end|>⟧\n"
 
@@ -255,7 +255,7 @@ def test_agrees_with_transformers_generation_mask():
         [SYSTEM, ASK, SAY, ASK, {"role": "assistant", "content": "x  okok\n\n é"}],
         [SAY, SAY],
     ):
-        tokens, mask, _ = render_chat(messages, tokenizer)
+        tokens, mask = render_chat(messages, tokenizer)
         reference = tokenizer.hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert tokens.tolist() == reference["input_ids"]
         assert mask.astype(int).tolist() == reference["assistant_masks"]
@@ -273,7 +273,7 @@ def test_with_template(tmp_path):
     assert bare.chat_template is None
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    assert marks(*render_chat([ASK, SAY], with_template(bare, str(own)))[:2], bare) == "hi</s>⟦ok</s>⟧"
+    assert marks(*render_chat([ASK, SAY], with_template(bare, str(own))), bare) == "hi</s>⟦ok</s>⟧"
     with pytest.raises(UserError, match=r"no token <start_of_turn>, <end_of_turn>"):
         with_template(bare, "gemma")
     with pytest.raises(UserError, match=r"Did you mean 'gemma'"):
@@ -312,6 +312,6 @@ def test_text_parts_are_one_text():
         "{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}", ""
     )
     tokenizer = chatml(template)
-    tokens, mask, notes = render_chat(parts, tokenizer)
-    assert marks(tokens, mask, tokenizer) == expected
-    assert not notes
+    rendered = render_chat(parts, tokenizer)
+    assert marks(*rendered, tokenizer) == expected
+    assert not rendered.notes

@@ -253,10 +253,11 @@ def rendered(name: str, messages: list[dict[str, Any]]) -> tuple[Spans, list[str
     tokenizer = TOKENIZERS[name]
     results = []
     for _ in range(2):
-        tokens, mask, notes = render_chat(messages, tokenizer)
+        rendered = render_chat(messages, tokenizer)
+        tokens, mask = rendered
         edges = [i for i in range(len(mask) + 1) if (i > 0 and mask[i - 1]) != (i < len(mask) and mask[i])]
         pairs = zip(edges[::2], edges[1::2], strict=True)
-        results.append(([tokenizer.decode(tokens[a:b]) for a, b in pairs], [note.rule for note in notes]))
+        results.append(([tokenizer.decode(tokens[a:b]) for a, b in pairs], [note.rule for note in rendered.notes]))
     assert results[0] == results[1]
     return results[0]
 
@@ -397,10 +398,9 @@ def test_a_template_that_mixes_messages_is_refused():
 
 def test_text_that_is_written_otherwise_is_noted():
     template = TEMPLATES["chatml"].replace("text(message.content)", "message.content | replace('\"', '')")
-    _, mask, notes = render_chat([user("Hi?"), says('Say "hi" now.')], made(template, IM, eos="<|im_end|>"))
-    assert [note.rule for note in notes] == [REWRITTEN]
-    assert notes[0].text == 'Say "hi" now.'
-    assert mask.any()
+    row = render_chat([user("Hi?"), says('Say "hi" now.')], made(template, IM, eos="<|im_end|>"))
+    assert [(note.rule, note.text) for note in row.notes] == [(REWRITTEN, 'Say "hi" now.')]
+    assert row.mask.any()
 
 
 def test_generation_marks_decide():
@@ -421,9 +421,9 @@ def test_generation_marks_decide():
 
 
 def test_prompts_say_what_they_leave_out():
-    _, mask, notes = render_prompt(THOUGHT[:3], TOKENIZERS["qwen3"])
-    assert [note.rule for note in notes] == [THOUGHTS]
-    assert not mask.any()
+    row = render_prompt(THOUGHT[:3], TOKENIZERS["qwen3"])
+    assert [note.rule for note in row.notes] == [THOUGHTS]
+    assert not row.mask.any()
     with pytest.raises(Refused, match="developer"):
         render_prompt(DEVELOPER[:2], TOKENIZERS["deepseek"])
 
@@ -432,5 +432,5 @@ def test_letters_of_private_planes_are_letters():
     """Fonts put icons there; the code points that stand for letters are others."""
     said = "\U000f0101\U000f0102 ok \U0010fffd"
     tokenizer: Tokenizer = TOKENIZERS["chatml"]
-    tokens, mask, _ = render_chat([user("\U000f0001?"), says(said[:-2])], tokenizer)
+    tokens, mask = render_chat([user("\U000f0001?"), says(said[:-2])], tokenizer)
     assert tokenizer.decode(tokens[mask]) == said[:-2] + "<|im_end|>"

@@ -41,13 +41,13 @@ def test_strings():
 
 
 def test_messages():
-    tokens, mask, _ = render_chat(CHAT, TOKENIZER)
+    tokens, mask = render_chat(CHAT, TOKENIZER)
     assert kept({"messages": CHAT}, Rendering("messages")) == (tokens.tolist(), mask.astype(int).tolist())
     # <end_of_turn> after the b, but not the newline behind it.
     assert [TOKENIZER.decode([i]) for i in tokens[mask]] == ["b", "<end_of_turn>"]
     filled = [{**message, "tool_calls": None} for message in CHAT]  # as Arrow fills it
     assert kept({"messages": filled}, Rendering("messages"))[0] == tokens.tolist()
-    tokens, mask, _ = render_chat([*CHAT, *CHAT], TOKENIZER)
+    tokens, mask = render_chat([*CHAT, *CHAT], TOKENIZER)
     half = len(tokens) // 2
     split = {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]}
     assert kept(split, Rendering("prompt_completion"))[0] == tokens.tolist()

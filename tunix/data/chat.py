@@ -11,9 +11,10 @@ Axes: T time.
 """
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,8 +44,9 @@ OUTLINES = 1000
 """Shapes of conversations that are remembered."""
 
 
-class Rendered(NamedTuple):
-    """A row as tokens."""
+@dataclass(frozen=True, eq=False)
+class Rendered:
+    """A row as tokens; it unpacks as tokens and mask."""
 
     tokens: np.ndarray
     """`[T]` int32 token ids."""
@@ -52,6 +54,9 @@ class Rendered(NamedTuple):
     """`[T]` bool: which of them are trained."""
     notes: tuple[Note, ...] = ()
     """What the chat template left out of the row."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter((self.tokens, self.mask))
 
 
 def render_chat(

@@ -91,7 +91,7 @@ def to_example(
         raise UserError(f"{where}: {error}") from error
     if isinstance(sides, Dropped):
         return sides
-    for tokens, *_ in sides:
+    for tokens, _ in sides:
         if settings.vocab_size is not None and len(tokens) and tokens.max() >= settings.vocab_size:
             raise UserError(
                 f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {settings.vocab_size}"

@@ -6,6 +6,7 @@ Pairs are rendered in `pairs.py`, with the same functions.
 from __future__ import annotations
 
 from collections.abc import Sequence as List
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
         )
     else:
         rendered = _text_row(row, needed(tokenizer, settings), settings)
-    return rendered._replace(mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
+    return replace(rendered, mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
 
 
 def prompt_messages(row: Row) -> list[dict[str, Any]] | None:

@@ -86,10 +86,10 @@ class RewardModel:
     def _rendered(self, tokenizer: Tokenizer, prompt: Prompt, completion: Completion, text: str) -> np.ndarray:
         before = prompt.row.get("messages", prompt.row.get("prompt", prompt.text))
         if isinstance(before, str):
-            tokens, mask, _ = render_completion(before, text, prompt.row, tokenizer, self.rendering)
+            tokens, mask = render_completion(before, text, prompt.row, tokenizer, self.rendering)
         else:
             turn = [{"role": "assistant", "content": text}]
-            tokens, mask, _ = render_completion(asked(as_messages(before)), turn, prompt.row, tokenizer, self.rendering)
+            tokens, mask = render_completion(asked(as_messages(before)), turn, prompt.row, tokenizer, self.rendering)
         if not mask.any():
             raise UserError("nothing of the completion is left in its rendering")
         # Up to and including the stop token, as in training; a truncated completion has not ended.
