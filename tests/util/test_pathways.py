@@ -57,6 +57,6 @@ def test_a_run_prepares_it_before_it_trains_and_looks_for_no_other_process(
         pytest.fail("under Pathways there is one process")
 
     monkeypatch.setattr("tunix.distributed.place.place_of", place_of)
-    monkeypatch.setattr("tunix.run.train.train", lambda *_, **__: calls.append("train"))
+    monkeypatch.setattr("tunix.run.train.run", lambda *_, **__: calls.append("train"))
     assert main(["run", "quickstart", "--tiny"]) == 0
     assert calls == ["initialize", "train"]
