@@ -396,6 +396,23 @@ def test_a_template_that_mixes_messages_is_refused():
         render_chat(PLAIN, made(template, ["</s>"], eos="</s>"))
 
 
+def test_a_template_that_refuses_the_beginning_of_a_conversation():
+    """What it writes after a turn that ends the conversation is unknown then: only known stop tokens end a turn."""
+    refuses = "{%- if messages | length % 2 -%}{{- raise_exception('a question without an answer') -}}{%- endif -%}"
+    tokenizer = made(refuses + TEMPLATES["chatml"], IM, eos="<|im_end|>")
+    tokens, mask = render_chat(TURNS[1:], tokenizer)
+    assert tokenizer.decode(tokens[mask]) == "Four.<|im_end|>Six.<|im_end|>"
+
+
+def test_a_template_that_writes_no_empty_turn_trains_none():
+    silent = "{%- for m in messages if m.role == 'user' or m.content | length > 1 -%}"
+    tokenizer = made(silent + "{{- '[Q]' + m.content + '</s>' -}}{%- endfor -%}", ["</s>", "[Q]"], eos="</s>")
+    rendered = render_chat(EMPTY, tokenizer)
+    assert tokenizer.decode(rendered.tokens) == "[Q]Hi?</s>[Q]So?</s>[Q]Ok.</s>"
+    assert tokenizer.decode(rendered.tokens[rendered.mask]) == "[Q]Ok.</s>"
+    assert [note.rule for note in rendered.notes] == [EMPTY_TURN]
+
+
 def test_text_that_is_written_otherwise_is_noted():
     template = TEMPLATES["chatml"].replace("text(message.content)", "message.content | replace('\"', '')")
     row = render_chat([user("Hi?"), says('Say "hi" now.')], made(template, IM, eos="<|im_end|>"))

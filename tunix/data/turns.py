@@ -121,8 +121,8 @@ class Turns:
         text = self._render(filled)
         if (traced := trace(filled, text, self._render)) is None:
             return None
-        place = int(traced.places_of(k, k + 1)[0])
-        if text[:place] + text[place + 1 :] != self._traced.text:
+        place = int(traced.places_of(k, k + 1).max(initial=-1))
+        if place < 0 or text[:place] + text[place + 1 :] != self._traced.text:
             return None
         tokens = Tokens.of(text, self._tokens.tokenizer)
         turn = Turns(filled, traced, tokens, self._prompt, self._render).turn(k)
@@ -164,24 +164,31 @@ class Turns:
         """
         traced = self._traced
         rest = traced.text[before + 1 :]
-        try:
-            code, prompt = traced.tail(self._prompt(traced.coded[:k]))
-        except UserError:  # some templates refuse a conversation without a user's message
-            code, prompt = None, ""
+        code, prompt = self._tail(self._prompt, k)
         continues = code == traced.code_at(before)
         if continues and rest.startswith(prompt) and before + len(prompt) < first:
             return before + 1 + len(prompt)
         shared = common_prefix(rest, prompt) if continues else 0
         # `<think>` and `<tool_call>` share no `<t`: a marker is there as a whole or not at all.
-        while shared and not (rest[shared - 1].isspace() or rest[shared - 1] in ">]" or rest[shared] in "<["):
+        while shared and not (
+            rest[shared - 1].isspace() or rest[shared - 1] in ">]" or rest.startswith(("<", "["), shared)
+        ):
             shared -= 1
         if traced.field_at(first).kind != "call":
             return max(first - traced.untraced_before(first), before + 1 + shared)
         if shared and k:
-            code, closing = traced.tail(self._render(traced.coded[:k]))
+            code, closing = self._tail(self._render, k)
             if code == traced.code_at(before) and rest.startswith(closing) and shared > len(closing):
                 return before + 1 + shared
         raise Refused(UNPROVED, f"message {k + 1} (assistant): where its tool call starts cannot be proved")
+
+    def _tail(self, render: Render, number: int) -> tuple[int | None, str]:
+        """The last code in the rendering of the first messages, and what follows it; none where the template refuses
+        them, as some refuse a conversation without a user's message."""
+        try:
+            return self._traced.tail(render(self._traced.coded[:number]))
+        except UserError:
+            return None, ""
 
     def _end(self, k: int, last: int, limit: int) -> tuple[int, bool]:
         """The token after the last one of message `k`, and whether that one is a stop token.
@@ -198,7 +205,7 @@ class Turns:
         if (stopped := tokens.after_stop(end, limit)) is not None:
             return stopped, True
         # What the template writes after the message where the conversation ends with it, as far as the text has it too.
-        code, closing = traced.tail(self._render(traced.coded[: k + 1]))
+        code, closing = self._tail(self._render, k + 1)
         shared = common_prefix(traced.text[last + 1 :], closing) if code == traced.code_at(last) else 0
         closed, first = max(end, last + 1 + shared), tokens.first_from(end)
         inside = range(first, tokens.first_from(closed))
