@@ -112,7 +112,7 @@ def test_a_curve_in_one_line():
 
 def test_a_person_sees_what_matters_of_a_step_and_of_an_evaluation():
     values = {"rewards/accuracy": 0.75, "rewards/chosen": -1.0, "train/loss": 0.5, "perf/step_seconds": 2.0}
-    assert summary(values) == "accuracy 0.7500  loss 0.5000"
+    assert summary(values) == ["accuracy 0.7500", "loss 0.5000"]
     found = {"eval/logprobs/chosen": -9.0, "eval/rewards/accuracy": 0.75, "eval/rewards/chosen": 1.0, "eval/loss": 0.5}
     assert evaluated(found) == "eval/loss 0.5000  eval/rewards/accuracy 0.7500"
     assert evaluated({"eval/reward": 1.0, "eval/loss": 2.0}) == "eval/loss 2.0000  eval/reward 1.0000"

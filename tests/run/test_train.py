@@ -18,7 +18,7 @@ def ran(monkeypatch) -> list[Recipe]:
     """The recipes that would have been trained."""
     recipes: list[Recipe] = []
 
-    def record(recipe: Recipe, folder: Path) -> RunResult:
+    def record(recipe: Recipe, folder: Path, root: Path, *, verbose: bool) -> RunResult:
         recipes.append(recipe)
         return RunResult(folder, [], [], None)
 

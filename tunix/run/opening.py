@@ -31,7 +31,7 @@ NAMES = {
     "gpt_oss": "gpt-oss",
     "mixtral": "Mixtral",
 }
-"""Family -> the name that people use."""
+"""Family -> the name that people use; of others the family's own."""
 SMALL_FILES, FEW_FILES = 32 * 2**20, 100
 """Bytes and files of local rows that are counted before a run starts, in some tenths of a second."""
 
@@ -84,7 +84,7 @@ def _model(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
     model = recipe.model
     if model.path is None:
         decoder = preset(model.preset) if model.preset else FAMILIES[str(model.family)].small
-        return with_sizes(decoder, dict(model.sizes)), NAMES[decoder.family]
+        return with_sizes(decoder, dict(model.sizes)), NAMES.get(decoder.family, decoder.family)
     file, name = Path(model.path).expanduser() / "config.json", Path(model.path).name
     if not file.is_file():
         file = _cached(model.path)

@@ -129,7 +129,8 @@ class Service:
         """
         try:
             source = pretrained(str(folder))
-            if source.decoder != self._inference.source.decoder:
+            # An export names more ids to stop at than its base, where the turns of its chat template end in others.
+            if replace(source.decoder, stops=()) != replace(self._inference.source.decoder, stops=()):
                 raise UserError(f"{folder} holds a model of another structure than {self.name}")
             self.publish(loaded(source, self._inference.options.dtype, self._mesh)[1])
         except UserError as error:

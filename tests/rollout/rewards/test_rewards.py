@@ -480,7 +480,7 @@ def test_functions_written_for_trl(tmp_path: Path):
 def test_mistakes_of_functions_for_trl(tmp_path: Path):
     (tmp_path / "theirs.py").write_text(TRL)
     with Scorer([trl("few_extras")], workers=1) as scorer:
-        why = "few_extras raised ValueError: log_extra got 3 values of said for 1 completions"
+        why = "few_extras raised ValueError: log_extra got 3 values of said for 1 completions (theirs.py, line 40)"
         assert scorer.score(["p"], ["a"]) == {"few_extras": [Failure(why)]}
     with pytest.raises(UserError, match=r"needs_state requires trainer_state, which only TRL's trainer has"):
         Scorer([trl("needs_state")])
