@@ -19,6 +19,7 @@ from tests.marks import QUICKLY
 from tests.package_text import package_text
 from tests.test_notebooks import small
 from tunix.recipe.recipe import Recipe
+from tunix.run.opening import opened
 
 QUICKSTART = ROOT / "docs/guide/quickstart.md"
 
@@ -109,6 +110,15 @@ def test_a_stale_phrase_would_be_found():
     assert phrases("gemma: 829k weights train; 4k rows, 400 steps; 1 x cpu") == ["weights train"]
     assert stale(["held-out loss 6.580 -> 0.621 nats per token (perplexity 1.86)", "compiling the sampler"]) == set()
     assert stale(["held-out loss 6.580 -> 0.621 nits per word"]) == {"nits per word"}
+
+
+def test_a_notebook_s_run_begins_as_runs_do_today():
+    """But for the devices, of which there are others here."""
+    cells = nbformat.read(NOTEBOOKS["01"], as_version=4).cells
+    text = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", ()))
+    _, line = opened(ROOT / "recipes/quickstart.yaml", ["output=runs/first_run"], tiny=False, alone=True)
+    what, _, where = line.split("; ")
+    assert re.search(rf"^{re.escape(what)}; \d+ CPU.*; {re.escape(where)}$", text, re.M), "make notebooks ARGS=01"
 
 
 def test_a_notebook_s_recipe_is_the_recipe_of_today():
