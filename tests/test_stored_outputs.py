@@ -97,7 +97,8 @@ def stale(lines: Iterable[str]) -> set[str]:
 def test_what_a_notebook_stores_of_a_run_is_text_of_the_package(path: Path):
     cells = nbformat.read(path, as_version=4).cells
     outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
-    lines = {line for output in outputs if output.get("name") == "stderr" for line in output.text.splitlines()}
+    runs = [output.text for output in outputs if re.search(r"^done: ", output.get("text", ""), re.M)]
+    lines = {line for text in runs for line in text.splitlines()}
     assert lines
     assert not stale(lines), f"printed otherwise now: make notebooks ARGS={path.stem[:2]}"
 
