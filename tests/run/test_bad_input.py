@@ -7,7 +7,6 @@ everything else is right: `base` is a model as transformers saves it, `train.jso
 import fcntl
 import json
 import os
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.full_disk import full_disk
 from tests.tiny_runs import files, losses, metrics, model_folder, rows, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.data.tokenizer import bpe_tokenizer
@@ -561,17 +561,6 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(here: Path, capsys: p
     assert [one["step"] for one in metrics("run")] == [1, 2]
     assert main(["export", "run", "out"]) == 0
     assert all(np.isfinite(x).all() for x in load_file(here / "out" / WEIGHTS).values())
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file grows beyond `room` bytes: writes fail as on a full disk (EFBIG; Python ignores SIGXFSZ)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def settle(folder: Path) -> None:

@@ -2,16 +2,15 @@
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.full_disk import full_disk
 from tests.marks import slow
 from tests.tiny_runs import RECIPE, write_recipe
 from tunix.cli import main
@@ -52,17 +51,6 @@ def chained(inner: Exception) -> Exception:
 )
 def test_a_full_disk_is_known_by_its_error(error: Exception, full: bool):
     assert is_full(error) == full
-
-
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file grows beyond `room` bytes: writes fail with EFBIG (Python ignores SIGXFSZ)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def a_file(folder: Path) -> None:
