@@ -396,6 +396,14 @@ def test_a_template_that_mixes_messages_is_refused():
         render_chat(PLAIN, made(template, ["</s>"], eos="</s>"))
 
 
+@pytest.mark.parametrize("before", ["", "'Re: ' + "])
+def test_a_template_that_repeats_a_question_in_the_answer_is_refused(before):
+    repeated = f"({before}messages[loop.index0 - 1].content if loop.index0 % 2 else '') + text(message.content)"
+    template = TEMPLATES["chatml"].replace("text(message.content)", repeated)
+    with pytest.raises(Refused, match=r"message 1 would be trained: an assistant's turn holds its text too"):
+        render_chat(PLAIN, made(template, IM, eos="<|im_end|>"))
+
+
 def test_a_template_that_refuses_the_beginning_of_a_conversation():
     """What it writes after a turn that ends the conversation is unknown then: only known stop tokens end a turn."""
     refuses = "{%- if messages | length % 2 -%}{{- raise_exception('a question without an answer') -}}{%- endif -%}"

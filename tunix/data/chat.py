@@ -106,7 +106,7 @@ def render_chat(
     codes = traced.codes[_covered(tokens.offsets[mask], len(text))]
     for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
         if message not in trained:
-            raise Refused(UNPROVED, f"message {message + 1} would be trained: a token holds its text and the turn's")
+            raise Refused(UNPROVED, f"message {message + 1} would be trained: an assistant's turn holds its text too")
     if key is not None and not notes:
         begins = {k: turn.begin for k, turn in zip(trained, spans, strict=True) if turn is not None}
         _remember(tokenizer, key, Outline.of(traced, begins))

@@ -62,8 +62,8 @@ class Traced:
     fields: tuple[Field, ...]
     """The texts of all messages, in their order."""
     codes: np.ndarray
-    """`[text]` int32: the code of each letter; -1 for the template's own text and what it repeats (a called function's
-    name before the result), and for what is not replaced."""
+    """`[text]` int32: the code of each letter, also where the template repeats it (a called function's name before the
+    result); -1 for the template's own text, and for what is not replaced."""
     places: np.ndarray
     """`[codes]` int32: where in the text each code stands first; -1 where the template left it out."""
     offsets: np.ndarray
@@ -216,8 +216,7 @@ def trace(messages: Sequence[Message], text: str, render: Render) -> Traced | No
         if (back == points).all():
             places, codes = np.full(coder.used, -1, np.int32), np.full(len(points), -1, np.int32)
             places[number[::-1]] = at[::-1]  # the first place of each, which is assigned last
-            first = at if len(at) == np.count_nonzero(places >= 0) else at[places[number] == at]
-            codes[first] = written[first] - base
+            codes[at] = number
             traced = Traced(text, tuple(coder.fields), codes, places, offsets, owners, coded, base)
             # Between its ends a text is proved by standing there as it is.
             if not ends or all(field.kind == "call" or traced.is_whole(field) for field in traced.fields):
