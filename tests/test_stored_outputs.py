@@ -76,7 +76,7 @@ def test_a_line_that_is_no_longer_printed_would_be_found():
 
 def phrases(line: str) -> list[str]:
     """The runs of two words and more in a printed line: what the package has as text, between the values."""
-    return re.findall(r"\b[a-z][a-z-]+(?: [a-z][a-z-]+)+\b", re.sub(r"\S*[/=]\S*|'.*'", "|", line))
+    return re.findall(r"\b[a-z][a-z-]+(?: [a-z][a-z-]+)+\b", re.sub(r"\S*[/=]\S*|\w+\.\S+|'.*'", "|", line))
 
 
 def known(phrase: str) -> bool:
@@ -109,6 +109,7 @@ def test_what_the_quickstart_s_page_shows_is_text_of_the_package():
 
 def test_a_stale_phrase_would_be_found():
     assert phrases("gemma: 829k weights train; 4k rows, 400 steps; 1 x cpu") == ["weights train"]
+    assert phrases("all weights trained on tunix.data.pydoc:pairs; 1 CPU") == ["all weights trained on"]
     assert stale(["held-out loss 6.580 -> 0.621 nats per token (perplexity 1.86)", "compiling the sampler"]) == set()
     assert stale(["held-out loss 6.580 -> 0.621 nits per word"]) == {"nits per word"}
 
