@@ -4,7 +4,7 @@
 
 `render_chat` proves whose each letter is, and finds the turns' bounds; `apply_chat_template` with `tokenize=True` gives
 the tokens alone. Both are timed in turns by the processor time of this process: medians of `ROUNDS`, and their ratio.
-Plain chats are compared with the outline of their shape; chats with thoughts and with tools are rendered several times.
+Chats without tools are compared with the outline of their shape; chats with tools are rendered several times.
 """
 
 import random

@@ -1,5 +1,6 @@
 """Rows as strangers bring them: null keys that Arrow made, variables of the template, tools in several forms."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.test_chat import made
-from tests.data.test_chat_manners import CALL, DEVELOPER, IM, NAMED, THOUGHT, THOUGHTS
+from tests.data.test_chat_manners import CALL, DEVELOPER, IM, NAMED, THOUGHT, THOUGHTS, TOKENIZERS
 from tunix.cli import main
 from tunix.config import RowKind
 from tunix.data.accounting import NO_STOP, NOT_WRITTEN, Accounting, Dropped, Kept
@@ -18,6 +19,7 @@ from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering
 from tunix.data.sources import open_rows
 from tunix.data.templates import TEMPLATES
+from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 
 TOOLED = (
@@ -180,13 +182,47 @@ def test_an_outline_gives_what_two_renderings_give():
         "<eos>",
         "<bos>",
     )
+    forgets = remembers.replace_template(TEMPLATES["llama3"])
     for a in words:
         for b in words:
             chat = [{"role": "user", "content": a}, {"role": "assistant", "content": b}] * 2
-            forgets = remembers.replace_template(TEMPLATES["llama3"])
             for trained_from in (0, 2):
+                forgets.outlines.clear()
                 first, second = (render_chat(chat, x, trained_from=trained_from) for x in (remembers, forgets))
                 assert first.tokens.tolist() == second.tokens.tolist()
                 assert first.mask.tolist() == second.mask.tolist(), (a, b)
                 assert first.notes == second.notes
     assert remembers.outlines
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "nemotron", "qwen35", "glm", "chatml"])
+def test_an_outline_leaves_out_the_thoughts_that_two_renderings_do(name: str):
+    """In the content and as a field, with answers that begin and end in all ways."""
+    template, thoughts = TOKENIZERS[name].chat_template, ["easy", "", " x "]
+    remembers, forgets = (TOKENIZERS[name].replace_template(template) for _ in range(2))
+    outcomes: dict[str, int] = {"rendered": 0, "refused": 0}
+    for thought, between, answer in itertools.product(thoughts, ["\n\n", ""], ["Four.", " <b>", '"4"', "", " x"]):
+        for said in (
+            {"content": f"<think>\n{thought}\n</think>{between}{answer}"},
+            {"content": answer, "reasoning_content": thought},
+            {"content": answer},
+        ):
+            turn = {"role": "assistant", **said}
+            chat = [{"role": "user", "content": "2 + 2?"}, turn, {"role": "user", "content": "And?"}]
+            for rows in (chat[:2], [*chat, turn], chat):
+                forgets.outlines.clear()
+                first, second = outcome(rows, remembers), outcome(rows, forgets)
+                assert first == second, rows
+                outcomes["refused" if isinstance(first, str) else "rendered"] += 1
+    assert outcomes["rendered"] > outcomes["refused"]
+    cuts = any("answer" in outline.written for outline in remembers.outlines.values())
+    assert cuts == (name in ("qwen3", "deepseek", "nemotron"))
+
+
+def outcome(chat: list[dict[str, Any]], tokenizer: Tokenizer) -> object:
+    """What is rendered of a conversation, or the complaint."""
+    try:
+        tokens, mask = (rendered := render_chat(chat, tokenizer))
+    except UserError as error:
+        return str(error)
+    return tokens.tolist(), mask.tolist(), rendered.notes

@@ -1,5 +1,6 @@
 """The first line of a run: what it says of a recipe, by hand, and its counts against the models themselves."""
 
+import itertools
 import math
 from typing import Any
 
@@ -34,9 +35,13 @@ def test_the_weights_of_every_size_are_those_of_the_model(config: DecoderConfig)
     assert count_weights(config) == {name: math.prod(shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+CHANGES = [{"dora": True}, {"ranks": {"q_proj": 3}}, {"also": ["embed_tokens", "lm_head"]}]
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"dora": True}, {"ranks": {"q_proj": 3}}, {"also": ["embed_tokens", "lm_head"]}], ids=str
+    ("family", "changes"),
+    [*itertools.product(FAMILIES, [{}]), *itertools.product(["gemma4", "qwen3_moe"], CHANGES)],
+    ids=str,
 )
 def test_the_weights_of_an_adapter_are_those_that_train(family: str, changes: dict[str, Any]):
     if family in EXPERTS:

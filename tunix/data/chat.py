@@ -85,8 +85,8 @@ def render_chat(
     text = render(prepared)
     tokens = Tokens.of(text, tokenizer)
     key = None if tokenizer.marks_generation else Outline.key(prepared, template_kwargs, trained)
-    if (mask := _outlined(key, prepared, tokens)) is not None:
-        return Rendered(np.asarray(tokens.ids, np.int32), mask)
+    if (outlined := _outlined(key, prepared, tokens)) is not None:
+        return outlined
     traced = _traced(prepared, text, render)
     notes = _left_out(prepared, traced)
     prompt = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
@@ -107,7 +107,7 @@ def render_chat(
     for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
         if message not in trained:
             raise Refused(UNPROVED, f"message {message + 1} would be trained: an assistant's turn holds its text too")
-    if key is not None and not notes:
+    if key is not None and all(note.rule == THOUGHTS for note in notes):
         begins = {k: turn.begin for k, turn in zip(trained, spans, strict=True) if turn is not None}
         _remember(tokenizer, key, Outline.of(traced, begins))
     return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(notes))
@@ -125,10 +125,12 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     text, notes = render(prepared), list[Note]()
     key = Outline.key(prepared, template_kwargs, (PROMPT,))
     outline = tokenizer.outlines.get(key)
-    if outline is None or outline.bounds(prepared, text) is None:
+    if outline is not None and (proved := outline.bounds(prepared, text)) is not None:
+        notes.extend(Note(THOUGHTS, thought) for thought in proved[1])
+    else:
         traced = _traced(prepared, text, render)
         notes = _left_out(prepared, traced)
-        if key is not None and not notes:
+        if key is not None and all(note.rule == THOUGHTS for note in notes):
             _remember(tokenizer, key, Outline.of(traced, {}))
     ids = tokenizer.encode(text)
     return Rendered(np.asarray(ids, np.int32), np.zeros(len(ids), bool), tuple(notes))
@@ -337,18 +339,19 @@ def _render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, template_k
     return _render(messages, tokenizer, template_kwargs, add_generation_prompt=True)
 
 
-def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> np.ndarray | None:
-    """`[T]` bool: the mask of a conversation by the outline of its shape; None where that does not prove it."""
+def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> Rendered | None:
+    """The rendering of a conversation by the outline of its shape; None where that does not prove it."""
     outline = tokens.tokenizer.outlines.get(key)
-    if outline is None or (bounds := outline.bounds(messages, tokens.text)) is None:
+    if outline is None or (proved := outline.bounds(messages, tokens.text)) is None:
         return None
+    bounds, thoughts = proved
     mask = np.zeros(len(tokens.ids), bool)
     for k, start in outline.starts.items():
         (begin, end), (limit, _) = bounds[k], (*bounds, (len(tokens.text), 0))[k + 1]
         if (stopped := tokens.after_stop(end, limit)) is None:
             return None
         mask[tokens.first_from(begin - start) : stopped] = True
-    return mask
+    return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(Note(THOUGHTS, text) for text in thoughts))
 
 
 def _remember(tokenizer: Tokenizer, key: Hashable, outline: Outline | None) -> None:

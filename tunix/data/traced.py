@@ -24,15 +24,19 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 """Renders messages with the template."""
 
-_OUTLINED = {"role", "content", "name"}
-"""Keys of a message in an outline."""
 _FIRST, _LAST = 0xF0000, 0x10FFFF
 """Unicode's private planes."""
 _TAG = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]+\]")
 _KEPT = "\"'\\<>[]{}|/&"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's thoughts, as transformers knows them."""
+_OUTLINED = {"role", "content", "name", *REASONING}
+"""Keys of a message in an outline."""
+_THOUGHT_END = "</think>"
+Part = Literal["all", "answer", "none"]
+"""Of a text: all of it, what follows its last `</think>`, or nothing."""
 
+_LETTER = re.compile(r"[^\s\0-\x1f" + re.escape(_KEPT) + "]")
 _CODED = np.array([not (chr(i).isspace() or chr(i) in _KEPT or i < 32) for i in range(0x3002)])
 """Whether the letter of each code point is replaced; the last one stands for all behind it, where no white space is."""
 
@@ -131,14 +135,16 @@ class Traced:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a template writes around conversations of one shape: the same roles, one text in each message.
+    """What a template writes around conversations of one shape: the same roles, one text in each message, thoughts.
 
     A text that equals the literals with the messages' texts between them has each letter where the outline says, and
     needs no second rendering.
     """
 
     literals: tuple[str, ...]
-    """The template's own text before each message's, and at the end."""
+    """The template's own text before each text, and at the end."""
+    written: tuple[Part, ...]
+    """What the template writes of each text."""
     starts: Mapping[int, int]
     """Message -> how many characters of the literal before it belong to the assistant's turn."""
 
@@ -147,10 +153,11 @@ class Outline:
         """The shape of a conversation; None where its texts are not one in each message, or there are tools."""
         shape = []
         for message in messages:
-            text = message.get("content")
-            if not isinstance(text, str) or not text or not message.keys() <= _OUTLINED:
+            texts = _texts(message)
+            if not message.keys() <= _OUTLINED or not all(isinstance(x, str) and _has_letters(x) for x in texts):
                 return None
-            shape.append((message["role"], len(message), "<" in text or "[" in text))
+            marks = [("<" in text or "[" in text, _THOUGHT_END in text, text[0].isspace()) for text in texts]
+            shape.append((message["role"], *message, *marks))
         variables = tuple(template_kwargs.items())
         if any(not isinstance(value, str | int | float | None) for _, value in variables):
             return None
@@ -158,33 +165,68 @@ class Outline:
 
     @classmethod
     def of(cls, traced: Traced, begins: Mapping[int, int]) -> Outline | None:
-        """The outline of a traced conversation; None where the template changes a text.
+        """The outline of a traced conversation; None where the template changes a text otherwise.
 
         Args:
             traced: the conversation.
             begins: the character where each of the assistant's turns starts.
         """
-        literals, starts, at = [], {}, 0
+        literals, written, starts, at = [], list[Part](), dict[int, int](), 0
         for field in traced.fields:
-            begin = int(traced.places[field.begin] - traced.offsets[field.begin])
-            if begin < at or not traced.text.startswith(field.text, begin):
-                return None
+            places = traced.places[field.begin : field.end]
+            begin, text, part = at, "", "none"
+            if (places >= 0).any():
+                first = int(np.argmax(places >= 0))
+                part = "all" if first == 0 else "answer"
+                if (text := _part(field.text, part)) is None:
+                    return None
+                begin = int(places[first] - traced.offsets[field.begin + first]) + len(field.text) - len(text)
+                if begin < at or not traced.text.startswith(text, begin):
+                    return None
+                if field.message in begins:
+                    starts.setdefault(field.message, begin - begins[field.message])
             literals.append(traced.text[at:begin])
-            at = begin + len(field.text)
-            if field.message in begins:
-                starts[field.message] = begin - begins[field.message]
-        return cls((*literals, traced.text[at:]), starts) if min(starts.values(), default=0) >= 0 else None
+            written.append(part)
+            at = begin + len(text)
+        if min(starts.values(), default=0) < 0:
+            return None
+        return cls((*literals, traced.text[at:]), tuple(written), starts)
 
-    def bounds(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]] | None:
-        """Where the text of each message begins and ends; None where the text is not the outline's."""
-        bounds, at = [], 0
-        for literal, message in zip(self.literals, messages, strict=False):
-            begin = at + len(literal)
-            at = begin + len(message["content"])
-            if not (text.startswith(literal, begin - len(literal)) and text.startswith(message["content"], begin)):
-                return None
-            bounds.append((begin, at))
-        return bounds if text[at:] == self.literals[-1] else None
+    def bounds(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], list[str]] | None:
+        """Where the text of each message begins and ends, and the thoughts that are left out; None where the text is
+        not the outline's."""
+        bounds, thoughts, at, parts = [], [], 0, zip(self.literals, self.written, strict=False)
+        for message in messages:
+            begins = []
+            for whole, (literal, part) in zip(_texts(message), parts, strict=False):
+                if (written := _part(whole, part)) is None or not text.startswith(literal + written, at):
+                    return None
+                if part != "all":
+                    thoughts.append(whole.removesuffix(written).rstrip().removesuffix(_THOUGHT_END).strip())
+                if part != "none":
+                    begins.append(at + len(literal))
+                at += len(literal) + len(written)
+            bounds.append((begins[0], at))
+        return (bounds, thoughts) if text[at:] == self.literals[-1] else None
+
+
+def _texts(message: Message) -> list[Any]:
+    """The texts of a message in the order of its fields: thoughts, content."""
+    thoughts = [message[name] for name in REASONING if name in message]
+    return [*thoughts[:1], message.get("content")]
+
+
+def _part(text: str, part: Part) -> str | None:
+    """A part of a text; None where it should be an answer after thoughts and there is none."""
+    if part == "answer":
+        thought, _, answer = text.rpartition(_THOUGHT_END)
+        return answer.lstrip() if _has_letters(thought) and _has_letters(answer) else None
+    return text if part == "all" else ""
+
+
+def _has_letters(text: str) -> bool:
+    """Whether a text has letters that are replaced, beside tags and brackets."""
+    return _LETTER.search(_TAG.sub("", text) if "<" in text or "[" in text else text) is not None
 
 
 def trace(messages: Sequence[Message], text: str, render: Render) -> Traced | None:
