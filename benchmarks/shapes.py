@@ -60,9 +60,9 @@ class Shape:
         sequences = [Sequence(row[i], mask) for i in range(self.rows) for row in texts]
         return pack(sequences, len(sequences), self.length, packing=self.documents > 1)
 
-    def flops(self, *, frozen: bool) -> float:
+    def flops(self, adapter: AdapterConfig | None = None) -> float:
         """FLOPs of one step: 6 N T (under a frozen base 4 N T, and 6 of the adapter's) and causal attention."""
-        return training_flops(self.config, self.batch(), LORA if frozen else None)
+        return training_flops(self.config, self.batch(), adapter)
 
     def together(self, group: int, prompts: int, longest: int, new: int) -> tuple[int, int]:
         """Answers to a prompt that share a row, and tokens of such a row, as a run has them.

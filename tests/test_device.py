@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -220,8 +221,35 @@ def test_every_part_is_on_the_page():
 
 def test_what_travels_is_what_tunix_asks_for():
     asked = re.findall(r'^    "([\w-]+>=[\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    lines = (ROOT / "benchmarks/device/requirements.txt").read_text().splitlines()
-    assert {line for line in lines if not line.startswith("#")} < set(asked)
+    ours, _, theirs = (ROOT / "benchmarks/device/requirements.txt").read_text().partition("# What tokamax imports.")
+    assert {line for line in ours.splitlines() if not line.startswith("#")} < set(asked)
+    assert "absl-py" in theirs
+
+
+@pytest.mark.slow
+def test_the_wheels_are_all_that_it_takes(tmp_path: Path):
+    """In an empty environment of Python 3.12 and JAX, which cannot reach an index."""
+    python = shutil.which("python3.12")
+    if python is None or subprocess.run([python, "--version"], capture_output=True).returncode:
+        pytest.skip("there is no Python 3.12")
+    subprocess.run(["make", "device-wheels", f"WHEELS={tmp_path}/wheels"], cwd=ROOT, check=True)
+    subprocess.run([python, "-m", "venv", tmp_path / "empty"], check=True)
+    pip = [tmp_path / "empty/bin/python", "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "jax==0.11.2"], check=True)
+    wheels = sorted((tmp_path / "wheels").glob("*.whl"))
+    subprocess.run([*pip, "--no-index", "--no-deps", *wheels], check=True)
+    words = ["-m", "benchmarks.device", "--small", "--minutes", "6", "--out", str(tmp_path / "out")]
+    env = {**os.environ, "XLA_FLAGS": QUICKLY, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    parts = ["--parts", "kernels", "resume", "sft", "grpo", "torch"]
+    subprocess.run([tmp_path / "empty/bin/python", *words, *parts], cwd=ROOT, env=env, check=True)
+    (file,) = (tmp_path / "out").glob("cpu-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["part"] for row in rows if row["status"] == "ok"} == {"kernels", "resume", "sft", "grpo"}
+    stands_in = (
+        "import sys; from types import ModuleType; from benchmarks.device.parts import XPROF; "
+        "sys.modules.update((name, ModuleType(name)) for name in XPROF); import tokamax"
+    )
+    subprocess.run([tmp_path / "empty/bin/python", "-c", stands_in], cwd=ROOT, check=True)
 
 
 @pytest.mark.slow

@@ -25,6 +25,10 @@ STORED: tuple[str, ...] = tuple(json.loads((Path(__file__).parent / "reference.j
 """The models of which numbers are stored: every family, and a second one of Gemma 4."""
 
 
+XPROF = ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool")
+"""Modules that tokamax imports only to measure its kernels, which nothing here does: they do not travel."""
+
+
 class Part(NamedTuple):
     """Some rows: checks, which run all at once, or times, each in a process that has the device to itself."""
 
@@ -81,8 +85,7 @@ def main() -> None:
     for variable, value in (ALONE if measures else TOGETHER).items():
         os.environ.setdefault(variable, value)
     if importlib.util.find_spec("xprof") is None:
-        # tokamax imports it for measuring alone; with what it needs itself it is twice all other wheels.
-        sys.modules["xprof"] = ModuleType("xprof")
+        sys.modules.update({name: ModuleType(name) for name in XPROF})
     if arguments.name == "machine":
         from benchmarks.device.speeds import machine
 

@@ -76,12 +76,16 @@ class Step:
         )
 
 
+EXPERTS = LORA.model_copy(
+    update={"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"]}
+)
+"""An adapter of a mixture."""
 STEPS = {
     "packed-16k": Step("qwen3-0.6b", 16_384, 512, documents=8),
     "16k": Step("qwen3-0.6b", 16_384, 512),
     "4b-16k": Step("qwen3-4b", 16_384, 512, adapter=LORA, remat="block"),
     "64k": Step("qwen3-0.6b", 65_536, 2048, remat="block"),
-    "mixture-16k": Step("qwen3-30b-a3b", 16_384, 512, documents=8, layers=12, adapter=LORA, remat="block"),
+    "mixture-16k": Step("qwen3-30b-a3b", 16_384, 512, documents=8, layers=12, adapter=EXPERTS, remat="block"),
 }
 
 
@@ -198,7 +202,7 @@ def step(case: str, setting: Setting) -> Iterator[Row]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         start = time.perf_counter()
         compiled = trainer.learner.lowered(batch, LOSS).compile()
-        took, flops = time.perf_counter() - start, shape.flops(frozen=settings.adapter is not None)
+        took, flops = time.perf_counter() - start, shape.flops(settings.adapter)
         work, planned = work_of(compiled, flops), planned_memory(compiled)
         del compiled
         seconds = timed(turn)
@@ -269,7 +273,7 @@ def grpo(case: str, setting: Setting) -> Iterator[Row]:
     found = rl.measure(3, lora=False, kl=0.0, shape=shape, sizes=sizes)
     parts = ", ".join(f"{part} {np.median(found[part]):.3f} s" for part in rl.PARTS)
     flops, numbers = rollout.decoding(config, sizes.length, sizes.new, answers)
-    size, update = jnp.dtype(setting.dtype).itemsize, shape.flops(frozen=False)
+    size, update = jnp.dtype(setting.dtype).itemsize, shape.flops()
     prefill = 2.0 * matmul_weights(config) * sizes.prompts * sizes.length
     yield measured(
         f"GRPO {name}, {sizes.prompts} x {sizes.group} of {sizes.length} + {sizes.new}",
@@ -289,7 +293,7 @@ def decode(case: str, setting: Setting) -> Iterator[Row]:
         setting: how it runs.
     """
     name, config = _policy(setting)
-    slots, prompt, new = (16, 64, 64) if setting.small else (int(case), 448, 64)
+    slots, prompt, new = (int(case) // 16, 64, 64) if setting.small else (int(case), 448, 64)
     engine = rollout.engines((slots,), config, setting.dtype, prompt + new)[slots]
     flops, numbers = (x[1:] for x in rollout.decoding(config, prompt, new, slots))
     size = jnp.dtype(setting.dtype).itemsize

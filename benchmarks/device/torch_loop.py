@@ -54,7 +54,7 @@ def rows(case: str, setting: Setting) -> Iterator[Row]:
         seconds=float(np.median(seconds)),
         turns=len(seconds),
         tokens=shape.length,
-        flops=shape.flops(frozen=settings.adapter is not None),
+        flops=shape.flops(settings.adapter),
         memory=torch.cuda.max_memory_allocated(),
     )
 
