@@ -83,16 +83,19 @@ $(PEERS)/installed-tunix $(PEERS)/installed-trl $(PEERS)/installed-vllm: benchma
 WHEELS := build/device-wheels
 DEVICE_JAX ?= 0.11.2
 DEVICE_PYTHON ?= 3.12
+DEVICE_TOKAMAX ?= 0.0.17
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_24_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 FROM_JAX := jax jaxlib ml_dtypes numpy opt_einsum scipy
 WEIGH := import pathlib, sys; size = sum(x.stat().st_size for x in pathlib.Path("$(WHEELS)").glob("*.whl")) / 2**20; \
 	print(f"$(WHEELS): {size:.1f} MiB"); sys.exit("error: 64 MiB is the most that may be taken along" if size > 64 else 0)
 
+DOWNLOAD = $(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary=:all: \
+	--python-version $(DEVICE_PYTHON) --implementation cp $(PLATFORMS:%=--platform %)
+
 device-wheels: | $(BIN)/pip
 	rm -rf $(WHEELS)
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary=:all: \
-		--python-version $(DEVICE_PYTHON) --implementation cp $(PLATFORMS:%=--platform %) \
-		jax==$(DEVICE_JAX) --requirement benchmarks/device/requirements.txt
+	$(DOWNLOAD) jax==$(DEVICE_JAX) --requirement benchmarks/device/requirements.txt
+	$(DOWNLOAD) --no-deps tokamax==$(DEVICE_TOKAMAX)
 	rm -f $(FROM_JAX:%=$(WHEELS)/%-*.whl)
 	@$(BIN)/python -c '$(WEIGH)'
 

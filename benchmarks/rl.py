@@ -31,6 +31,7 @@ from tunix.protocols import Sampler
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.run.streams import MISMATCH
 from tunix.types import Completion, Sampling
 
 PARTS = ("rollout", "reward", "update")
@@ -59,10 +60,10 @@ def even(completions: list[str], completion_ids: list[list[int]]) -> list[float]
     return [float(np.mean(np.array(ids) % 2 == 0)) for ids in completion_ids]
 
 
-def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length: int, sizes: Sizes) -> RolloutStream:
+def stream(sampling: Sampling, scorer: Scorer, shape: Shape, together: int, length: int, sizes: Sizes) -> RolloutStream:
     """Endless rollouts of random prompts, in rows of `length` tokens that `together` answers to a prompt share."""
     rng = np.random.default_rng(0)
-    rows = [{"prompt_ids": rng.integers(0, vocab, sizes.length).tolist()} for _ in range(64)]
+    rows = [{"prompt_ids": rng.integers(0, shape.config.vocab_size, sizes.length).tolist()} for _ in range(64)]
     config = DataConfig(train="given", max_length=sizes.length + sizes.new, completion_length=sizes.new)
     like = RolloutStep(
         prompts=[],
@@ -74,7 +75,7 @@ def stream(sampling: Sampling, scorer: Scorer, vocab: int, together: int, length
         length=length,
         packing=True,
         together=together,
-        tolerance=1e-3,
+        tolerance=MISMATCH[shape.dtype],
     )
     return RolloutStream(like)
 
@@ -91,7 +92,7 @@ def measure(
     algorithm = GRPO(GRPOConfig(group_size=sizes.group, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
     with Scorer([even]) as scorer:
-        data = stream(sampling, scorer, shape.config.vocab_size, together, length, sizes)
+        data = stream(sampling, scorer, shape, together, length, sizes)
         for step in range(steps + 2):
             rollouts, start = next(data), time.perf_counter()
             algorithm.update(client, rollouts)
@@ -135,7 +136,7 @@ def slow_steps(silent: bool) -> Iterator[dict[str, Any]]:
     reward = RewardFunction(name="benchmarks.rl:half_slow")
     with (
         Scorer([reward], workers=WORKERS) as scorer,
-        closing(stream(sampling, scorer, VOCABULARY, 1, longest, RAGGED)) as data,
+        closing(stream(sampling, scorer, shape, 1, longest, RAGGED)) as data,
     ):
         for rollouts in data:
             groups = algorithm.rollout(client, rollouts).groups

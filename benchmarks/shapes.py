@@ -45,6 +45,8 @@ class Shape:
     """Dtype of the weights where all of them train; adapters are float32."""
     remat: Remat = "none"
     """What the backward pass computes again of a layer."""
+    documents: int = 1
+    """Texts of equal length that fill a row."""
 
     def tokens(self) -> np.ndarray:
         """`[B T]` random ids."""
@@ -52,13 +54,15 @@ class Shape:
         return rng.integers(0, self.config.vocab_size, (self.rows, self.length)).astype(np.int32)
 
     def batch(self) -> Batch:
-        """Full rows, every token trained but the first."""
-        mask = np.ones(self.length, bool)
-        return pack([Sequence(row, mask) for row in self.tokens()], self.rows, self.length, packing=False)
+        """Full rows, every token trained but the first of a text."""
+        texts = np.split(self.tokens(), self.documents, axis=1)
+        mask = np.ones(self.length // self.documents, bool)
+        sequences = [Sequence(row[i], mask) for i in range(self.rows) for row in texts]
+        return pack(sequences, len(sequences), self.length, packing=self.documents > 1)
 
-    def flops(self, *, frozen: bool) -> float:
+    def flops(self, adapter: AdapterConfig | None = None) -> float:
         """FLOPs of one step: 6 N T (under a frozen base 4 N T, and 6 of the adapter's) and causal attention."""
-        return training_flops(self.config, self.batch(), LORA if frozen else None)
+        return training_flops(self.config, self.batch(), adapter)
 
     def together(self, group: int, prompts: int, longest: int, new: int) -> tuple[int, int]:
         """Answers to a prompt that share a row, and tokens of such a row, as a run has them.

@@ -100,7 +100,7 @@ def table(shape: Shape, seconds: dict[str, list[float]], starts: dict[str, tuple
         own = seconds[name]
         median = float(np.median(own))
         ratio = float(np.median(np.array(own) / np.array(seconds["plain"])))
-        share = shape.flops(frozen=name == "lora") / median / peak
+        share = shape.flops(LORA if name == "lora" else None) / median / peak
         row = [name, f"{median * 1e3:.0f}", f"{min(own) * 1e3:.0f}", f"{tokens / median:.0f}"]
         row += [f"{share:.1%}", f"{ratio:.2f}"]
         if name in starts:

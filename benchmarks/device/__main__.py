@@ -1,8 +1,9 @@
 """`python -m benchmarks.device`: is tunix right on this device, and how fast?
 
-Needs a checkout, JAX, and the packages of requirements.txt (`make device-wheels` packs them). The parts run in order of
-their worth, each in a process of its own with a deadline; one that fails is a row with its message, and the others go
-on; one for which no time is left is skipped, and named. The files are written anew after each part.
+Needs a checkout, JAX, and the packages of requirements.txt (`make device-wheels` packs them). The checks run first, as
+many at once as there are cores; then what is timed, one after the other in the order of its worth. Each case of a part
+is a process with a deadline; one that fails is a row with its message, and the others go on; one for which no time is
+left is skipped, and named. The files are written anew after each.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.device.parts import PARTS
 from benchmarks.device.report import Report
-from benchmarks.device.rows import Machine, Row, Setting, Work
+from benchmarks.device.rows import Machine, Row, Setting
 
 ROOT = Path(__file__).parents[2]
 START = 120.0
@@ -30,6 +32,10 @@ MINUTES = 8.0
 """The time for which the parts' deadlines are set; with more, each has more."""
 LEAST = 15.0
 """Seconds that have to be left for a part to be begun."""
+
+
+_running: set[subprocess.Popen[str]] = set()
+_writing = threading.Lock()
 
 
 class Stopped(Exception):
@@ -58,6 +64,7 @@ def lines(command: list[str], seconds: float) -> Generator[dict[str, Any], None,
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
         assert process.stdout is not None
+        _running.add(process)
         written: queue.Queue[str | None] = queue.Queue()
         reader = threading.Thread(target=_read, args=(process.stdout, written), daemon=True)
         reader.start()
@@ -70,6 +77,7 @@ def lines(command: list[str], seconds: float) -> Generator[dict[str, Any], None,
             raise Late(f"stopped after {seconds:.0f} s") from None
         finally:
             _end(process)
+            _running.discard(process)
         if process.returncode:
             raise Stopped(_last_words(process.returncode, log))
 
@@ -98,7 +106,7 @@ def _last_words(code: int, log: TextIO) -> str:
 
 
 def run(report: Report, folder: Path, names: list[str], setting: Setting, end: float) -> None:
-    """Runs the parts, and writes the files after each.
+    """Runs the parts, and writes the files after each case.
 
     Args:
         report: gets the rows.
@@ -107,37 +115,51 @@ def run(report: Report, folder: Path, names: list[str], setting: Setting, end: f
         setting: how they run.
         end: when the minutes are over, by `time.monotonic`.
     """
-    for name in names:
-        start = time.monotonic()
-        if end - start < LEAST:
-            _found(report, name, Row(name, "skipped", "no time was left"))
-        else:
-            _part(report, name, setting, end - start)
-            report.took[name] = round(time.monotonic() - start, 1)
+    cases = [(name, case) for name in names for case in PARTS[name].cases]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        checks = [pool.submit(_case, report, folder, *x, setting, end) for x in cases if not PARTS[x[0]].measures]
+        try:
+            for check in checks:
+                check.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                _end(process)
+            raise
+    for name, case in cases:
+        if PARTS[name].measures:
+            _case(report, folder, name, case, setting, end)
+
+
+def _case(report: Report, folder: Path, name: str, case: str, setting: Setting, end: float) -> None:
+    """Appends the rows of a case, and one that says why it was stopped, if it was; then writes the files."""
+    start, part = time.monotonic(), PARTS[name]
+    most = part.seconds * max(1.0, report.minutes / MINUTES)
+    called = name if len(part.cases) == 1 else f"{name} {case}"
+    if end - start < LEAST:
+        _found(report, name, Row(called, "skipped", "no time was left"))
+    else:
+        seconds = min(most, end - start)
+        say(f"{called}: at most {seconds:.0f} s")
+        command = process_of(name, case, "--platform", setting.platform, *(["--small"] if setting.small else []))
+        try:
+            for line in lines(command, seconds):
+                _found(report, name, Row.of(line["row"]))
+        except Late as error:
+            over = seconds < most
+            said = f"{error}, when the minutes were over" if over else str(error)
+            _found(report, name, Row(called, "skipped" if over else "late", said))
+        except Stopped as error:
+            _found(report, name, Row(called, "failed", str(error)))
+    with _writing:
+        report.took[called] = round(time.monotonic() - start, 1)
         report.write(folder)
-
-
-def _part(report: Report, name: str, setting: Setting, left: float) -> None:
-    """Appends the rows of a part, and one that says why it was stopped, if it was."""
-    most = PARTS[name].seconds * max(1.0, report.minutes / MINUTES)
-    seconds = min(most, left)
-    say(f"{name}: at most {seconds:.0f} s")
-    command = process_of(name, "--platform", setting.platform, *(["--small"] if setting.small else []))
-    try:
-        for line in lines(command, seconds):
-            row = line["row"]
-            _found(report, name, Row(**{**row, "work": tuple(Work(**one) for one in row["work"])}))
-    except Late as error:
-        over = left < most
-        said = f"{error}, when the minutes were over" if over else str(error)
-        _found(report, name, Row(name, "skipped" if over else "late", said))
-    except Stopped as error:
-        _found(report, name, Row(name, "failed", str(error)))
 
 
 def _found(report: Report, part: str, row: Row) -> None:
     """Appends a row and shows it."""
-    report.rows.append((part, row))
+    with _writing:
+        report.rows.append((part, row))
     numbers = f"{row.seconds * 1e3:.4g} ms" if row.seconds is not None else ""
     if row.difference is not None:
         numbers = f"{row.difference:.2g} of {row.limit:.2g}"
@@ -157,7 +179,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for everything")
     parser.add_argument("--small", action="store_true", help="small shapes, which a CPU gets anyway")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which of them, in this order")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="which of them; those that are timed in this order",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/devices", help="folder of the two files")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception, so that a part's process ends too

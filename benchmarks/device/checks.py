@@ -16,9 +16,8 @@ import numpy as np
 from benchmarks import mismatch
 from benchmarks.device.rows import Row, Setting, attempt, check
 from tunix.config import DType
-from tunix.models.attention.attend import IMPLEMENTATIONS, Implementation, attend, spec_of
+from tunix.models.attention.attend import BY_NAME, Implementation, attend, spec_of
 from tunix.models.attention.inputs import Segments
-from tunix.models.families.table import FAMILIES
 from tunix.util.exact import jit
 
 HEADS, KV_HEADS, DIM = 4, 2, 128
@@ -29,8 +28,6 @@ WITHIN = {"float32": (1e-5, 2e-5), "bfloat16": (1e-2, 3e-2)}
 MEAN = 1e-2
 """Nats by which trainer and sampler may differ in bfloat16, in the mean; 6e-4 at most was found on a CPU
 (docs/guide/devices.md)."""
-FIRST = ("qwen3", "gemma3", "llama")
-"""Families that are worth the most where time is short."""
 
 
 class Kind(NamedTuple):
@@ -64,30 +61,29 @@ def documents(kind: Kind, length: int) -> Segments:
     return Segments(jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(parents) if kind.shared else None)
 
 
-def kernels(setting: Setting) -> Iterator[Row]:
-    """A row for each implementation, kind and dtype; one row for each reason why an implementation cannot compute."""
+def kernels(case: str, setting: Setting) -> Iterator[Row]:
+    """A row for each kind and dtype of an implementation; one row for each reason why it cannot compute."""
     dtypes: tuple[DType, ...] = ("bfloat16", "float32")
-    others = [one for one in IMPLEMENTATIONS if one.name != "einsum"]
-    skipped: set[Row] = set()
-    for one, dtype, kind in product(others, dtypes, KINDS):
-        compared = partial(kernel, one, kind, dtype, 1024 if setting.small else 2048)
-        row = attempt(f"{one.name}, {kind}, {dtype}", compared)
+    implementation, skipped = BY_NAME[case], set[Row]()
+    for dtype, kind in product(dtypes, KINDS):
+        compared = partial(kernel, implementation, kind, dtype, 1024 if setting.small else 2048)
+        row = attempt(f"{case}, {kind}, {dtype}", compared)
         if row not in skipped:
             yield row
         if row.status == "skipped":
             skipped.add(row)
 
 
-def kernel(one: Implementation, kind: str, dtype: DType, length: int) -> Row:
+def kernel(implementation: Implementation, kind: str, dtype: DType, length: int) -> Row:
     """The row of one implementation: its largest difference from float32 einsums, in parts of what is tolerated."""
     settings, heads = KINDS[kind], (HEADS, KV_HEADS, KV_HEADS, HEADS)
     view = documents(settings, length)._replace(window=length // 8 if settings.windowed else None)
     keys = jax.random.split(jax.random.key(0), 4)
     drawn = (jax.random.normal(key, (1, length, n, DIM)) for key, n in zip(keys, heads, strict=True))
     inputs = [x.astype(dtype) for x in drawn]
-    name = f"{one.name}, {kind}, {dtype}"
-    if reason := one.lacks(spec_of(inputs[0], inputs[1], view, settings.softcap)):
-        return Row(one.name, "skipped", reason)
+    name = f"{implementation.name}, {kind}, {dtype}"
+    if reason := implementation.lacks(spec_of(inputs[0], inputs[1], view, settings.softcap)):
+        return Row(implementation.name, "skipped", reason)
 
     def computed(attention: str, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         def mixed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -100,7 +96,7 @@ def kernel(one: Implementation, kind: str, dtype: DType, length: int) -> Row:
         with jax.default_matmul_precision("highest" if inputs[0].dtype == "float32" else "default"):
             return jit(both)(*inputs)
 
-    found, expected = computed(one.name, *inputs), computed("einsum", *(x.astype("float32") for x in inputs))
+    found, expected = computed(implementation.name, *inputs), computed("einsum", *(x.astype("float32") for x in inputs))
     relative, absolute = WITHIN[dtype]
     real, worst = np.asarray(view.ids > 0), 0.0
     for ours, truth in zip(found, expected, strict=True):
@@ -109,10 +105,9 @@ def kernel(one: Implementation, kind: str, dtype: DType, length: int) -> Row:
     return check(name, worst, 1.0, f"values and gradients to {relative:g} and {absolute:g}, {length} tokens")
 
 
-def trainer_and_sampler(setting: Setting) -> Iterator[Row]:
-    """A row for each family in bfloat16; the same ones everywhere, since the models are small."""
-    for family in sorted(FAMILIES, key=lambda name: name not in FIRST):
-        yield attempt(family, partial(apart, family))
+def trainer_and_sampler(case: str, setting: Setting) -> Iterator[Row]:
+    """The row of a family in bfloat16, small everywhere."""
+    yield attempt(case, partial(apart, case))
 
 
 def apart(family: str) -> Row:

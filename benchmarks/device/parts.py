@@ -1,60 +1,71 @@
-"""The parts in order of their worth, and what a part's process runs: `python -m benchmarks.device.parts NAME`.
+"""The parts in order of their worth, and what a part's process runs: `python -m benchmarks.device.parts NAME CASE`.
 
 It writes a line of JSON for each row as soon as it is known, so that a part that is stopped loses only what it had not
 found yet.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from benchmarks.device.rows import Row, Setting
 
-MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-"""JAX takes three quarters of a GPU's memory otherwise."""
+ALONE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+"""Of a process that has the device to itself: JAX takes three quarters of a GPU's memory otherwise."""
+TOGETHER = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Of processes that share the device."""
+STORED: tuple[str, ...] = tuple(json.loads((Path(__file__).parent / "reference.json").read_text()))
+"""The models of which numbers are stored: every family, and a second one of Gemma 4."""
+
+
+XPROF = ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool")
+"""Modules that tokamax imports only to measure its kernels, which nothing here does: they do not travel."""
 
 
 class Part(NamedTuple):
-    """One process of the command."""
+    """Some rows: checks, which run all at once, or times, each in a process that has the device to itself."""
 
     module: str
     """File of this folder."""
     function: str
-    """What yields the rows, called with the setting, or with the part's name and the setting."""
+    """What yields the rows, called with a case and the setting."""
+    cases: tuple[str, ...]
+    """Each in a process of its own."""
     seconds: float
-    """The longest that it may take, some times what is expected: a part that hangs leaves time for others."""
-    measures: bool
-    """Whether its rows are times; else they are checks."""
-    named: bool = False
-    """Whether the function takes the part's name first."""
+    """The longest that a case may take, some times what is expected: one that hangs leaves time for others."""
+    measures: bool = False
+    """Whether its rows are times."""
 
 
 PARTS: dict[str, Part] = {
-    "peaks": Part("speeds", "peaks", 60, True),
-    "kernels": Part("checks", "kernels", 150, False),
-    "sft-16k": Part("speeds", "step", 120, True, named=True),
-    "parity": Part("parity", "rows", 150, False),
-    "lora-4b-16k": Part("speeds", "step", 120, True, named=True),
-    "resume": Part("resume", "rows", 150, False),
-    "decode": Part("speeds", "decode", 120, True),
-    "sft-64k": Part("speeds", "step", 150, True, named=True),
-    "mismatch": Part("checks", "trainer_and_sampler", 180, False),
-    "grpo": Part("speeds", "grpo", 150, True),
-    "sft-8k": Part("speeds", "step", 90, True, named=True),
-    "sft-16k-remat": Part("speeds", "step", 120, True, named=True),
+    "kernels": Part("checks", "kernels", ("mosaic", "splash", "chunked"), 150),
+    "parity": Part("parity", "rows", STORED, 150),
+    "mismatch": Part("checks", "trainer_and_sampler", tuple(x for x in STORED if x != "gemma4_moe"), 180),
+    "resume": Part("resume", "rows", ("killed",), 150),
+    "sft": Part("speeds", "step", ("packed-16k", "16k"), 90, True),
+    "grpo": Part("speeds", "grpo", ("8x8",), 120, True),
+    "decode": Part("speeds", "decode", ("256", "1024"), 90, True),
+    "lora": Part("speeds", "step", ("4b-16k",), 90, True),
+    "long": Part("speeds", "step", ("64k",), 120, True),
+    "mixture": Part("speeds", "step", ("mixture-16k",), 120, True),
+    "peaks": Part("speeds", "peaks", ("bfloat16",), 60, True),
+    "torch": Part("torch_loop", "rows", ("packed-16k", "16k", "4b-16k"), 90, True),
 }
 
 
-def rows(name: str, setting: Setting) -> Iterator[Row]:
-    """The rows of a part, computed in this process."""
-    from importlib import import_module
-
+def rows(name: str, case: str, setting: Setting) -> Iterator[Row]:
+    """The rows of a part's case, computed in this process."""
     part = PARTS[name]
-    function: Callable[..., Iterator[Row]] = getattr(import_module(f"benchmarks.device.{part.module}"), part.function)
-    yield from function(name, setting) if part.named else function(setting)
+    module = importlib.import_module(f"benchmarks.device.{part.module}")
+    function: Callable[[str, Setting], Iterator[Row]] = getattr(module, part.function)
+    yield from function(case, setting)
 
 
 def say(**line: Any) -> None:
@@ -63,20 +74,24 @@ def say(**line: Any) -> None:
 
 
 def main() -> None:
-    """Runs one part, or tells of the machine."""
+    """Runs one case of a part, or tells of the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=["machine", *PARTS])
+    parser.add_argument("case", nargs="?", default="")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--platform", default="cpu")
     arguments = parser.parse_args()
-    for name, value in MEMORY.items():
-        os.environ.setdefault(name, value)
+    measures = arguments.name != "machine" and PARTS[arguments.name].measures
+    for variable, value in (ALONE if measures else TOGETHER).items():
+        os.environ.setdefault(variable, value)
+    if importlib.util.find_spec("xprof") is None:
+        sys.modules.update({name: ModuleType(name) for name in XPROF})
     if arguments.name == "machine":
         from benchmarks.device.speeds import machine
 
         say(machine=asdict(machine()))
         return
-    for row in rows(arguments.name, Setting(arguments.small, arguments.platform)):
+    for row in rows(arguments.name, arguments.case, Setting(arguments.small, arguments.platform)):
         say(row=asdict(row))
 
 

@@ -1,4 +1,4 @@
-"""What was found as one JSON file and one Markdown page, written anew after each part.
+"""What was found as one JSON file and one Markdown page, written anew after each case of a part.
 
 Predictions are rooflines: the FLOPs and bytes of a program over the device's published peaks or, where none are known,
 over those that were measured.
@@ -31,7 +31,13 @@ class Report:
     rows: list[tuple[str, Row]] = field(default_factory=list)
     """(part, row), as they came."""
     took: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part that has ended."""
+    """Seconds of each case that has ended."""
+
+    @property
+    def ordered(self) -> list[tuple[str, Row]]:
+        """The rows in the order of the parts."""
+        order = list(PARTS)
+        return sorted(self.rows, key=lambda found: order.index(found[0]))
 
     @property
     def name(self) -> str:
@@ -70,7 +76,7 @@ class Report:
         """The content of the JSON file."""
         rows = [
             {"part": part, **asdict(row), "predicted_seconds": self.predicted(row), "mfu": self.mfu(row)}
-            for part, row in self.rows
+            for part, row in self.ordered
         ]
         about = {"begun": self.begun.isoformat(timespec="seconds"), "minutes": self.minutes, "small": self.small}
         peaks = dict(zip(("flops", "bandwidth"), self.peaks, strict=True)) if self.peaks else None
@@ -91,6 +97,7 @@ class Report:
             *self._speeds(),
             "",
             *self._checks(),
+            *self._profiles(),
         ]
         return "\n".join(lines) + "\n"
 
@@ -108,7 +115,7 @@ class Report:
     def _speeds(self) -> Iterator[str]:
         yield "| what | time | predicted | tokens/s | TFLOP/s | MFU | peak GiB (compiler's) | notes |"
         yield "|---|---|---|---|---|---|---|---|"
-        for part, row in self.rows:
+        for part, row in self.ordered:
             if PARTS[part].measures:
                 yield f"| {' | '.join(_cell(x) for x in self._speed(row))} |"
 
@@ -133,11 +140,21 @@ class Report:
     def _checks(self) -> Iterator[str]:
         yield "| check | result | found | limit | notes |"
         yield "|---|---|---|---|---|"
-        for part, row in self.rows:
+        for part, row in self.ordered:
             if not PARTS[part].measures:
                 numbers = ["" if x is None else f"{x:.2g}" for x in (row.difference, row.limit)]
                 cells = [f"{part}: {row.name}", row.status, *numbers, row.message]
                 yield f"| {' | '.join(_cell(x) for x in cells)} |"
+
+    def _profiles(self) -> Iterator[str]:
+        """Where the device's time went in a turn of each row that was profiled."""
+        for _, row in self.ordered:
+            if row.profile is not None:
+                yield from ("", f"## {row.name}", "")
+                yield f"{row.profile.launches:,.0f} launches a turn, busy {row.profile.busy:.0%} of the time."
+                yield from ("", "| kernel | ms | launches |", "|---|---|---|")
+                for name, seconds, launches in row.profile.kernels:
+                    yield f"| {_cell(name[:100])} | {seconds * 1e3:.3f} | {launches:,.0f} |"
 
 
 def _cell(text: str) -> str:

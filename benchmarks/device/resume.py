@@ -101,7 +101,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in {*one, *other} if name not in one or name not in other or one[name] != other[name])
 
 
-def rows(setting: Setting) -> Iterator[Row]:
+def rows(case: str, setting: Setting) -> Iterator[Row]:
     """One row: how many parts of the end differ."""
     with tempfile.TemporaryDirectory() as place:
         whole, broken = Path(place) / "whole", Path(place) / "broken"

@@ -1,8 +1,8 @@
 """The records that pass from a part's process to the command: the machine, and one row of a table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tunix.config import DType
 
@@ -58,6 +58,18 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Where a device's time goes in one turn."""
+
+    launches: float
+    """Kernels and copies."""
+    busy: float
+    """Their share of the time from the first one's start to the last one's end."""
+    kernels: tuple[tuple[str, float, float], ...]
+    """Name, seconds and launches of those that take the longest."""
+
+
+@dataclass(frozen=True)
 class Row:
     """One check or one measurement; what a row has not is None or empty."""
 
@@ -84,6 +96,16 @@ class Row:
     """Peak bytes of the program by its compiler."""
     work: tuple[Work, ...] = ()
     """The compiled program's account, or arithmetic, one stretch after the other; its roofline is the prediction."""
+    profile: Profile | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Row":
+        """The row of a record that `dataclasses.asdict` and JSON made."""
+        work = tuple(Work(**stretch) for stretch in record["work"])
+        profile = record["profile"]
+        if profile is not None:
+            profile = Profile(**{**profile, "kernels": tuple(map(tuple, profile["kernels"]))})
+        return cls(**{**record, "work": work, "profile": profile})
 
 
 def check(name: str, difference: float, limit: float, message: str = "") -> Row:

@@ -9,9 +9,12 @@ Axes: B rows, T time.
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import rl, rollout
-from benchmarks.device.rows import Machine, Row, Setting, Work
+from benchmarks.device.rows import Machine, Profile, Row, Setting, Work
 from benchmarks.shapes import LORA, Shape
 from benchmarks.train import LOSS, interleaved
+from tunix.config import DType
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import platform
 from tunix.models.attention.attend import described, spec_of
@@ -36,41 +40,52 @@ from tunix.trainer.perf import matmul_weights, peak_flops, peak_memory
 
 TURNS, LONGEST = 5, 25.0
 """Turns of a measurement at most, and the seconds after which no other one is begun."""
-SMALL = with_sizes(small("qwen3"), {"d_model": 128, "ffn": 384, "num_layers": 4})
-SMALL_NAME = "small qwen3"
+SIZES = {"d_model": 128, "ffn": 384, "num_layers": 4}
+"""Of the small models."""
+TOP = 20
+"""Kernels of a profile."""
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax", "optax", "numpy", "tokamax")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that is timed: one row of tokens, as long as it is hard."""
+    """A training step that is timed: one row of tokens."""
 
     preset: str
     length: int
     short: int
     """T where shapes are small."""
+    documents: int = 1
+    """Texts of equal length that fill the row."""
+    layers: int | None = None
+    """So many of the model's layers; None for all."""
     adapter: AdapterConfig | None = None
     remat: Remat = "none"
 
     def shape(self, setting: Setting) -> Shape:
         """The model and the batch."""
-        config, length = (SMALL, self.short) if setting.small else (preset(self.preset), self.length)
+        config, name = preset(self.preset), self.preset
+        if setting.small:
+            name = f"small {config.family}"
+            config = with_sizes(small(config.family), SIZES)
+        elif self.layers is not None:
+            config, name = with_sizes(config, {"num_layers": self.layers}), f"{name} of {self.layers} layers"
+        length = self.short if setting.small else self.length
         return Shape(
-            SMALL_NAME if setting.small else self.preset,
-            config,
-            rows=1,
-            length=length,
-            dtype=setting.dtype,
-            remat=self.remat,
+            name, config, rows=1, length=length, documents=self.documents, dtype=setting.dtype, remat=self.remat
         )
 
 
+EXPERTS = LORA.model_copy(
+    update={"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"]}
+)
+"""An adapter of a mixture."""
 STEPS = {
-    "sft-8k": Step("qwen3-0.6b", 8192, 256),
-    "sft-16k": Step("qwen3-0.6b", 16_384, 512),
-    "sft-16k-remat": Step("qwen3-0.6b", 16_384, 512, remat="block"),
-    "sft-64k": Step("qwen3-0.6b", 65_536, 2048, remat="block"),
-    "lora-4b-16k": Step("qwen3-4b", 16_384, 512, LORA, remat="block"),
+    "packed-16k": Step("qwen3-0.6b", 16_384, 512, documents=8),
+    "16k": Step("qwen3-0.6b", 16_384, 512),
+    "4b-16k": Step("qwen3-4b", 16_384, 512, adapter=LORA, remat="block"),
+    "64k": Step("qwen3-0.6b", 65_536, 2048, remat="block"),
+    "mixture-16k": Step("qwen3-30b-a3b", 16_384, 512, documents=8, layers=12, adapter=EXPERTS, remat="block"),
 }
 
 
@@ -110,47 +125,91 @@ def timed(work: Callable[[], Any]) -> list[float]:
     return seconds
 
 
+def profile(work: Callable[[], Any]) -> Profile | None:
+    """Where the device's time goes in a turn of some work; None on a CPU, which has no kernels."""
+    if platform() == "cpu":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(work())
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        lines = [line for plane in planes if plane.name.startswith("/device:") for line in plane.lines]
+        return summary((line.name, line.events) for line in lines)
+
+
+def summary(lines: Iterable[tuple[str, Iterable[Any]]]) -> Profile | None:
+    """The kernels of a profile; None where it has none.
+
+    Args:
+        lines: name and events of each line of a device: a GPU's streams, a TPU's operations.
+    """
+    events = [event for name, events in lines if name.startswith(("Stream", "XLA Ops")) for event in events]
+    if not events:
+        return None
+    seconds, launches = Counter[str](), Counter[str]()
+    for event in events:
+        seconds[event.name] += event.duration_ns / 1e9
+        launches[event.name] += 1
+    begin = min(event.start_ns for event in events)
+    span = (max(event.start_ns + event.duration_ns for event in events) - begin) / 1e9
+    kernels = tuple((name, taken, float(launches[name])) for name, taken in seconds.most_common(TOP))
+    return Profile(float(len(events)), sum(seconds.values()) / span, kernels)
+
+
 def measured(name: str, seconds: list[float], **more: Any) -> Row:
     """A row of timed turns."""
     return Row(name, seconds=float(np.median(seconds)), turns=len(seconds), memory=peak_memory(), **more)
 
 
-def peaks(setting: Setting) -> Iterator[Row]:
-    """A large product and a large copy: what this device does at its best."""
-    side, times, numbers = (1024, 1, 1 << 24) if setting.small else (8192, 20, 1 << 30)
+def peaks(case: DType, setting: Setting) -> Iterator[Row]:
+    """Large products and large copies, long enough for the clock to settle: what this device does at its best."""
+    side, times, copies, numbers = (1024, 1, 1, 1 << 24) if setting.small else (8192, 300, 100, 1 << 30)
+    dtype = setting.dtype if setting.small else case
     keys = jax.random.split(jax.random.key(0))
-    a, b = (jax.random.normal(key, (side, side), setting.dtype) for key in keys)
+    a, b = (jax.random.normal(key, (side, side), dtype) for key in keys)
+    b *= side**-0.5  # so that products of products keep their size
 
-    def chain(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, x: (x @ b) * side**-0.5, a)
+    @jax.jit
+    def products(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, times, lambda _, x: x @ b, a)
 
-    product, flops = jax.jit(chain), 2.0 * times * side**3
-    name = f"a product of {side} x {side}, {times} times, {setting.dtype}"
-    yield measured(name, timed(lambda: product(a, b)), flops=flops, work=(Work(flops, 0.0),))
+    flops = 2.0 * times * side**3
+    name = f"a product of {side} x {side}, {times} times, {dtype}"
+    yield measured(name, timed(lambda: products(a, b)), flops=flops, work=(Work(flops, 0.0),))
     long = jnp.ones(numbers, jnp.bfloat16)
-    copy, moved = jax.jit(lambda x: x + 1), 4.0 * numbers
-    name = f"reading and writing {moved / 2e9:.2f} GB each"
-    yield measured(name, timed(lambda: copy(long)), work=(Work(0.0, moved),))
+
+    @jax.jit
+    def copied(long: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, copies, lambda _, x: x + 1, long)
+
+    moved = 4.0 * copies * numbers
+    name = f"reading and writing {2 * numbers / 1e9:.2f} GB each, {copies} times"
+    yield measured(name, timed(lambda: copied(long)), work=(Work(0.0, moved),))
 
 
-def step(name: str, setting: Setting) -> Iterator[Row]:
+def step(case: str, setting: Setting) -> Iterator[Row]:
     """The row of a training step of `STEPS`."""
-    one = STEPS[name]
-    shape = one.shape(setting)
-    trainer, batch = shape.trainer(one.adapter), shape.batch()
+    settings = STEPS[case]
+    shape = settings.shape(setting)
+    trainer, batch = shape.trainer(settings.adapter), shape.batch()
+
+    def turn() -> Any:
+        return trainer.step(batch, LOSS), trainer.state
+
     with tempfile.TemporaryDirectory() as cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         start = time.perf_counter()
         compiled = trainer.learner.lowered(batch, LOSS).compile()
-        took, flops = time.perf_counter() - start, shape.flops(frozen=one.adapter is not None)
+        took, flops = time.perf_counter() - start, shape.flops(settings.adapter)
         work, planned = work_of(compiled, flops), planned_memory(compiled)
         del compiled
-        seconds = timed(lambda: (trainer.step(batch, LOSS), trainer.state))
-    attention = attention_of(shape)
-    said = f"{shape.dtype}, remat {one.remat}, attention {attention}, compiled in {took:.0f} s"
-    yield measured(
-        f"{'SFT' if one.adapter is None else 'LoRA'} {shape.name}, 1 x {shape.length}",
+        seconds = timed(turn)
+    said = f"{shape.dtype}, remat {settings.remat}, attention {attention_of(shape)}, compiled in {took:.0f} s"
+    packed = f", {shape.documents} documents" if shape.documents > 1 else ""
+    row = measured(
+        f"{'SFT' if settings.adapter is None else 'LoRA'} {shape.name}, 1 x {shape.length}{packed}",
         seconds,
         message=said if work else f"{said}; its program could not be read",
         tokens=shape.length,
@@ -158,6 +217,7 @@ def step(name: str, setting: Setting) -> Iterator[Row]:
         planned_memory=planned,
         work=work,
     )
+    yield replace(row, profile=profile(turn))
 
 
 def attention_of(shape: Shape) -> str:
@@ -198,53 +258,70 @@ def planned_memory(compiled: jax.stages.Compiled) -> int | None:
     return getattr(memory, "peak_memory_in_bytes", 0) or held
 
 
-def grpo(setting: Setting) -> Iterator[Row]:
-    """The row of a whole GRPO step: rollout, reward and update."""
+def grpo(case: str, setting: Setting) -> Iterator[Row]:
+    """The row of a whole GRPO step: rollout, reward and update.
+
+    Args:
+        case: prompts x completions of each, e.g. `8x8`.
+        setting: how it runs.
+    """
     name, config = _policy(setting)
-    sizes = rl.Sizes() if setting.small else rl.Sizes(prompts=8, group=8, length=256, new=256)
+    prompts, group = map(int, case.split("x"))
+    sizes = rl.Sizes() if setting.small else rl.Sizes(prompts=prompts, group=group, length=256, new=256)
     longest, answers = sizes.length + sizes.new, sizes.prompts * sizes.group
     shape = Shape(name, config, rows=answers, length=longest, dtype=setting.dtype)
     found = rl.measure(3, lora=False, kl=0.0, shape=shape, sizes=sizes)
     parts = ", ".join(f"{part} {np.median(found[part]):.3f} s" for part in rl.PARTS)
     flops, numbers = rollout.decoding(config, sizes.length, sizes.new, answers)
-    size, update = jnp.dtype(setting.dtype).itemsize, shape.flops(frozen=False)
-    prompts = 2.0 * matmul_weights(config) * sizes.prompts * sizes.length
+    size, update = jnp.dtype(setting.dtype).itemsize, shape.flops()
+    prefill = 2.0 * matmul_weights(config) * sizes.prompts * sizes.length
     yield measured(
         f"GRPO {name}, {sizes.prompts} x {sizes.group} of {sizes.length} + {sizes.new}",
         found["step"],
         message=f"{setting.dtype}; {parts}; predicted by arithmetic",
         tokens=answers * sizes.new,
-        flops=update + prompts + float(flops.sum()),
-        work=(Work(prompts, 0.0), Work(float(flops.sum()), size * float(numbers.sum())), Work(update, 0.0)),
+        flops=update + prefill + float(flops.sum()),
+        work=(Work(prefill, 0.0), Work(float(flops.sum()), size * float(numbers.sum())), Work(update, 0.0)),
     )
 
 
-def decode(setting: Setting) -> Iterator[Row]:
-    """The row of sampling one token in every slot, which reads all weights and what is filled of the cache."""
+def decode(case: str, setting: Setting) -> Iterator[Row]:
+    """Rows of sampling one token in every slot, which reads all weights and what is filled of the cache.
+
+    Args:
+        case: slots, e.g. `256`.
+        setting: how it runs.
+    """
     name, config = _policy(setting)
-    slots, prompt, new = (16, 64, 64) if setting.small else (256, 448, 64)
+    slots, prompt, new = (int(case) // 16, 64, 64) if setting.small else (int(case), 448, 64)
     engine = rollout.engines((slots,), config, setting.dtype, prompt + new)[slots]
-    many, few = (_same(slots, prompt, number, config.vocab_size) for number in (new, 1))
-    both = interleaved({"many": lambda: engine.run(many), "few": lambda: engine.run(few)}, TURNS)
     flops, numbers = (x[1:] for x in rollout.decoding(config, prompt, new, slots))
-    seconds = [(a - b) / len(flops) for a, b in zip(both["many"], both["few"], strict=True)]
     size = jnp.dtype(setting.dtype).itemsize
-    yield measured(
-        f"decoding {name}, {slots} slots of {prompt} to {prompt + new} tokens",
-        seconds,
-        message=f"{setting.dtype}; predicted by arithmetic: weights and the filled cache are read once",
-        tokens=slots,
-        flops=float(flops.mean()),
-        work=(Work(float(flops.mean()), size * float(numbers.mean())),),
-    )
+    for shared in (True, False):
+        many, few = (_requests(slots, prompt, number, config.vocab_size, shared) for number in (new, 1))
+        both = interleaved({"many": partial(engine.run, many), "few": partial(engine.run, few)}, TURNS)
+        seconds = [(a - b) / len(flops) for a, b in zip(both["many"], both["few"], strict=True)]
+        whole = float(np.median(both["many"]))
+        row = measured(
+            f"decoding {name}, {slots} slots of {prompt} to {prompt + new} tokens, "
+            f"{'a shared prompt' if shared else 'a prompt each'}",
+            seconds,
+            message=f"{setting.dtype}; the whole rollout of {new} tokens {whole:.3f} s, {slots * new / whole:,.0f} "
+            "tokens/s; predicted by arithmetic: weights and the filled cache are read once",
+            tokens=slots,
+            flops=float(flops.mean()),
+            work=(Work(float(flops.mean()), size * float(numbers.mean())),),
+        )
+        yield replace(row, profile=profile(partial(engine.run, many)))
 
 
 def _policy(setting: Setting) -> tuple[str, DecoderConfig]:
     """Name and config of the model that samples."""
-    return (SMALL_NAME, SMALL) if setting.small else ("qwen3-0.6b", preset("qwen3-0.6b"))
+    shape = STEPS["16k"].shape(setting)
+    return shape.name, shape.config
 
 
-def _same(number: int, prompt: int, new: int, vocab: int) -> list[Request]:
-    """Requests with one prompt, which is computed once."""
-    first = rollout.requests(np.array([new]), prompt=prompt, vocab=vocab)[0]
-    return [replace(first, index=index) for index in range(number)]
+def _requests(number: int, prompt: int, new: int, vocab: int, shared: bool) -> list[Request]:
+    """Requests with a prompt each, or with one prompt, which is computed once."""
+    asked = rollout.requests(np.full(number, new), prompt=prompt, vocab=vocab)
+    return [replace(asked[0], index=index) for index in range(number)] if shared else asked

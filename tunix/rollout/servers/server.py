@@ -5,12 +5,13 @@ Every call has a deadline. A call that comes to nothing raises `Failed`; one tha
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix.rollout.servers.protocol import answered
 from tunix.rollout.servers.types import Answer, Ask, Failed, Gone, Late, Refused, Stray
+
+if TYPE_CHECKING:
+    import httpx  # where it is used: runs that sample here need no HTTP
 
 HEALTH_EVERY = 5.0
 """Seconds between two looks at a server that has requests."""
@@ -118,6 +119,8 @@ class Server:
         self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
     ) -> Any:
         """What it answers: to a GET where there is no body, else to a POST; one for a completion has an identity."""
+        import httpx
+
         client = self._calls if identity is None else self._clients[-1]
         method, headers = ("GET" if body is None else "POST"), {"X-Request-Id": identity} if identity else None
         try:
@@ -130,13 +133,15 @@ class Server:
         return _read(response, path)
 
 
-def _client(url: str, kept: int) -> httpx.AsyncClient:
+def _client(url: str, kept: int) -> "httpx.AsyncClient":
     """Connections to an address, so many of which are used again."""
+    import httpx
+
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
 
 
-def _read(response: httpx.Response, path: str) -> Any:
+def _read(response: "httpx.Response", path: str) -> Any:
     """The content of a response that is good."""
     status, text = response.status_code, response.text
     if status >= 500 or status in (408, 425, 429):
@@ -151,7 +156,7 @@ def _read(response: httpx.Response, path: str) -> Any:
         raise Failed(f"it answered {path} with no JSON: {text[:80]!r}") from None
 
 
-def _said(response: httpx.Response) -> str:
+def _said(response: "httpx.Response") -> str:
     """The message of an error, in one line."""
     try:
         body = response.json()
