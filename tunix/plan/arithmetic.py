@@ -38,6 +38,9 @@ class Work(NamedTuple):
         return max(compute, memory) + between, "compute" if compute > max(memory, between) else "memory"
 
 
+NOTHING = Work()
+
+
 def training(
     config: DecoderConfig,
     batch: Batch,

@@ -25,7 +25,7 @@ from tunix.data.pipeline import pictures_of_row
 from tunix.data.sources import Rows
 from tunix.hf.source import Source
 from tunix.plan import arithmetic, programs
-from tunix.plan.arithmetic import Work
+from tunix.plan.arithmetic import NOTHING, Work
 from tunix.plan.programs import BatchShape
 from tunix.plan.subject import Frozen, Place, Subject, Trained
 from tunix.protocols import Saving
@@ -66,7 +66,7 @@ class Program:
     """How often it runs in a step of the recipe."""
     flops: float = 0.0
     """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
-    work: Work = Work()
+    work: Work = NOTHING
     """What one run multiplies and moves on each device at the least."""
     tokens: int = 0
     """Tokens of one run over all devices."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tunix.plan.arithmetic import Work
+from tunix.plan.arithmetic import NOTHING, Work
 from tunix.plan.chips import Chip
 from tunix.plan.compiling import Compiled, compiled
 from tunix.plan.record import Program, programs_of
@@ -48,7 +48,7 @@ class Need:
     """The same by what they are."""
     buffers: list[list[Any]] = field(default_factory=list)
     """The largest arrays that it writes: bytes, type and shape, scope, line of tunix."""
-    work: Work = Work()
+    work: Work = NOTHING
     """What each device multiplies and moves at the least, by arithmetic."""
     sent: dict[str, list[float]] = field(default_factory=dict)
     """Kind of collective -> how many run, and the bytes that a device sends in them."""
