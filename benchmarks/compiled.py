@@ -1,8 +1,8 @@
 """`python -m benchmarks.compiled`: training steps of published sizes, compiled for accelerators that are not here.
 
 Each is compiled in a process of its own from shapes alone, by XLA's TPU compiler (`pip install '.[plan-tpu]'`) or
-NVIDIA's (`'.[plan-gpu]'`): peak memory, FLOPs, memory traffic and collectives of each device, with loops counted
-as often as they run. Nothing is run. With `--engine`, the sampler's decode program (`compiled_engine.py`).
+NVIDIA's (`'.[plan-gpu]'`): peak memory, kernels, copies and collectives of each device, with loops counted as often
+as they run. Nothing is run. With `--engine`, the sampler's decode program (`compiled_engine.py`).
 """
 
 import argparse
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
 }
 
 
-COLUMNS = ("step", "before", "trace + compile, s", "peak GiB", "TFLOP", "GB moved", "GB sent, each device", "kernels")
+COLUMNS = ("step", "before", "trace + compile, s", "peak GiB", "copies above 1 MB", "GB sent, each device", "kernels")
 
 
 def measured(name: str, dump: Path | None) -> dict[str, Any]:
@@ -113,8 +113,7 @@ def measured(name: str, dump: Path | None) -> dict[str, Any]:
         "compiled": time.perf_counter() - start - traced,
         "peak": getattr(memory, "peak_memory_in_bytes", 0) or held,
         "held": held,
-        "flops": found.flops,
-        "bytes": found.bytes,
+        "copies": found.copied(2**20),
         "sent": {kind: (found.number(kind), found.sent(kind)) for kind in COLLECTIVES if found.number(kind)},
         "looped": max((one.loops for one in found.collectives), default=0),
         "kernels": found.kernels,
@@ -128,8 +127,8 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
     sent = "; ".join(f"{kind} {amount / 1e9:.1f} in {number:.0f}" for kind, (number, amount) in found["sent"].items())
     kernels = ", ".join(f"{kernel} {number:.0f}" for kernel, number in found["kernels"].items() if number > 1)
     seconds = f"{found['traced']:.0f} + {found['compiled']:.0f}"
-    numbers = (found["peak"] / GIGA, found["flops"] / 1e12, found["bytes"] / 1e9)
-    return [name, CASES[name].before, seconds, *(f"{number:,.1f}" for number in numbers), sent, kernels]
+    numbers = (f"{found['peak'] / GIGA:,.1f}", f"{found['copies']:,.0f}")
+    return [name, CASES[name].before, seconds, *numbers, sent, kernels]
 
 
 def main() -> None:

@@ -1,9 +1,7 @@
 """`python -m benchmarks.compiled --engine`: the sampler's decode program, compiled for accelerators that are not here.
 
-All slots are full. A token's step has to read the weights and every key and value once; what the program moves over
-that, what it holds beside weights and cache, and what devices exchange within the loop is read from it. A step is
-counted with what a dispatch does around its loop. Kernels count the pages of their operands once, which is what they
-read where all slots are full.
+All slots are full. What the program holds beside weights and cache, what it copies, and what devices exchange within
+the loop is read from it. A step is counted with what a dispatch does around its loop.
 """
 
 import time
@@ -23,7 +21,7 @@ from tunix.util.sizes import bytes_of
 
 GIGA = 2**30
 LARGE = 2**20
-"""Bytes of an all-gather within the loop that a row names."""
+"""Bytes from which copies count, and all-gathers within the loop."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,6 @@ def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
     assert memory is not None, "this compiler knows its memory"
     found = account(text)
     cache, own = bytes_of(state.caches), bytes_of(weights)
-    ideal = cache + own - (0 if model.config.tied else bytes_of(weights.top["embed/w"]))
     inside = [one for one in found.collectives if one.loops]
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return {
@@ -98,15 +95,14 @@ def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
         "weights": own,
         "peak": getattr(memory, "peak_memory_in_bytes", 0) or held,
         "temporary": memory.temp_size_in_bytes,
-        "bytes": found.bytes,
-        "ideal": ideal,
+        "copies": found.copied(LARGE),
         "sent": sum(one.bytes * one.times for one in inside),
         "large": sorted({one.bytes for one in inside if one.kind == "all-gather" and one.bytes > LARGE}),
     }
 
 
-COLUMNS = ("decode", "before", "reader", "trace + compile, s", "peak GiB", "temporaries / cache", "GB moved a step")
-MORE = ("over the ideal", "MB sent a step", "all-gathers above 1 MB")
+COLUMNS = ("decode", "before", "reader", "trace + compile, s", "peak GiB", "temporaries / cache")
+MORE = ("copies above 1 MB", "MB sent a step", "all-gathers above 1 MB")
 
 
 def row(name: str, found: dict[str, Any]) -> list[str]:
@@ -118,8 +114,7 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
         f"{found['traced']:.0f} + {found['compiled']:.0f}",
         f"{found['peak'] / GIGA:.1f}",
         f"{found['temporary'] / found['cache']:.1%}",
-        f"{found['bytes'] / 1e9:.1f}",
-        f"{found['bytes'] / found['ideal']:.2f}",
+        f"{found['copies']:.0f}",
         f"{found['sent'] / 1e6:.1f}",
         f"{len(found['large'])}",
     ]

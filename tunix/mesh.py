@@ -34,6 +34,11 @@ PRODUCTS = {
 takes more memory or rounds otherwise. On a CPU float32 products go to Eigen, and YNNPACK keeps the reductions. One of
 bfloat16 multiplies float32 copies: a layer's matrices are copied when it is their turn, not those of all layers before
 the first."""
+SCANS: dict[str, dict[str, bool]] = {"gpu": {"xla_gpu_enable_dynamic_slice_fusion": False}}
+"""Options of XLA for the same programs, by platform. On a GPU a kernel would write its result into a scan's stacked
+output itself; where the scan's body reads that result too, jax 0.11.2 clones the kernel: attention's forward pass ran
+twice in every layer, 50 of 459 ms of a step on an H200. jax 0.10.2 and 0.12.0.1 do not fuse it, and compile the same
+program with and without the option."""
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -114,12 +119,13 @@ def sharding(axes: Axes, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition(axes, shape, mesh))
 
 
-def fast_products(mesh: Mesh, dtype: DType) -> dict[str, str]:
-    """`compiler_options` for programs of many tokens that multiply in this dtype.
+def compiler_options(mesh: Mesh, dtype: DType) -> dict[str, Any]:
+    """`compiler_options` of `jax.jit` for programs of many tokens that multiply in this dtype, for the mesh's devices.
 
     None for bfloat16 changes a product: trainer and sampler have to round alike.
     """
-    return PRODUCTS.get((mesh.devices.flat[0].platform, dtype), {})
+    kind = _platform(mesh.devices.flat[0].platform)
+    return {**PRODUCTS.get((kind, dtype), {}), **SCANS.get(kind, {})}
 
 
 def as_trainers_round(dtype: DType) -> dict[str, str]:
@@ -142,7 +148,12 @@ def platform() -> str:
     """`cpu`, `gpu` or `tpu`: what the program that is being traced is compiled for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.default_backend() if device is None else device.platform
-    return "gpu" if kind in ("cuda", "rocm") else kind
+    return _platform(kind)
+
+
+def _platform(name: str) -> str:
+    """A device's platform as tables have it: the compilers of GPUs that are not here have names of their own."""
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def device_in_use() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]

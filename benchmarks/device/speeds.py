@@ -8,7 +8,6 @@ Axes: B rows, T time.
 
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -33,10 +32,11 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.scan import Remat
-from tunix.plan.account import account
+from tunix.plan import arithmetic
 from tunix.plan.chips import CHIPS
 from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights, peak_flops, peak_memory
+from tunix.util.sizes import bytes_of
 
 TURNS, LONGEST = 5, 25.0
 """Turns of a measurement at most, and the seconds after which no other one is begun."""
@@ -203,19 +203,25 @@ def step(case: str, setting: Setting) -> Iterator[Row]:
         start = time.perf_counter()
         compiled = trainer.learner.lowered(batch, LOSS).compile()
         took, flops = time.perf_counter() - start, shape.flops(settings.adapter)
-        work, planned = work_of(compiled, flops), planned_memory(compiled)
+        planned, state = planned_memory(compiled), trainer.learner.state
         del compiled
+        held = (trainer.learner.params, (state.params, state.moments))
+        weights, updated = map(bytes_of, held)
+        least = arithmetic.training(
+            shape.config, batch, settings.adapter, settings.remat, weights=weights, state=updated, devices=1
+        )
+        del held, state  # the step takes their memory
         seconds = timed(turn)
     said = f"{shape.dtype}, remat {settings.remat}, attention {attention_of(shape)}, compiled in {took:.0f} s"
     packed = f", {shape.documents} documents" if shape.documents > 1 else ""
     row = measured(
         f"{'SFT' if settings.adapter is None else 'LoRA'} {shape.name}, 1 x {shape.length}{packed}",
         seconds,
-        message=said if work else f"{said}; its program could not be read",
+        message=said,
         tokens=shape.length,
         flops=flops,
         planned_memory=planned,
-        work=work,
+        work=(Work(least.flops, least.bytes), Work(0.0, least.between)),
     )
     yield replace(row, profile=profile(turn))
 
@@ -232,21 +238,6 @@ def attention_of(shape: Shape) -> str:
     q, k = (jax.ShapeDtypeStruct((1, shape.length, number, config.head_dim), shape.dtype) for number in heads)
     jax.eval_shape(look, q, k, jax.ShapeDtypeStruct((1, shape.length), "int32"))
     return found[0]
-
-
-def work_of(compiled: jax.stages.Compiled, needed: float) -> tuple[Work, ...]:
-    """A compiled program's account; nothing where its text could not be read: the times are worth more.
-
-    Args:
-        compiled: the program.
-        needed: FLOPs of the model, the least that it can have: those of a kernel are not in its text.
-    """
-    try:
-        found = account(compiled.as_text() or "")
-    except Exception:  # of a parser, at a text that nobody has seen
-        traceback.print_exc()
-        return ()
-    return (Work(max(found.flops, needed), found.bytes),)
 
 
 def planned_memory(compiled: jax.stages.Compiled) -> int | None:

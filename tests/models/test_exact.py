@@ -12,7 +12,7 @@ from tests.marks import slow
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.data.packing import pack
-from tunix.mesh import fast_products
+from tunix.mesh import compiler_options
 from tunix.models.families.table import small
 from tunix.models.model import Model, Params
 from tunix.trainer.build import local_client
@@ -75,7 +75,7 @@ def test_what_is_sampled_and_what_trains_round_alike(monkeypatch):
 def test_a_policy_that_is_differentiated_is_that_which_is_not():
     """A backward pass reads more of what a program computes: XLA fuses it otherwise."""
     mesh, config = one_device(), small("gemma2")
-    model, options = Model(config, dtype="bfloat16"), fast_products(mesh, "bfloat16")
+    model, options = Model(config, dtype="bfloat16"), compiler_options(mesh, "bfloat16")
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (8, 48)), jnp.int32)
     positions, segments = jnp.broadcast_to(jnp.arange(48, dtype=jnp.int32), tokens.shape), jnp.ones_like(tokens)

@@ -75,7 +75,7 @@ def compiled(learner: Learner, batch: Batch, loss: Loss) -> Account:
         return learner._compute.step(*jax.tree.unflatten(tree, leaves), key, loss)
 
     with jax.set_mesh(learner.spec.mesh):
-        return account(jit(step, options=learner._products).lower(leaves, learner._key).compile().as_text())
+        return account(jit(step, options=learner._options).lower(leaves, learner._key).compile().as_text())
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from tests.marks import slow
 from tunix.errors import UserError
 from tunix.models.families.table import presets
 from tunix.plan import compiling, verdict, worker
+from tunix.plan.arithmetic import Work
 from tunix.plan.ask import Plan, ask
 from tunix.plan.chips import CHIPS
 from tunix.plan.compiling import Compiled
@@ -142,7 +143,7 @@ def test_a_small_recipe_is_planned_for_the_cpu_at_hand(kept: Path):
     assert step["name"] == "step"
     # 8 devices with a row each: 6 FLOPs a weight and token, and those of the attention.
     weights = 2 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64) + 96 * 32
-    assert step["flops"] > 6 * weights * 32
+    assert step["work"][0] > 6 * weights * 32
     assert step["kinds"]["weights"] == found["places"]["training"]["held"]["weights"]
     assert sum(step["kinds"].values()) == step["total"] == found["needed"]
     assert min(step["traced_in"], step["compiled_in"]) > 0
@@ -156,11 +157,11 @@ def test_a_small_recipe_is_planned_for_the_cpu_at_hand(kept: Path):
 
 def test_what_a_program_does_not_read_is_held_beside_it():
     """A step of 10 that reads 4 of weights, beside a copy of 3: 13. A growing cache of 2 + 4 beside 4 + 3: 13 too."""
-    compiled = Compiled(10, 4, 8e12, 2e9, {"all-reduce": [2.0, 3e9]}, 0.3e9, [], 1.0)
+    compiled = Compiled(10, 4, {"all-reduce": [2.0, 3e9]}, 0.3e9, [], 1.0)
     held = {"weights": 4, "copy": 3}
-    program = replace(programs_of(subject())[0], reads=("weights",), gradients=1, times=2.0, flops=0.0)
+    program = replace(programs_of(subject())[0], reads=("weights",), gradients=1, times=2.0, work=Work(8e12, 2e9))
     target = Target("h100:8", 8, 13, CHIPS["h100"], 8)
-    need = verdict._need(program, held, compiled, target, 8)
+    need = verdict._need(program, held, compiled, target)
     assert (need.total, need.kinds) == (13, {**held, "gradients": 1, "activations and temporaries": 5})
     # 8 TFLOP at 989 a second are 8.09 ms, 2 GB at 3.35 TB/s 0.6, 3 GB over NVLink 6.7, 0.3 GB between hosts 6.
     assert (need.bound, need.seconds) == ("compute", pytest.approx(8e12 / 989e12))

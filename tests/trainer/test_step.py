@@ -14,7 +14,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import LOSS_WEIGHTS, MeshConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import build_mesh, fast_products
+from tunix.mesh import build_mesh, compiler_options
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
@@ -48,13 +48,13 @@ def test_products_of_float32_go_to_the_faster_library_and_those_of_bfloat16_stay
         return "__ynn_fusion" in product.lower(x, x).compile().as_text()
 
     assert ynnpack({}, "float32")
-    assert not ynnpack(fast_products(mesh, "float32"), "float32")
+    assert not ynnpack(compiler_options(mesh, "float32"), "float32")
     assert ynnpack({}, "bfloat16")
-    assert ynnpack(fast_products(mesh, "bfloat16"), "bfloat16")
+    assert ynnpack(compiler_options(mesh, "bfloat16"), "bfloat16")
 
 
 def test_the_matrices_of_all_layers_are_never_held_in_float32():
-    options = fast_products(build_mesh(MeshConfig(), jax.devices()[:1]), "bfloat16")
+    options = compiler_options(build_mesh(MeshConfig(), jax.devices()[:1]), "bfloat16")
     layers, dim, rows = 16, 256, 8
     shape = jax.ShapeDtypeStruct
 

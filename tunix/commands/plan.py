@@ -181,7 +181,7 @@ def predicted(prediction: dict[str, float]) -> str:
         f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
         f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
         "rows are full and "
-        "every device reaches its published peaks"
+        "every device reaches its peaks"
     )
 
 
@@ -207,8 +207,8 @@ def _show_programs(verdict: dict[str, Any], console: Console) -> None:
     for one in verdict["programs"]:
         sent = sum(amount for _, amount in one["sent"].values()) / 1e9
         least = "" if one["seconds"] is None or one["refused"] else f"{1e3 * one['seconds']:,.0f}, {one['bound']}"
-        cost = (f"{one['flops'] / 1e12:,.1f}", f"{one['bytes'] / 1e9:,.0f}", f"{sent:,.1f}")
-        cost = cost if one["flops"] else ("", "", "")
+        flops, moved = one["work"][0], sum(one["work"][1:])
+        cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent:,.1f}") if flops else ("", "", "")
         times = f"{one['times']:g} x" if one["times"] else ""
         made = f"{one['traced_in']:.0f} + {one['compiled_in']:.0f}" if one["compiled_in"] else ""
         table.add_row(one["name"], f"{one['total'] / GIB:.2f}", times, *cost, least, made)

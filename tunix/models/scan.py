@@ -108,7 +108,10 @@ def over_layers(
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
             found: dict[str, list[PyTree]] = {}
             for place in places:
-                x, terms = jax.checkpoint(partial(one, place), policy=policy(remat))(x, shared, inputs)
+                # A scan keeps its passes apart by itself. The barrier that does it otherwise has every slice of a stack
+                # copied before it is used; between the layers of a period it keeps recomputation in turn.
+                layer_of = jax.checkpoint(partial(one, place), policy=policy(remat), prevent_cse=len(places) > 1)
+                x, terms = layer_of(x, shared, inputs)
                 for name, term in terms.items():
                     found.setdefault(name, []).append(term)
             return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in found.items()}

@@ -1,11 +1,11 @@
-"""What a compiled program costs on each device: FLOPs, bytes of memory traffic, and what devices send each other.
+"""What a compiled program executes on each device: kernels, copies, and what devices send each other.
 
-XLA's own cost analysis counts the body of a loop once. Here a loop counts as often as it runs: by the trip count that
-XLA found, or, where that is known only at run time, by what its scope states (`util/loops.py`). So a choice between
-branches costs their mean, weighted by how often each is taken.
+A loop counts as often as it runs: by the trip count that XLA found, or, where that is known only at run time, by what
+its scope states (`util/loops.py`). So a choice between branches counts as their mean, weighted by how often each is
+taken. FLOPs, bytes and times are not read here: XLA's text says neither what a kernel multiplies nor what a fusion
+reads (`arithmetic.py`).
 """
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,16 +18,24 @@ RAGGED = "ragged-all-to-all"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", RAGGED, "collective-permute")
 FREE = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"),
-    *("replica-id", "opt-barrier", "copy-done", "async-done", "async-update", "domain", "add-dependency"),
+    *(
+        "replica-id",
+        "opt-barrier",
+        "copy-done",
+        "fusion-done",
+        "async-done",
+        "async-update",
+        "domain",
+        "add-dependency",
+    ),
     *(f"{kind}-done" for kind in COLLECTIVES),
 }
 """Operations that move no memory, or whose start has been counted."""
-SLICING = {"dynamic-slice", "gather", "slice"}
-"""Operations that read only a part of their first operand."""
-UPDATING = {"dynamic-update-slice", "scatter"}
-"""Operations that change a part of their first operand, in place."""
-PASSING = {"bitcast", "copy", "reshape", "transpose", "convert"}
-"""Operations that only pass on, element by element, what a slice of it will read."""
+COPYING = {"copy", "copy-done", "dynamic-slice", "dynamic-update-slice", "slice", "reshape", "transpose"}
+"""Operations that only move numbers."""
+FUSIONS = ("fusion", "fusion-start")
+INDICES = 4096
+"""Bytes below which what stands in a fusion beside its copies only says where they begin."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,15 @@ class Collective:
 
 @dataclass
 class Account:
-    """What one run of a program costs each device."""
+    """What one run of a program executes on each device."""
 
-    flops: float = 0.0
-    """Multiplications and additions of matrix products."""
-    bytes: float = 0.0
-    """Read from memory and written to it; what stays within a fusion is left out."""
     cycles: float = 0.0
     """What a TPU's compiler estimates; 0 by others. Kernels of our own are in no estimate."""
     collectives: list[Collective] = field(default_factory=list)
     kernels: dict[str, float] = field(default_factory=dict)
-    """How often each custom kernel runs, by its name; their FLOPs are not counted, their operands are."""
+    """How often each custom kernel runs, by its name, those within fusions included."""
+    copies: dict[int, float] = field(default_factory=dict)
+    """How often so many bytes are copied by an instruction that does nothing else, e.g. a slice of a scan's stack."""
     unbounded: list[str] = field(default_factory=list)
     """Scopes of the loops whose trip count nobody states; they are counted once."""
 
@@ -77,16 +83,20 @@ class Account:
         """How many collectives of these kinds run, or of all."""
         return sum((one.times for one in self.collectives if not kinds or one.kind in kinds), 0.0)
 
+    def copied(self, least: int) -> float:
+        """How many copies of at least so many bytes run."""
+        return sum((times for copied, times in self.copies.items() if copied >= least), 0.0)
+
     def add(self, other: "Account", times: float = 1.0, loops: int = 0) -> None:
         """Adds another account that is run so many times, within so many more loops."""
-        self.flops += times * other.flops
-        self.bytes += times * other.bytes
         self.cycles += times * other.cycles
         self.collectives += [
             replace(one, times=one.times * times, loops=one.loops + loops) for one in other.collectives
         ]
         for name, number in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0.0) + times * number
+        for copied, number in other.copies.items():
+            self.copies[copied] = self.copies.get(copied, 0.0) + times * number
         self.unbounded += other.unbounded
 
 
@@ -134,7 +144,7 @@ def _fused_collectives(program: Program, one: Instruction) -> Iterator[tuple[str
     A TPU's compiler fuses a sum and the cut of a device's part, which sends what a scattered sum does; and where it
     exchanges beside products, each of these is fused with the same collective, of the same channel.
     """
-    for name in one.calls if one.opcode == "fusion" else ():
+    for name in one.calls if one.opcode in FUSIONS else ():
         inside, scattered = program.computations[name], name.startswith("all-reduce-scatter")
         for inner in inside.values():
             for kind in COLLECTIVES:
@@ -148,14 +158,45 @@ def _fused_collectives(program: Program, one: Instruction) -> Iterator[tuple[str
 
 def _single(program: Program, one: Instruction, home: Computation) -> Account:
     """The account of one instruction that runs no others but those fused into it."""
-    result = Account(flops=flops(program, one, home), bytes=traffic(program, one, home))
+    result = Account()
     result.cycles = float(_quoted(one, "estimated_cycles", ":") or 0)
     for kind in COLLECTIVES:
         if one.opcode in (kind, f"{kind}-start"):
             result.collectives.append(Collective(kind, sent(kind, one, home), scope(one), tuple(group(one.text))))
-    if one.opcode == "custom-call":
-        result.kernels[one.attribute("custom_call_target") or _quoted(one, "custom_call_target")] = 1.0
+    for kernel in (inner for inner in (one, *_fused(program, one)) if inner.opcode == "custom-call"):
+        name = kernel.attribute("custom_call_target") or _quoted(kernel, "custom_call_target")
+        result.kernels[name] = result.kernels.get(name, 0.0) + 1.0
+    if copied := _copied(program, one, home):
+        result.copies[copied] = 1.0
     return result
+
+
+def _fused(program: Program, one: Instruction) -> Iterator[Instruction]:
+    """The instructions that are fused into one."""
+    for name in one.calls if one.opcode in FUSIONS else ():
+        for inner in program.computations[name].values():
+            yield inner
+            yield from _fused(program, inner)
+
+
+def _copied(program: Program, one: Instruction, home: Computation) -> int:
+    """Bytes that an instruction copies: of an array that it updates in place, the update; 0 where it computes."""
+    if one.opcode not in FUSIONS:
+        return _moved(one, home) if one.opcode in COPYING else 0
+    (called, *_) = one.calls
+    inside, root = program.computations[called], program.root(called)
+    working = (x for x in inside.values() if x.opcode not in COPYING and x.opcode not in FREE and x.size >= INDICES)
+    if any(working):
+        return 0
+    return sum(_moved(inside[name], inside) for name in (root.operands if root.opcode == "tuple" else (root.name,)))
+
+
+def _moved(one: Instruction, home: Computation) -> int:
+    """Bytes of an instruction's result, or of what it puts into an array in place, however that is seen afterwards."""
+    seen = one
+    while seen.opcode in ("bitcast", "copy", "reshape") and seen.operands[0] in home:
+        seen = home[seen.operands[0]]
+    return home[seen.operands[1]].size if seen.opcode == "dynamic-update-slice" else one.size
 
 
 def trip_count(program: Program, loop: Instruction) -> int | None:
@@ -214,127 +255,17 @@ def _branches(one: Instruction) -> list[str]:
 
 
 def _shares(one: Instruction, branches: list[Account]) -> list[float]:
-    """How often each branch is taken: by what its scope states, else always the one that costs most."""
+    """How often each branch is taken: by what its scope states, else always the one that does most."""
     stated = re.findall(rf"{CHOICE}(\d+(?:_\d+)*)", scope(one))
     times = list(map(int, stated[-1].split("_"))) if stated else []
     if len(times) == len(branches):
         return [number / sum(times) for number in times]
-    dearest = max(branches, key=lambda branch: (branch.flops, branch.bytes))
+
+    def work(branch: Account) -> tuple[float, ...]:
+        return branch.sent(), sum(branch.kernels.values()), sum(branch.copies.values())
+
+    dearest = max(branches, key=work)
     return [float(branch is dearest) for branch in branches]
-
-
-def flops(program: Program, one: Instruction, home: Computation) -> float:
-    """FLOPs of the product that an instruction is, or of those fused into it."""
-    if one.opcode == "dot":
-        shape = home[one.operands[0]].shape
-        return 2.0 * math.prod(one.shape) * math.prod(shape[axis] for axis in one.numbers("lhs_contracting_dims"))
-    if one.opcode == "convolution":
-        return _convolved(one, home)
-    if one.opcode == "custom-call" and "dot_dimension_numbers" in one.text:
-        axes = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.text)
-        contracted = [int(axis) for axis in re.findall(r"\d+", axes[1] if axes else "")]
-        return 2.0 * math.prod(one.shape) * math.prod(home[one.operands[0]].shape[axis] for axis in contracted)
-    inner = [program.computations[name] for name in one.calls if one.opcode == "fusion"]
-    return sum((flops(program, fused, fusion) for fusion in inner for fused in fusion.values()), 0.0)
-
-
-def _convolved(one: Instruction, home: Computation) -> float:
-    """FLOPs of a convolution, which a TPU's compiler makes of products.
-
-    A free axis may become a window that slides over padding, of which every position meets a single number: only pairs
-    of an output and an element of the window that meet one are multiplied.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.text)
-    image, kernel = (home[name].shape for name in one.operands[:2])
-    if labels is None:
-        return 2.0 * math.prod(one.shape) * math.prod(kernel)
-    axes = [label for label in labels[2] if label.isdigit()]
-    met = [
-        _met(one, number, image[labels[1].index(axis)], one.shape[labels[3].index(axis)])
-        for number, axis in enumerate(sorted(axes))
-    ]
-    features = one.shape[labels[3].index("b")] * one.shape[labels[3].index("f")] * kernel[labels[2].index("i")]
-    return 2.0 * features * math.prod(met)
-
-
-def _met(one: Instruction, axis: int, inputs: int, outputs: int) -> int:
-    """How many pairs of an output and an element of the window meet an input, along one axis of a convolution."""
-
-    def of(key: str, usual: str) -> list[int]:
-        found = re.search(rf"\b{key}=([\dx_\-]+)", window)
-        return [int(number) for number in (found[1].split("x")[axis] if found else usual).split("_")]
-
-    stated = re.search(r"window=\{([^}]*)\}", one.text)
-    window = stated[1] if stated else ""
-    (size,), (stride,), (low, *_) = of("size", "1"), of("stride", "1"), of("pad", "0_0")
-    (spread,), (step,) = of("lhs_dilate", "1"), of("rhs_dilate", "1")
-    places = (output * stride - low + element * step for output in range(outputs) for element in range(size))
-    return sum(0 <= place <= (inputs - 1) * spread and place % spread == 0 for place in places)
-
-
-def traffic(program: Program, one: Instruction, home: Computation) -> float:
-    """Bytes that an instruction reads and writes: of what it slices or updates, the slice alone."""
-    if one.opcode in FREE:
-        return 0.0
-    operands = [home[name] for name in one.operands if name in home]
-    if one.opcode == "copy-start":  # its result names both places
-        return float(one.size)
-    if one.opcode in SLICING:
-        return 2.0 * one.size
-    if one.opcode == "dynamic-update-slice":
-        return 2.0 * operands[1].size
-    if one.opcode == "scatter":
-        return 2.0 * _scattered(one, home)
-    if one.opcode != "fusion":
-        return float(one.size + sum(operand.size for operand in operands))
-    (called, *_) = one.calls
-    inside = program.computations[called]
-    read = sum(_read(program, inside, number, operand.size) for number, operand in enumerate(operands))
-    return float(read + _written(inside, program.root(called)))
-
-
-def _read(program: Program, inside: Computation, number: int, whole: int) -> int:
-    """Bytes of its operand with this number, which has so many, that a fusion reads."""
-    parameter = next(one for one in inside.values() if one.opcode == "parameter" and one.literal == str(number))
-    users = _users(inside, parameter.name)
-    return min(whole, sum(_of(program, one, names, whole) for one, names in users)) if users else whole
-
-
-def _of(program: Program, one: Instruction, names: set[str], whole: int) -> int:
-    """Bytes that an instruction reads of an array, its operand under these names: of what it slices, the slice."""
-    if one.opcode == "fusion":
-        inside = program.computations[one.calls[0]]
-        return sum(_read(program, inside, at, whole) for at, name in enumerate(one.operands) if name in names)
-    if one.opcode in SLICING and one.operands[0] in names:
-        return one.size
-    # What is updated in place is not read.
-    return 0 if one.opcode in UPDATING and one.operands[0] in names else whole
-
-
-def _users(inside: Computation, name: str) -> list[tuple[Instruction, set[str]]]:
-    """The instructions that read a value, past those that only pass it on, each with the names it is passed under."""
-    found: list[tuple[Instruction, set[str]]] = []
-    for one in inside.values():
-        if name in one.operands:
-            found += _users(inside, one.name) if one.opcode in PASSING else [(one, {name})]
-    return found
-
-
-def _written(inside: Computation, root: Instruction) -> int:
-    """Bytes that a fusion writes: of an array that it updates in place, the update."""
-    if root.opcode == "tuple":
-        return sum(_written(inside, inside[name]) for name in root.operands)
-    made = root
-    while made.opcode in PASSING and made.operands[0] in inside:
-        made = inside[made.operands[0]]
-    if made.opcode == "scatter":
-        return _scattered(made, inside)
-    return inside[made.operands[1]].size if made.opcode == "dynamic-update-slice" else root.size
-
-
-def _scattered(one: Instruction, home: Computation) -> int:
-    """Bytes of a scatter's updates; an array that it may not change in place is copied first, which counts itself."""
-    return sum(home[name].size for name in one.operands[len(one.operands) // 2 + 1 :])
 
 
 def sent(kind: str, one: Instruction, home: Computation) -> int:

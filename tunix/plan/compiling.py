@@ -1,4 +1,4 @@
-"""Compiles lowered programs and reads their memory and cost; results are kept in the user's cache folder by digest.
+"""Compiles lowered programs and reads their memory and collectives; results are kept in the user's cache by digest.
 
 jax's own cache of compiled programs does not look at scopes, from which the trip counts of loops are read: it is not
 used here.
@@ -18,7 +18,7 @@ from tunix.plan.account import COLLECTIVES, account, largest
 from tunix.util.atomic_io import write_text_atomic
 
 KEPT = Path("~/.cache/tunix/plans")
-VERSION = "5"
+VERSION = "6"
 """Part of every digest: raised where what is read of a program changes."""
 NUMBER = r"([\d.]+)\s*([KMGT]?)i?B?"
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -32,10 +32,6 @@ class Compiled:
     """Bytes at the most, arguments included."""
     arguments: int
     """Bytes of the arguments."""
-    flops: float
-    """Multiplications and additions of matrix products; those within kernels are not counted."""
-    bytes: float
-    """Memory traffic."""
     sent: dict[str, list[float]]
     """Kind of collective -> how many run, and the bytes that a device sends in them."""
     sent_far: float
@@ -84,8 +80,6 @@ def _compiled(lowered: jax.stages.Lowered, near: int) -> Compiled:
     return Compiled(
         peak=int(reported or whole + memory.temp_size_in_bytes),
         arguments=int(memory.argument_size_in_bytes),
-        flops=found.flops,
-        bytes=found.bytes,
         sent={kind: [found.number(kind), found.sent(kind)] for kind in COLLECTIVES if found.number(kind)},
         sent_far=found.sent_far(near),
         buffers=[list(one) for one in largest(text)],
@@ -100,4 +94,4 @@ def _refused(message: str, seconds: float) -> Compiled:
     # A TPU's compiler lists the largest allocations: size, shape, and the operation that they belong to.
     listed = re.findall(rf"Size: {NUMBER}\s+(?:Operator: op_name=\"([^\"]*)\"[^\n]*\s+)?Shape: ([\w\[\],]+)", message)
     buffers = [[int(float(n) * UNITS[unit]), shape, scope, ""] for n, unit, scope, shape in listed[:5]]
-    return Compiled(peak, 0, 0.0, 0.0, {}, 0.0, buffers, seconds, message.splitlines()[0][:300])
+    return Compiled(peak, 0, {}, 0.0, buffers, seconds, message.splitlines()[0][:300])

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
-from tunix.mesh import RULES, Axes, by_rows, fast_products, sharding
+from tunix.mesh import RULES, Axes, by_rows, compiler_options, sharding
 from tunix.models.attention.layouts import placed
 from tunix.models.deltanet import STATE_AXES, SlotStates
 from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
@@ -128,7 +128,7 @@ def step(
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     number, key = (_on(spec.mesh, x) for x in (number, key))
     state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
-    compiled = jit(run, donate_argnums=0, options=fast_products(spec.mesh, spec.model.dtype))
+    compiled = jit(run, donate_argnums=0, options=compiler_options(spec.mesh, spec.model.dtype))
     frozen = (base, None if reference is None else beside(base, reference), states)
     with jax.set_mesh(spec.mesh):
         return compiled.lower(state, frozen, _microbatches(spec.mesh, batch), key)

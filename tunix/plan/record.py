@@ -24,7 +24,8 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.data.sources import Rows
 from tunix.hf.source import Source
-from tunix.plan import programs
+from tunix.plan import arithmetic, programs
+from tunix.plan.arithmetic import NOTHING, Work
 from tunix.plan.programs import BatchShape
 from tunix.plan.subject import Frozen, Place, Subject, Trained
 from tunix.protocols import Saving
@@ -65,6 +66,8 @@ class Program:
     """How often it runs in a step of the recipe."""
     flops: float = 0.0
     """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
+    work: Work = NOTHING
+    """What one run multiplies and moves on each device at the least."""
     tokens: int = 0
     """Tokens of one run over all devices."""
     traced_in: float = 0.0
@@ -113,6 +116,16 @@ class Recorder:
         name = "step" if of == "policy" else "critic's step"
         program = self._add((of, shape, loss), name, tuple(reads), lower)
         program.flops = training_flops(trained.spec.model.config, batch, trained.spec.adapter)
+        program.work = arithmetic.training(
+            trained.spec.model.config,
+            batch,
+            trained.spec.adapter,
+            trained.spec.model.remat,
+            weights=shape.number * bytes_of(trained.all),
+            state=bytes_of([trained.params, programs.moments(trained.spec, trained.params)]),
+            devices=trained.spec.mesh.size,
+            head=of == "policy",
+        )
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
         program.gradients = programs.gradient_bytes(trained.params, shape)
         assert program.lowered is not None, "updates are lowered"
@@ -240,6 +253,13 @@ class Recorder:
             (mine, "frozen base"),
             lambda: programs.scoring(scorer, params, shape, kind, temperature),
         )
+        program.work = arithmetic.scoring(
+            model.config,
+            batch,
+            weights=shape.number * bytes_of(params),
+            devices=microbatcher.mesh.size,
+            head=kind != "values",
+        )
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
         program.place = self.subject.taught_on if of is self.subject.teacher else "training"
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
@@ -252,7 +272,15 @@ class Recorder:
         def lower() -> jax.stages.Lowered:
             return programs.teacher_states(teacher.model, mesh, teacher.params, own, shape)
 
-        self._add(("teacher", own), "teacher's states", ("teacher",), lower).place = self.subject.taught_on
+        program = self._add(("teacher", own), "teacher's states", ("teacher",), lower)
+        program.work = arithmetic.scoring(
+            teacher.model.config,
+            batch,
+            weights=own.number * bytes_of(teacher.params),
+            devices=mesh.size,
+            head=False,
+        )
+        program.place = self.subject.taught_on
 
     def _add(self, key: tuple, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
         """The program of this key, which runs once more."""
@@ -342,4 +370,11 @@ def _sampling(subject: Subject) -> list[Program]:
         drawn = min(work.length, subject.algorithm.sampling.max_tokens)
         decoding.times = float(-(-requests // sizes.slots) * drawn)
         filling.times = float(-(-prompts * work.prompt_length // piece))
+        config, looked_up = spec.model.config, 0 if spec.model.config.tied else bytes_of(sampled.weights.top["embed/w"])
+        read, devices = bytes_of(sampled.weights) - looked_up, mesh.size
+        context, item = work.length - drawn // 2, 1 if sizes.cache in ("int8", "fp8") else arithmetic.ITEM
+        decoding.work = arithmetic.sampling(config, sizes.slots, context, weights=read, devices=devices, item=item)
+        filling.work = arithmetic.sampling(
+            config, piece, work.prompt_length // 2 + 1, weights=read, devices=devices, head=False
+        )
     return [decoding, filling, publish]

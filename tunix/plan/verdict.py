@@ -1,7 +1,8 @@
 """What a run's programs need together, whether that fits, and how fast they could be.
 
 A program runs beside everything that the run holds meanwhile: the need of the run is the largest sum of a program's own
-peak and of what it does not read. Times are rooflines from published peaks: no run can be faster on that device.
+peak and of what it does not read; its compiler says the peak. The least times are arithmetic (`arithmetic.py`), at the
+peaks of the devices: no run is faster.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tunix.plan.arithmetic import NOTHING, Work
 from tunix.plan.chips import Chip
 from tunix.plan.compiling import Compiled, compiled
 from tunix.plan.record import Program, programs_of
@@ -46,8 +48,8 @@ class Need:
     """The same by what they are."""
     buffers: list[list[Any]] = field(default_factory=list)
     """The largest arrays that it writes: bytes, type and shape, scope, line of tunix."""
-    flops: float = 0.0
-    bytes: float = 0.0
+    work: Work = NOTHING
+    """What each device multiplies and moves at the least, by arithmetic."""
     sent: dict[str, list[float]] = field(default_factory=dict)
     """Kind of collective -> how many run, and the bytes that a device sends in them."""
     traced_in: float = 0.0
@@ -60,7 +62,7 @@ class Need:
     model_flops: float = 0.0
     tokens: int = 0
     seconds: float | None = None
-    """Roofline of one run; None where the devices' figures are not known."""
+    """Of one run at the least; None where the devices' figures are not known."""
     bound: str = ""
     """What that is bound by: `compute`, `memory`, `links` or, between hosts of GPUs, `network`."""
     place: Place = "training"
@@ -169,16 +171,16 @@ def refuted(subject: Subject, target: Target, place: Place) -> bool:
 
 def _need_of(program: Program, subject: Subject, target: Target, tell: Callable[[str], None] = lambda _: None) -> Need:
     """What a program needs, by its compiler where it has to be asked."""
-    held, number = subject.held[program.place], subject.devices[program.place]
+    held = subject.held[program.place]
     if program.lowered is not None:
         tell(program.name)
-        return _need(program, held, compiled(program.lowered, target.name, target.near), target, number)
+        return _need(program, held, compiled(program.lowered, target.name, target.near), target)
     own = {"caches": program.caches, "copies": program.peak - program.caches}
     kinds = {**held, **{name: size for name, size in own.items() if size}}
     return Need(program.name, sum(kinds.values()), kinds, place=program.place)
 
 
-def _need(program: Program, held: dict[str, int], found: Compiled, target: Target, number: int) -> Need:
+def _need(program: Program, held: dict[str, int], found: Compiled, target: Target) -> Need:
     rest = sum(size for name, size in held.items() if name not in program.reads) + program.besides
     total = found.peak + rest
     kinds = {**held, "caches": program.caches + max(program.besides, 0)}
@@ -186,14 +188,13 @@ def _need(program: Program, held: dict[str, int], found: Compiled, target: Targe
     # A compiler may let gradients take the place of what is no longer read.
     gradients = min(program.gradients, rest)
     kinds |= {"gradients": gradients, "activations and temporaries": rest - gradients}
-    seconds, bound = _roofline(found, program, target, number)
+    seconds, bound = _least(found, program, target)
     return Need(
         program.name,
         total,
         {name: size for name, size in kinds.items() if size},
         found.buffers,
-        found.flops,
-        found.bytes,
+        program.work,
         found.sent,
         program.traced_in,
         found.seconds,
@@ -207,17 +208,14 @@ def _need(program: Program, held: dict[str, int], found: Compiled, target: Targe
     )
 
 
-def _roofline(found: Compiled, program: Program, target: Target, number: int) -> tuple[float | None, str]:
-    """Seconds of one run on so many devices at the published peaks, and which one binds."""
-    chip = target.chip
-    if chip is None:
+def _least(found: Compiled, program: Program, target: Target) -> tuple[float | None, str]:
+    """Seconds that one run takes at the least, and what it waits for."""
+    if target.chip is None:
         return None, ""
-    # The FLOPs of kernels are not in the program's text; the model's own are the least in any case.
-    flops = max(found.flops, program.flops / number)
+    seconds, bound = program.work.seconds(target.chip.fastest)
     times = {
-        "compute": flops / chip.flops,
-        "memory": found.bytes / chip.bandwidth,
-        "links": sum(amount for _, amount in found.sent.values()) / chip.link,
+        bound: seconds,
+        "links": sum(amount for _, amount in found.sent.values()) / target.chip.link,
         "network": found.sent_far / BETWEEN_HOSTS,
     }
     bound = max(times, key=lambda name: times[name])

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.distributed.global_arrays import placed
-from tunix.mesh import fast_products
+from tunix.mesh import compiler_options
 from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel, beside
 from tunix.trainer.logprobs import Scorer
@@ -157,16 +157,16 @@ class Learner:
         return Compute(spec.model, spec.optimizer, spec.schedule, drops=bool(spec.adapter and spec.adapter.dropout))
 
     @property
-    def _products(self) -> dict[str, str]:
-        return fast_products(self.spec.mesh, self.spec.model.dtype)
+    def _options(self) -> dict[str, Any]:
+        return compiler_options(self.spec.mesh, self.spec.model.dtype)
 
     @cached_property
     def _step(self):
-        return jit(self._compute.step, static_argnames="loss", donate_argnums=0, options=self._products)
+        return jit(self._compute.step, static_argnames="loss", donate_argnums=0, options=self._options)
 
     @cached_property
     def _gradients(self):
-        return jit(self._compute.gradients, static_argnames="loss", options=self._products)
+        return jit(self._compute.gradients, static_argnames="loss", options=self._options)
 
     @cached_property
     def _apply(self):
@@ -175,12 +175,12 @@ class Learner:
 
     @cached_property
     def _evaluate(self):
-        return jit(self._compute.evaluate, static_argnames="loss", options=self._products)
+        return jit(self._compute.evaluate, static_argnames="loss", options=self._options)
 
     @cached_property
     def _evaluate_unrounded(self):
         plain = replace(self._compute, model=replace(self.spec.model, simulated=()))
-        return jit(plain.evaluate, static_argnames="loss", options=self._products)
+        return jit(plain.evaluate, static_argnames="loss", options=self._options)
 
     @cached_property
     def _scorer(self) -> Scorer:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import overload
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from tunix.data.packing import pack
 from tunix.distributed.global_arrays import everywhere
-from tunix.mesh import fast_products
+from tunix.mesh import compiler_options
 from tunix.models.model import Model, Params
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import Microbatches
@@ -134,9 +134,9 @@ class Scorer:
         return each_microbatch(one, microbatches)
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """The options of XLA with which log-probs are compiled."""
-        return fast_products(self.microbatcher.mesh, self.model.dtype)
+        return compiler_options(self.microbatcher.mesh, self.model.dtype)
 
     @cached_property
     def _logprobs(self):

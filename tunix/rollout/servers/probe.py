@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tunix.distributed.global_arrays import everywhere, placed
-from tunix.mesh import fast_products, row_shards
+from tunix.mesh import compiler_options, row_shards
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.servers.handover import cards
@@ -178,7 +178,7 @@ class Probe:
 
     @cached_property
     def _compiled(self) -> Any:
-        options = fast_products(self._mesh, self._model.dtype)
+        options = compiler_options(self._mesh, self._model.dtype)
         return jit(partial(_scored, self._model), static_argnames="temperature", options=options)
 
 
