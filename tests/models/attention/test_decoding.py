@@ -49,9 +49,9 @@ def in_pages(layout, kind: str, k: np.ndarray, v: np.ndarray, window: int | None
         first[slot] = 0 if window is None else max(0, held - window) // PAGE
         for index in range(first[slot], -(-held // PAGE)):
             page = table[slot, index - first[slot]] = pool.pop()
-            here = np.arange(PAGE) < held - index * PAGE
-            own = (np.pad(x[slot], ((0, PAGE), (0, 0), (0, 0)))[index * PAGE : (index + 1) * PAGE] for x in (k, v))
-            cache = cache.with_page(jnp.int32(page), rounded(*map(jnp.asarray, own), kind), jnp.asarray(here))
+            own = [jnp.asarray(x[slot, index * PAGE : min((index + 1) * PAGE, held)]) for x in (k, v)]
+            offsets = jnp.arange(len(own[0]))
+            cache = cache.with_tokens(jnp.full_like(offsets, page), offsets, rounded(*own, kind))
     return cache, table, first
 
 

@@ -69,12 +69,8 @@ def _of_window(one: Reader, spec: DecodeSpec, window: int | None) -> float:
 
     def filled(layout: type[Pages], at: np.ndarray) -> Pages:
         pages = layout.empty(len(k), spec.kv_heads, spec.head_dim, spec.page, spec.cache)
-        new, here = rounded(k, v, spec.cache), jnp.ones(spec.page, bool)
-
-        def put(index: jax.Array, pages: Pages) -> Pages:
-            return pages.with_page(jnp.asarray(at)[index], jax.tree.map(lambda x: x[index], new), here)
-
-        return jax.lax.fori_loop(0, len(k), put, pages)
+        new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rounded(k, v, spec.cache))
+        return pages.with_tokens(jnp.repeat(jnp.asarray(at), spec.page), jnp.tile(jnp.arange(spec.page), len(k)), new)
 
     def mixed(reader: Callable[..., Mixed], pages: Pages, places: SlotsView, q: jax.Array) -> jax.Array:
         return past_sinks(reader(q, pages, places, **how), sinks)[0]

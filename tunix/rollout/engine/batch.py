@@ -27,7 +27,7 @@ from tunix.rollout.engine.experts import Recorded
 from tunix.rollout.engine.holdings import Copy, Holdings
 from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
-from tunix.rollout.engine.programs import State, Steps, blank, decode, prefill, score
+from tunix.rollout.engine.programs import State, Steps, blank, copy_pages, decode, prefill, score
 from tunix.rollout.engine.replies import Replies
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes
@@ -226,6 +226,8 @@ class Batch:
                 piece.finish(job, self._follow(job))
             piece.leave()
             self.state, found = prefill(self.model, self.weights, self.state, piece.inputs)
+            for copies in piece.copies():
+                self.state, _ = copy_pages(self.model, self.state, copies)
             self._score(piece, found.hidden)
             self.recorded += piece.record(found.experts)
             for job in piece.done:
