@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
-from tunix.models.attention.decoding import of_slots
+from tunix.models.attention.decoding import of_slots, reader_of
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
@@ -141,7 +141,7 @@ def attend_cached(
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
         cache = cache if written else pages.written(cache, view.writes, new)
         if isinstance(view, PieceView):
-            return cache, pages.before_piece(q, cache, view, **how)
+            return cache, reader_of(cache).before_piece(q, cache, view, **how)
         return cache, of_slots(q, cache, view, **how)
 
     cache, found = at_each_device(part, cache, q, new, view, mixes=True)

@@ -72,7 +72,7 @@ class Visits(NamedTuple):
     """Which pages of earlier tokens the queries of pieces see: each visit is of a block of queries to a page."""
 
     blocks: Int[Host, "s Vi"]
-    """The block of queries, within its row."""
+    """The block of queries, within its row; in rising order."""
     pages: Int[Host, "s Vi"]
     starts: Int[Host, "s Vi"]
     """Position of the page's first token."""

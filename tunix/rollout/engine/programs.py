@@ -187,13 +187,13 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
 @compiled(static_argnames="model", donate_argnames="state")
 def copy_pages(model: Model, state: State, copies: tuple[Copies, ...]) -> tuple[State, None]:
     """Copies pages of each kind of layer, which slots begin with that have a prompt of others."""
-    layers = [model.config.paged_kinds.index(kind) if kind.paged else None for kind in model.config.kinds]
-    of_layer = [None if kind is None else jax.tree.map(jnp.asarray, copies[kind]) for kind in layers]
-    caches = tuple(
-        at_each_device(copied, cache, own) if isinstance(cache, Pages) else cache
-        for cache, own in zip(state.caches, of_layer, strict=True)
-    )
-    return state._replace(caches=caches), None
+    paged, caches, copies = model.config.paged_kinds, [], jax.tree.map(jnp.asarray, copies)
+    for cache, kind in zip(state.caches, model.config.kinds, strict=True):
+        new = at_each_device(copied, cache, copies[paged.index(kind)]) if isinstance(cache, Pages) else cache
+        # One layer after the other: else what all of them copy is there at once.
+        new, copies = jax.lax.optimization_barrier((new, copies))
+        caches.append(new)
+    return state._replace(caches=tuple(caches)), None
 
 
 def _page_size(state: State) -> int:
