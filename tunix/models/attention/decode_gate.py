@@ -3,7 +3,7 @@
 As in `gate.py`, the first start on a device compares them: slots of several lengths that decode, with pages in no
 order, and a piece of prompts that continues some of them.
 
-Axes: B rows, C tokens of the piece, N query heads, K kv heads, H head dim, Pg pages, Pt tokens of a
+Axes: B rows, C tokens at a time, N query heads, K kv heads, H head dim, Pg pages, Pt tokens of a
 page, Co columns of a page table.
 """
 

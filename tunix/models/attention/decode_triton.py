@@ -6,7 +6,7 @@ slot changes a digit. Of a piece a program computes a block of queries over the 
 are is data, and a loop around XLA's operations would cost a round trip to the host for each. On a CPU the kernels are
 interpreted, for tests.
 
-Axes: B rows, C tokens of a piece, Q queries of a block, Co columns of a page table, N query heads, K kv heads, J query
+Axes: B rows, C tokens at a time, Q queries of a block, Co columns of a page table, N query heads, K kv heads, J query
 heads of a kv head (filled up to ROWS of a tile), H head dim, Pg pages, Pt tokens of a page.
 """
 
@@ -38,7 +38,7 @@ WARPS, STAGES = 4, 2
 WIDE = 128
 """The head dim above which a program that computes a block of queries has twice the warps."""
 Partials = tuple[Float[Array, "Q"], Float[Array, "Q"], Float[Array, "Q H"]]
-"""Of a softmax over some tokens, for each query: the highest score, the mass relative to it, and the sum of values."""
+"""A softmax over some tokens, of each query: the highest score, the mass relative to it, and the sum of values."""
 
 
 def lacks(spec: DecodeSpec) -> str | None:
