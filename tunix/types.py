@@ -11,6 +11,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     Bk  books: what is known of the tokens of one prompt's requests
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
+    Cp  copies
     D   model width
     Da  width of all of them: of the inputs of layers, one after the other
     Dk  width of a key

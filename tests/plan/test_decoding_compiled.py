@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_kernels_compiled import installed
+from tests.plan.test_kernels_compiled import installed, unknown_loops
 from tests.trainers import PLAIN
 
 CODE = "import sys; from importlib import import_module as read; getattr(read(sys.argv[1]), sys.argv[2])(*sys.argv[3:])"
@@ -39,8 +39,7 @@ def compile_for(topology: str, mesh: str, kinds: str, cache: str) -> None:
 
 
 def compile_pieces_for(topology: str) -> None:
-    """Compiles a long piece on each device and prints its tokens and each device's FLOPs (those of a layer once); called
-    in a process of its own."""
+    """Compiles a long piece on each device and prints its tokens and FLOPs, a layer's once; in a process of its own."""
     from tunix.config import MeshConfig
     from tunix.mesh import build_mesh
     from tunix.models.model import Model
@@ -57,9 +56,47 @@ def compile_pieces_for(topology: str) -> None:
     lowered = programs.prefilling(model, mesh, weights, programs.state_of(model, mesh, sizes), sizes)
     compiled = lowered.compile()
     text, cost = compiled.as_text(), compiled.cost_analysis()
-    assert text is not None and cost is not None
+    assert text is not None
+    assert cost is not None
     sent = sum(one.bytes * one.times for one in account(text).collectives)
     print(json.dumps({"tokens": sizes.piece * sizes.shards, "flops": cost["flops"], "sent": sent}))
+
+
+def compile_sampler_for(topology: str, layers: str, *names: str) -> None:
+    """Compiles programs of a sampler, all where no name is told, and prints what they hold; called in a process of its
+    own."""
+    import jax
+
+    from tunix.config import MeshConfig
+    from tunix.mesh import build_mesh
+    from tunix.models.model import Model
+    from tunix.plan import programs
+    from tunix.plan import topology as topologies
+    from tunix.rollout.engine.engine import Engine
+    from tunix.rollout.engine.warmup import Warmth
+    from tunix.util.sizes import bytes_of
+
+    topologies.prepare()
+    mesh = build_mesh(MeshConfig(), topologies.devices_of(topology))
+    # A window in one of two layers; the other has a kind of pages of its own.
+    model = Model(
+        replace(CONFIG, num_layers=int(layers), window=512, local_layers=(True, False) * (int(layers) // 2)),
+        dtype="bfloat16",
+    )
+    sizes = Engine(model, mesh, slots=64, length=2048).sizes
+    weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
+    state, answer = programs.state_of(model, mesh, sizes), []
+    with jax.set_mesh(mesh):
+        for call in Warmth(model, weights, sizes).calls():
+            name = call.program.__name__
+            if not names or name in names:
+                compiled = call.lowered(state).compile()
+                memory, text = compiled.memory_analysis(), compiled.as_text()
+                assert memory is not None, "this compiler knows its memory"
+                assert text is not None, "this compiler shows its program"
+                sizes_of = {"temporary": memory.temp_size_in_bytes, "aliased": memory.alias_size_in_bytes}
+                answer.append({"name": name, "loops": unknown_loops(text), **sizes_of})
+    print(json.dumps({"programs": answer, "cache": bytes_of(state.caches)}))
 
 
 def found(
@@ -109,6 +146,31 @@ def test_no_step_gathers_weights(mesh: dict[str, int]):
     program = found("h100:8", mesh)
     assert program["large"] == []
     assert program["temporary"] < 0.1 * program["cache"]
+
+
+def check_loops(programs: list[dict[str, Any]]) -> None:
+    """A loop of unknown length costs a GPU a round trip to the host per turn: there is none but that over tokens."""
+    for program in programs:
+        assert program["loops"] == (["jit(decode)/while"] if program["name"] == "decode" else []), program
+
+
+def test_pages_are_copied_in_their_places_without_a_loop():
+    """32 pages of a layer at a time, however many layers there are: 128 tokens of 8 heads, keys and values."""
+    copying = told("compile_sampler_for", "h100:1", "8", "copy_pages")
+    check_loops(copying["programs"])
+    (program,) = copying["programs"]
+    assert program["aliased"] >= copying["cache"]
+    assert program["temporary"] < 1.01 * 32 * 128 * 8 * 2 * 128 * 2
+
+
+@pytest.mark.slow
+def test_no_program_of_a_sampler_loops_over_data_but_over_tokens():
+    """Pieces write and read pages where they are: nothing as large as a layer's is there beside them."""
+    sampler = told("compile_sampler_for", "h100:1", "2")
+    check_loops(sampler["programs"])
+    assert {program["name"] for program in sampler["programs"]} == {"prefill", "copy_pages", "decode"}
+    assert all(program["aliased"] >= sampler["cache"] for program in sampler["programs"])
+    assert all(program["temporary"] < 0.1 * sampler["cache"] for program in sampler["programs"])
 
 
 @pytest.mark.slow

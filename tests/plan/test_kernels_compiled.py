@@ -7,6 +7,7 @@ Needs the compilers, `pip install '.[plan-tpu,plan-gpu]'`, and tokamax; each is 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ import pytest
 from tests.trainers import PLAIN
 from tunix.plan.chips import chip_of
 from tunix.plan.topology import COMPILERS
+from tunix.util.loops import SCOPE
 
 LENGTH, LAYERS = 8192, 2
 TPUS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1")
@@ -84,8 +86,21 @@ def compile_for(topology: str, kinds: str) -> None:
     most = max(math.prod(shape) for kind in every for _, shape in arrays(kind))
     peak, written = compiled.memory_analysis().peak_memory_in_bytes, largest(compiled.as_text(), 1000)
     found = account(compiled.as_text())
-    answer = {"kernels": found.kernels, "largest": most, "peak": peak, "written": [kind for _, kind, _, _ in written]}
+    loops = unknown_loops(compiled.as_text())
+    answer = {
+        "kernels": found.kernels,
+        "loops": loops,
+        "largest": most,
+        "peak": peak,
+        "written": [kind for _, kind, _, _ in written],
+    }
     print(json.dumps(answer | {"sent": {one.kind: one.bytes for one in sorted(found.collectives, key=_bytes)}}))
+
+
+def unknown_loops(text: str) -> list[str]:
+    """Where the loops of a compiled program come from whose trip count XLA does not know."""
+    loops = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
+    return [re.findall(r'op_name="([^"]*)"', line)[-1] for line in loops]
 
 
 def _bytes(one: Any) -> int:
@@ -117,6 +132,9 @@ def test_a_step_has_its_kernels_and_no_square_of_a_row(topology: str, kinds: str
     # The largest array: a row's vectors of the MLP, not LENGTH x LENGTH scores.
     assert found["largest"] < LENGTH**2 / 4
     assert found["peak"] < 2**30
+    # Each turn of such a loop costs a GPU a round trip to the host: they are of few turns, which multiply by the whole
+    # vocabulary.
+    assert all(re.search(f"{SCOPE}([0-9]+)", loop) for loop in found["loops"]), found["loops"]
 
 
 @pytest.mark.slow

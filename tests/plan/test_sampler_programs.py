@@ -1,4 +1,5 @@
-"""Every shipped recipe's sampler, with the recipe's own model, workload and sizes, compiles a dozen programs at most.
+"""Every shipped recipe's sampler, with the recipe's own model, workload and sizes, compiles a dozen programs at most,
+and one that only copies pages.
 
 The programs are those that warm-up calls (`rollout/engine/warmup.py`), made from shapes: nothing is compiled.
 """
@@ -18,7 +19,7 @@ from tunix.plan.subject import Sampled, Subject, subject_of
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.warmup import Warmth
 
-MOST = 12
+MOST = 12 + 1
 BESIDES = 2
 """The empty slots, and the copy of the weights."""
 PATHS = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}

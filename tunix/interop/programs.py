@@ -18,12 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.attention.pages import (
     NOWHERE,
-    Copies,
     Gathered,
     PieceView,
     SlotsView,
     Table,
-    Touches,
     Visits,
     Writes,
 )
@@ -91,12 +89,11 @@ class Programs:
         ids = jnp.where(columns < lengths[:, None], rows[:, None] + 1, 0).reshape(1, -1)
         positions, last = jnp.tile(columns, s.batch)[None], rows * s.prompt + lengths - 1
         # Nothing came before the piece, and each row is written to its own page, from the first place on.
-        none, written = jnp.zeros((1, 1), jnp.int32), (rows, rows * s.prompt, 0 * rows, lengths)
+        none, begins = jnp.zeros((1, 1), jnp.int32), jnp.zeros_like(ids)
         visits = Visits(none, none, none, none, none[0])
-        touches = Touches(*(x[None] for x in written), number=none[0] + s.batch)
-        copies, begins = Copies(none, none, none[0]), jnp.zeros_like(ids)
+        writes = Writes(jnp.where(ids > 0, ids - 1, NOWHERE), positions)
         windows = [kind.window for kind in self.model.config.paged_kinds]
-        views = [PieceView(ids, positions, begins, visits, touches, copies, window) for window in windows]
+        views = [PieceView(ids, positions, begins, visits, writes, window) for window in windows]
         chunks = np.full((s.batch, s.prompt // PIECE_CHUNK), -2, np.int32)  # each continues the one before
         chunks[:, 0] = -1  # or is its sequence's first
         states = PieceStates(ids, jnp.asarray(chunks.reshape(1, -1)), last)

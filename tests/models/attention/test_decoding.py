@@ -19,8 +19,9 @@ from tunix.models.attention import decode_gate, decode_ragged, decode_triton, pa
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.decoding import BY_NAME, described, reader, reader_of, unsaved
 from tunix.models.attention.gate import LIMIT
+from tunix.models.attention.inputs import HIDDEN
 from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
-from tunix.models.attention.pages import NOWHERE, Gathered, SlotsView, Table, Writes
+from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
 from tunix.models.kv_cache import decode_specs
 from tunix.rollout.engine.holdings import Reads
 
@@ -49,9 +50,9 @@ def in_pages(layout, kind: str, k: np.ndarray, v: np.ndarray, window: int | None
         first[slot] = 0 if window is None else max(0, held - window) // PAGE
         for index in range(first[slot], -(-held // PAGE)):
             page = table[slot, index - first[slot]] = pool.pop()
-            here = np.arange(PAGE) < held - index * PAGE
-            own = (np.pad(x[slot], ((0, PAGE), (0, 0), (0, 0)))[index * PAGE : (index + 1) * PAGE] for x in (k, v))
-            cache = cache.with_page(jnp.int32(page), rounded(*map(jnp.asarray, own), kind), jnp.asarray(here))
+            own = [jnp.asarray(x[slot, index * PAGE : min((index + 1) * PAGE, held)]) for x in (k, v)]
+            offsets = jnp.arange(len(own[0]))
+            cache = cache.with_tokens(jnp.full_like(offsets, page), offsets, rounded(*own, kind))
     return cache, table, first
 
 
@@ -132,6 +133,66 @@ def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, mon
     assert np.all(np.isfinite(found))
 
 
+PIECE = [(1, 40, 10), (2, 100, 14), (4, 0, 5), (3, 64, 12)]
+"""Slot, earlier tokens and tokens of each segment of a piece; the third has nothing before it, and 7 are padding."""
+BLOCK = 16
+
+
+def piece_view(table: np.ndarray, window: int | None) -> tuple[PieceView, np.ndarray]:
+    """The piece, whose segments begin and end within blocks; and the slot of each token, -1 for padding."""
+    numbers = [number for _, _, number in PIECE]
+    length = 3 * BLOCK
+    ids, slots, positions, begins = np.zeros(length, np.int32), np.full(length, -1), *np.zeros((2, length), np.int32)
+    visits, ends = [], np.cumsum(numbers)
+    for owner, ((slot, held, number), end) in enumerate(zip(PIECE, ends.tolist(), strict=True), start=1):
+        here = np.s_[end - number : end]
+        ids[here], slots[here], positions[here], begins[here] = owner, slot, held + np.arange(number), held
+        for block in range((end - number) // BLOCK, (end - 1) // BLOCK + 1):
+            visits += [(block, table[slot, page], page * PAGE, owner) for page in range(-(-held // PAGE))]
+    room = np.zeros((4, 1, len(visits) + 3), np.int32)
+    room[:, 0, : len(visits)] = np.array(visits).T
+    number = jnp.array([len(visits)])
+    nowhere = Writes(jnp.full((1, length), NOWHERE), jnp.zeros((1, length), int))
+    rows = (jnp.asarray(x)[None] for x in (ids, positions, begins))
+    return PieceView(*rows, Visits(*map(jnp.asarray, room), number), nowhere, window), slots
+
+
+PIECES = [
+    (name, case)
+    for case in ({}, {"window": 20}, {"softcap": 3.0, "kv_heads": 1}, {"kind": "int8", "heads": 6}, {"kind": "fp8"})
+    for name in ("gathered", "triton", "ragged")
+    if (name, case.get("kind")) != ("ragged", "int8")  # this layout has no scales
+]
+
+
+@pytest.mark.parametrize(("name", "case"), PIECES, ids=[f"{name} {case}" for name, case in PIECES])
+def test_a_piece_mixes_what_a_plain_softmax_over_earlier_tokens_does(name, case, monkeypatch):
+    monkeypatch.setattr(pages, "BLOCK_Q", BLOCK)
+    monkeypatch.setattr(decode_triton, "TILE", 8 * 16)  # two tiles of a page
+    kind, window, softcap = case.get("kind", "float32"), case.get("window"), case.get("softcap")
+    _, k, v = sequences(case.get("heads", 4), case.get("kv_heads", 2), 16)
+    cache, table, _ = in_pages(BY_NAME[name].layout, kind, k, v, None)
+    view, slots = piece_view(table, window)
+    q = np.random.default_rng(2).normal(size=(len(slots), case.get("heads", 4), 16)).astype(np.float32)
+    read = jax.jit(partial(BY_NAME[name].before_piece, scale=0.3, softcap=softcap))
+    found, lse = (np.asarray(x[0]) for x in read(jnp.asarray(q)[None], cache, view))
+    held = [np.asarray(x) for x in rounded(jnp.asarray(k), jnp.asarray(v), kind).exact(jnp.float32)]
+    for token, slot in enumerate(slots.tolist()):
+        begin, position = int(view.begins[0, token]), int(view.positions[0, token])
+        seen = np.s_[slot, 0 if window is None else max(0, position - window + 1) : begin]
+        if slot < 0 or seen[1].start >= begin:
+            assert np.all(found[token] == 0)
+            assert np.all(lse[token] == np.float32(HIDDEN))
+            continue
+        keys, values = (np.repeat(x[seen], q.shape[1] // k.shape[2], axis=1) for x in held)
+        scores = np.einsum("NH,TNH->NT", q[token], keys) * 0.3
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores)
+        mean = np.einsum("NT,TNH->NH", weights / weights.sum(axis=1, keepdims=True), values)
+        np.testing.assert_allclose(found[token], mean, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(lse[token], np.log(weights.sum(axis=1)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
@@ -201,7 +262,14 @@ def test_a_cache_of_8_bits_that_would_be_gathered_is_refused_but_on_a_cpu():
 
 @pytest.mark.parametrize(
     ("forget", "sinks", "below"),
-    [("", True, True), ("window", False, False), ("lse", True, False), ("lse", False, True)],
+    [
+        ("", True, True),
+        ("window", False, False),
+        ("lse", True, False),
+        ("lse", False, True),
+        ("window of pieces", False, False),
+        ("lse of pieces", False, False),
+    ],
 )
 def test_a_kernel_is_compared_before_it_is_used(forget: str, sinks: bool, below: bool):
     one, few = BY_NAME["triton"], replace(H100, heads=2, kv_heads=1, head_dim=16, platform="cpu")
@@ -211,5 +279,10 @@ def test_a_kernel_is_compared_before_it_is_used(forget: str, sinks: bool, below:
         mixed, lse = one.of_slots(q, cache, replace(view, window=None) if forget == "window" else view, **how)
         return mixed, 0 * lse if forget == "lse" else lse
 
-    apart = decode_gate.measured(one._replace(of_slots=of_slots), spec)
+    def before_piece(q, cache, view, **how):
+        window = None if forget == "window of pieces" else view.window
+        mixed, lse = one.before_piece(q, cache, replace(view, window=window), **how)
+        return mixed, 0 * lse if forget == "lse of pieces" else lse
+
+    apart = decode_gate.measured(one._replace(of_slots=of_slots, before_piece=before_piece), spec)
     assert (apart < LIMIT) == below

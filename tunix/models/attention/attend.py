@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, pages, splash
-from tunix.models.attention.decoding import of_slots
+from tunix.models.attention.decoding import of_slots, reader_of
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
@@ -138,12 +138,11 @@ def attend_cached(
     how, new = {"scale": scale, "softcap": softcap}, rounded(k, v, cache.kind)
 
     def part(cache, q, new, view):
-        if not isinstance(view, PieceView):
-            cache = cache if written else pages.written(cache, view.writes, new)
-            return cache, of_slots(q, cache, view, **how)
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
-        cache = cache if written else pages.piece_written(cache, view, new)
-        return cache, pages.before_piece(q, cache, view, **how)
+        cache = cache if written else pages.written(cache, view.writes, new)
+        if isinstance(view, PieceView):
+            return cache, reader_of(cache).before_piece(q, cache, view, **how)
+        return cache, of_slots(q, cache, view, **how)
 
     cache, found = at_each_device(part, cache, q, new, view, mixes=True)
     if isinstance(view, PieceView):

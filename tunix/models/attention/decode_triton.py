@@ -1,11 +1,13 @@
-"""Decoding on NVIDIA's GPUs: a Triton kernel that reads each slot's pages where they are, up to its last token.
+"""Pages on NVIDIA's GPUs: Triton kernels read them where they are, for slots that decode and for pieces of prompts.
 
-A program computes one kv head's queries of one slot over PART tokens of its sequence, and what the parts find is
-joined by XLA. Parts are counted from a sequence's first page, so that neither company nor the longest slot changes a
-digit. On a CPU the kernel is interpreted, for tests.
+Of a slot a program computes one kv head's queries over PART tokens of its sequence, up to its last token, and what the
+parts find is joined by XLA. Parts are counted from a sequence's first page, so that neither company nor the longest
+slot changes a digit. Of a piece a program computes a block of queries over the pages before the piece: how many these
+are is data, and a loop around XLA's operations would cost a round trip to the host for each. On a CPU the kernels are
+interpreted, for tests.
 
-Axes: B rows, Co columns of a page table, N query heads, K kv heads, J query heads of a kv head (filled up to
-ROWS of a tile), H head dim, Pg pages, Pt tokens of a page.
+Axes: B rows, C tokens at a time, Q queries of a block, Co columns of a page table, N query heads, K kv heads, J query
+heads of a kv head (filled up to ROWS of a tile), H head dim, Pg pages, Pt tokens of a page.
 """
 
 from functools import partial
@@ -15,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tunix.mesh import platform
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.inputs import HIDDEN, Mixed, grouped, scaled
 from tunix.models.attention.layouts import Rows, scaled_up
-from tunix.models.attention.pages import SlotsView, settled
+from tunix.models.attention.pages import PieceView, SlotsView, block_of, settled
+from tunix.models.attention.pages import before_piece as plain_before_piece
 
 ROWS = 16
 """Rows of the smallest tile that tensor cores multiply."""
@@ -32,6 +35,10 @@ TILE = 128 * 128
 CAPABILITY = 8.0
 """The oldest GPUs whose tensor cores multiply bfloat16; those of 8.9 and later read e4m3."""
 WARPS, STAGES = 4, 2
+WIDE = 128
+"""The head dim above which a program that computes a block of queries has twice the warps."""
+Partials = tuple[Float[Array, "Q"], Float[Array, "Q"], Float[Array, "Q H"]]
+"""A softmax over some tokens, of each query: the highest score, the mass relative to it, and the sum of values."""
 
 
 def lacks(spec: DecodeSpec) -> str | None:
@@ -93,32 +100,133 @@ def _kernel(
     real = jnp.arange(rows) < q.shape[2]
     whole = jnp.broadcast_to(real[:, None], (rows, q.shape[3]))
     queries = triton.load(q.at[slot, head, every], mask=whole, other=0.0)
-    exact = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
-    product = partial(jnp.dot, preferred_element_type=jnp.float32, precision=exact)
 
-    def read(pool: Any, which: int, page: Array, at: Array) -> Array:
-        numbers = pool[page, head, pl.ds(at, block), :]
-        if not scales:
-            return numbers.astype(queries.dtype)
-        return scaled_up(numbers, scales[0][page, head, which, pl.ds(at, block)][:, None], queries.dtype)
-
-    def one(number: Array, found: tuple) -> tuple:
-        peak, mass, total = found
+    def tile(number: Array, partials: Partials) -> Partials:
         first = number * block
-        page, at = table[slot, first // size], first % size
-        scores = product(queries, read(keys, 0, page, at).T)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
         tokens = first + jnp.arange(block)
-        scores = jnp.where(((tokens >= start) & (tokens < stop))[None], scores, HIDDEN)
-        new = jnp.maximum(peak, jnp.max(scores, axis=1))
-        share, weights = jnp.exp(peak - new), jnp.exp(scores - new[:, None])
-        more = product(weights.astype(queries.dtype), read(values, 1, page, at))
-        return new, share * mass + jnp.sum(weights, axis=1), share[:, None] * total + more
+        page, places = table[slot, first // size], pl.ds(first % size, block)
+        k, v = (_tokens(pool, scales, i, (page, head, places), queries.dtype) for i, pool in enumerate((keys, values)))
+        return _with_tile(partials, queries, k, v, ((tokens >= start) & (tokens < stop))[None], softcap)
 
-    nothing = (jnp.full(queries.shape[:1], HIDDEN), jnp.zeros(queries.shape[:1]), jnp.zeros(queries.shape))
     low = jnp.maximum(part * PART, start) // block
     high = pl.cdiv(jnp.minimum((part + 1) * PART, stop), block)
-    found = jax.lax.fori_loop(low, high, one, nothing)
-    for where, x, mask in zip((peaks, masses, sums), found, (real, real, whole), strict=True):
+    partials = jax.lax.fori_loop(low, high, tile, _nothing(queries))
+    for where, x, mask in zip((peaks, masses, sums), partials, (real, real, whole), strict=True):
         triton.store(where.at[slot, head, part, every], x, mask=mask)
+
+
+def before_piece(
+    q: Float[Array, "1 C N H"], pages: Rows, view: PieceView, *, scale: float, softcap: float | None
+) -> Mixed:
+    """As `pages.before_piece`. A program computes one query head of a block of queries over all visits of the block,
+    which stand side by side."""
+    (_, length, heads, dim), visits, width = q.shape, view.visits, block_of(q.shape[1])
+    if width < ROWS and platform() != "cpu":
+        return plain_before_piece(q, pages, view, scale=scale, softcap=softcap)
+    blocks = length // width
+    there = jnp.arange(visits.blocks.shape[1]) < visits.number[0]
+    borders = jnp.sum(there & (visits.blocks[0] < jnp.arange(blocks + 1)[:, None]), axis=1, dtype=jnp.int32)
+    tokens = [x.reshape(blocks, width) for x in (view.ids, view.begins, view.positions)]
+    block = min(pages.size, TILE // dim)
+    mixed, lse = pl.pallas_call(
+        partial(
+            _piece_kernel,
+            group=heads // pages.kv_heads,
+            block=block,
+            size=pages.size,
+            window=view.window,
+            softcap=softcap,
+        ),
+        grid=(blocks, heads),
+        out_shape=[
+            jax.ShapeDtypeStruct((blocks, heads, width, dim), q.dtype),
+            jax.ShapeDtypeStruct((blocks, heads, width), jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=WARPS if dim <= WIDE else 2 * WARPS, num_stages=STAGES),
+        interpret=platform() == "cpu",
+        name="paged_prefill",
+    )(
+        borders,
+        *(x[0] for x in (visits.pages, visits.starts, visits.owners)),
+        *tokens,
+        scaled(q, scale).reshape(blocks, width, heads, dim).swapaxes(1, 2),
+        pages.keys,
+        pages.values,
+        *(() if pages.scales is None else (pages.scales,)),
+    )
+    return mixed.swapaxes(1, 2).reshape(q.shape), lse.swapaxes(1, 2).reshape(1, length, heads)
+
+
+def _piece_kernel(
+    borders: Any,
+    pages: Any,
+    starts: Any,
+    owners: Any,
+    ids: Any,
+    begins: Any,
+    positions: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    *rest: Any,
+    group,
+    block,
+    size,
+    window,
+    softcap,
+):
+    """One program: `rest` are the scales, where there are any, and both results."""
+    *scales, mixed, lse = rest
+    row, head = pl.program_id(0), pl.program_id(1)
+    queries, tiles = q[row, head], size // block
+    own, ends, firsts = ids[row], begins[row], None if window is None else positions[row] - window
+
+    def tile(number: Array, partials: Partials) -> Partials:
+        visit, at = number // tiles, number % tiles * block
+        tokens = starts[visit] + at + jnp.arange(block)
+        seen = (tokens[None] < ends[:, None]) & (own == owners[visit])[:, None]
+        if firsts is not None:
+            seen &= tokens[None] > firsts[:, None]
+        where = pages[visit], head // group, pl.ds(at, block)
+        k, v = (_tokens(pool, scales, i, where, queries.dtype) for i, pool in enumerate((keys, values)))
+        return _with_tile(partials, queries, k, v, seen, softcap)
+
+    partials = jax.lax.fori_loop(borders[row] * tiles, borders[row + 1] * tiles, tile, _nothing(queries))
+    peak, mass, total = partials
+    mass = jnp.where(peak > HIDDEN, mass, 1.0)
+    mixed[row, head] = jnp.where((peak > HIDDEN)[:, None], total / mass[:, None], 0.0).astype(mixed.dtype)
+    lse[row, head] = peak + jnp.log(mass)
+
+
+def _tokens(pool: Any, scales: list[Any], which: int, where: tuple, dtype: jax.typing.DTypeLike) -> Array:
+    """Keys (0) or values (1) `[tokens H]` at a page, a kv head and some places."""
+    page, head, places = where
+    numbers = pool[page, head, places, :]
+    return scaled_up(numbers, scales[0][page, head, which, places][:, None], dtype) if scales else numbers.astype(dtype)
+
+
+def _nothing(queries: Float[Array, "Q H"]) -> Partials:
+    """The partials before the first tile."""
+    return jnp.full(queries.shape[:1], HIDDEN), jnp.zeros(queries.shape[:1]), jnp.zeros(queries.shape)
+
+
+def _with_tile(
+    partials: Partials,
+    queries: Float[Array, "Q H"],
+    k: Float[Array, "tokens H"],
+    v: Float[Array, "tokens H"],
+    seen: Bool[Array, "_ tokens"],
+    softcap: float | None,
+) -> Partials:
+    """The partials of the softmax with another tile of tokens."""
+    peak, mass, total = partials
+    exact = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    product = partial(jnp.dot, preferred_element_type=jnp.float32, precision=exact)
+    scores = product(queries, k.T)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen, scores, HIDDEN)
+    new = jnp.maximum(peak, jnp.max(scores, axis=1))
+    share, weights = jnp.exp(peak - new), jnp.exp(scores - new[:, None])
+    more = product(weights.astype(queries.dtype), v)
+    return new, share * mass + jnp.sum(weights, axis=1), share[:, None] * total + more

@@ -1,4 +1,4 @@
-"""How slots that decode read their pages: the table of its implementations, chosen once for an engine.
+"""How slots that decode, and pieces of prompts, read pages: the table of implementations, chosen once for an engine.
 
 An implementation comes with the layout of pages that it reads. To add a kernel, write one file with `lacks` and
 `of_slots`, and one line of `IMPLEMENTATIONS`.
@@ -28,13 +28,15 @@ class Reader(NamedTuple):
     """The layout that it reads, which no other one does."""
     of_slots: Callable[..., Mixed]
     """Called as `of_slots(q, pages, view, scale=..., softcap=...)` on each device, with a `SlotsView`."""
+    before_piece: Callable[..., Mixed] = pages.before_piece
+    """Called likewise with a `PieceView`: what the tokens of a piece see of earlier ones."""
     in_place: bool = True
     """Whether it reads pages where they are; else they are gathered once a dispatch, and are there twice."""
 
 
 IMPLEMENTATIONS: tuple[Reader, ...] = (
     Reader("ragged", decode_ragged.lacks, Interleaved, decode_ragged.of_slots),
-    Reader("triton", decode_triton.lacks, Rows, decode_triton.of_slots),
+    Reader("triton", decode_triton.lacks, Rows, decode_triton.of_slots, decode_triton.before_piece),
     Reader("gathered", lambda spec: None, Columns, pages.of_slots, in_place=False),
 )
 """The implementations, the fastest first; the last one reads every cache."""

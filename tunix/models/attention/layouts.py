@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType
 from tunix.mesh import Axes, shards
@@ -122,15 +122,6 @@ class Columns(_Apart):
         scales = self.scales
         return scaled_up(keys, scales[:, :, :1], dtype), scaled_up(values, scales[:, :, 1, :, None], dtype)
 
-    def with_page(self, index: Int[Array, ""], new: Tokens, here: Bool[Array, "Pt"]) -> "Columns":
-        """One page with new tokens `[Pt ...]` at the places that are `here`."""
-        turned, ours = ((1, 2, 0), here) if self.TURNED else ((1, 0, 2), here[:, None])
-        keys = _put(self.keys, index, new.keys.transpose(turned), ours)
-        values = _put(self.values, index, new.values.transpose(1, 0, 2), here[:, None])
-        if self.scales is None or new.scales is None:
-            return type(self)(keys, values)
-        return type(self)(keys, values, _put(self.scales, index, new.scales.transpose(1, 2, 0), here))
-
     def with_tokens(self, at: Int[Array, "B"], offsets: Int[Array, "B"], new: Tokens) -> "Columns":
         """The pages with one new token `[B ...]` in each of these places, of which those outside are left out."""
         keys = self.keys.at[at, :, :, offsets] if self.TURNED else self.keys.at[at, :, offsets]
@@ -184,10 +175,6 @@ class Interleaved(_Together):
         keys, values = self.both[:, :, 0::2], self.both[:, :, 1::2]
         return keys.transpose(0, 2, 3, 1).astype(dtype), values.transpose(0, 2, 1, 3).astype(dtype)
 
-    def with_page(self, index: Int[Array, ""], new: Tokens, here: Bool[Array, "Pt"]) -> "Interleaved":
-        """One page with new tokens `[Pt ...]` at the places that are `here`."""
-        return Interleaved(_put(self.both, index, _joined(new), here[:, None, None]))
-
     def with_tokens(self, at: Int[Array, "B"], offsets: Int[Array, "B"], new: Tokens) -> "Interleaved":
         """The pages with one new token `[B ...]` in each of these places, of which those outside are left out."""
         return Interleaved(self.both.at[at, offsets].set(_joined(new), mode="drop"))
@@ -220,10 +207,6 @@ def _joined(new: Tokens) -> Array:
     """Keys and values of tokens as `Interleaved` has them, `[... 2K H]`."""
     both = jnp.stack([new.keys, new.values], axis=-2)
     return both.reshape(*both.shape[:-3], -1, both.shape[-1])
-
-
-def _put(all: Array, index: Array, new: Array, here: Array) -> Array:
-    return all.at[index].set(jnp.where(here, new, all[index]))
 
 
 def _kind_of(x: Array) -> CacheType:

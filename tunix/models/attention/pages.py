@@ -10,7 +10,7 @@ A page is read in full, and what is behind a sequence's last token hidden: pages
 written, so nothing in them is ever not a number.
 
 Axes: B rows, C tokens at a time, Q queries of a block, N query heads, K kv heads, J query heads of a kv head, H head
-dim, Pg pages, Pt tokens of a page, Co columns of a page table, Vi visits, s shards of the rows.
+dim, Pg pages, Pt tokens of a page, Co columns of a page table, Vi visits, Cp copies, s shards of the rows.
 """
 
 from dataclasses import dataclass, field
@@ -53,41 +53,26 @@ class Gathered(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """The place of each slot's new token."""
+    """The place of each new token."""
 
     pages: Int[Array, "B C"]
     """NOWHERE for tokens that nobody will read again."""
     offsets: Int[Array, "B C"]
 
 
-class Touches(NamedTuple):
-    """Which pages the tokens of pieces are written to; a page takes tokens that stand side by side."""
-
-    pages: Int[Host, "s Vi"]
-    columns: Int[Host, "s Vi"]
-    """Where in the piece the token of the page's first place is, or would be: less than 0 where others come before."""
-    firsts: Int[Host, "s Vi"]
-    """First place that is written to."""
-    ends: Int[Host, "s Vi"]
-    """One after the last place that is written to."""
-    number: Int[Host, "s"]
-    """How many there are; the rest is padding."""
-
-
 class Copies(NamedTuple):
-    """Pages that others begin as, once a piece is written."""
+    """Pages that others begin as; none of them is a source and a target."""
 
-    sources: Int[Host, "s Vi"]
-    targets: Int[Host, "s Vi"]
-    number: Int[Host, "s"]
-    """How many there are; the rest is padding."""
+    sources: Int[Host, "s Cp"]
+    targets: Int[Host, "s Cp"]
+    """NOWHERE for padding."""
 
 
 class Visits(NamedTuple):
     """Which pages of earlier tokens the queries of pieces see: each visit is of a block of queries to a page."""
 
     blocks: Int[Host, "s Vi"]
-    """The block of queries, within its row."""
+    """The block of queries, within its row; in rising order."""
     pages: Int[Host, "s Vi"]
     starts: Int[Host, "s Vi"]
     """Position of the page's first token."""
@@ -130,8 +115,7 @@ class PieceView:
     begins: Int[Array, "B C"]
     """Position of the first token of each token's segment in the piece: those before it are in pages."""
     visits: Visits
-    touches: Touches
-    copies: Copies
+    writes: Writes
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
     pictures: Int[Array, "B C"] | None = None
@@ -239,23 +223,10 @@ def before_piece(
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
 
-def piece_written(pages: Pages, view: PieceView, new: Tokens) -> Pages:
-    """The pages with the tokens `[1 C ...]` of one piece in them, and those that begin as others."""
-    touches, copies, size = view.touches, view.copies, pages.size
-    around = jax.tree.map(lambda x: jnp.pad(x[0], ((size, size), *((0, 0),) * (x.ndim - 2))), new)
-
-    def touched(index: jax.Array, pages: Pages) -> Pages:
-        page, column, first, end = (x[0, index] for x in touches[:4])
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, column + size, size), around)
-        at = jnp.arange(size)
-        return pages.with_page(page, own, (at >= first) & (at < end))
-
-    def copied(index: jax.Array, pages: Pages) -> Pages:
-        source, target = copies.sources[0, index], copies.targets[0, index]
-        return jax.tree.map(lambda x: x.at[target].set(x[source]), pages)
-
-    pages = jax.lax.fori_loop(0, touches.number[0], touched, pages)
-    return jax.lax.fori_loop(0, copies.number[0], copied, pages)
+def copied(pages: Pages, copies: Copies) -> Pages:
+    """The pages with copies of some in the places of others."""
+    sources, targets = copies.sources[0], copies.targets[0]
+    return jax.tree.map(lambda x: x.at[targets].set(x.at[sources].get(mode="clip"), mode="drop"), pages)
 
 
 def _visited(

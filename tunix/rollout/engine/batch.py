@@ -27,7 +27,7 @@ from tunix.rollout.engine.experts import Recorded
 from tunix.rollout.engine.holdings import Copy, Holdings
 from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
-from tunix.rollout.engine.programs import State, Steps, blank, decode, prefill, score
+from tunix.rollout.engine.programs import State, Steps, blank, copy_pages, decode, prefill, score
 from tunix.rollout.engine.replies import Replies
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes
@@ -153,24 +153,33 @@ class Batch:
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
+        idle = self.slots.idle.reshape(self.sizes.shards, -1)
+        taken = (self.sizes.slots_of_shard - idle.sum(axis=1)).tolist()
         while self.waiting:
-            slot = self._place(self.waiting[0])
+            slot = self._place(self.waiting[0], idle, taken)
             if slot is not None:
                 self._enter(slot, self.waiting.popleft())
+                idle.flat[slot] = False
+                taken[self.holdings.shard(slot)] += 1
             elif len(self.slots.taken):
                 return
             else:  # only prompts that are kept can be in the way
                 self.holdings.forget(next(iter(self.holdings.prefixes)))
 
-    def _place(self, episode: Episode) -> int | None:
-        """A free slot with room for an episode: beside the pages of its prompt, or where most slots are free."""
+    def _place(self, episode: Episode, idle: np.ndarray, taken: Sequence[int]) -> int | None:
+        """A free slot with room for an episode: beside the pages of its prompt, or where most slots are free.
+
+        Args:
+            episode: enters it.
+            idle: whether each slot of a shard is idle.
+            taken: how many are not, in each shard.
+        """
         home = self._home(prompt_key(episode.request)) if episode.parked is None else None
-        idle = self.slots.idle.reshape(self.sizes.shards, -1)
-        taken = self.sizes.slots_of_shard - idle.sum(axis=1)
         for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != home, taken[shard])):
             tokens = len(episode.request.prompt) + (0 if episode.parked is None else len(episode.parked.tokens))
             # Every slot at work may want one more page soon.
-            if idle[shard].any() and self.holdings.fits(shard, tokens + 1, int(taken[shard]), shared=shard == home):
+            free = taken[shard] < self.sizes.slots_of_shard
+            if free and self.holdings.fits(shard, tokens + 1, taken[shard], shared=shard == home):
                 return shard * self.sizes.slots_of_shard + int(idle[shard].argmax())
         return None
 
@@ -226,6 +235,8 @@ class Batch:
                 piece.finish(job, self._follow(job))
             piece.leave()
             self.state, found = prefill(self.model, self.weights, self.state, piece.inputs)
+            for copies in piece.copies():
+                self.state, _ = copy_pages(self.model, self.state, copies)
             self._score(piece, found.hidden)
             self.recorded += piece.record(found.experts)
             for job in piece.done:
@@ -306,16 +317,17 @@ class Batch:
         running = self.slots.running
         goal = self.slots.held[running] + np.minimum(most, self.slots.left[running])
         goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
+        held = self.slots.held.tolist()
         for slot in self.holdings.short(running, goal).tolist():
             if self.slots.episodes[slot] is None:
                 continue  # it has made room for another
-            held = int(self.slots.held[slot])
-            self.holdings.leave(slot, held)
-            while self.holdings.free(self.holdings.shard(slot)) < self.holdings.needs(slot, goals[slot]):
-                if self._make_room(self.holdings.shard(slot)) == slot:
+            shard = self.holdings.shard(slot)
+            self.holdings.leave(slot, held[slot])
+            while self.holdings.free(shard) < self.holdings.needs(slot, goals[slot]):
+                if self._make_room(shard) == slot:
                     break
             else:
-                self.holdings.cover(slot, held, goals[slot])
+                self.holdings.cover(slot, held[slot], goals[slot])
 
     def _make_room(self, shard: int) -> int | None:
         """Lets the pages of a prompt go that is wanted later; or takes the slot of the last to come, and returns it."""

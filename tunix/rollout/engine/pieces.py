@@ -9,7 +9,7 @@ Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tunix.data.seen import within
-from tunix.models.attention.pages import Copies, Touches, Visits, block_of
+from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
@@ -26,6 +26,8 @@ from tunix.types import Pictures, Sampling
 
 FIRST, CONTINUES = -1, -2
 """In `States.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
+COPIES = 32
+"""Pages of each shard that are copied together: what they take is there once more meanwhile, of a layer at a time."""
 
 
 @dataclass
@@ -79,10 +81,8 @@ class Inputs(NamedTuple):
     """`[s C]` position of the first token of each token's segment."""
     visits: tuple[Visits, ...]
     """What the tokens see of earlier ones."""
-    touches: tuple[Touches, ...]
-    """Where they are written."""
-    copies: tuple[Copies, ...]
-    """What is copied then."""
+    writes: tuple[np.ndarray, ...]
+    """`[s C]` the page that each token is written to; NOWHERE for tokens that nobody will read again."""
     last: np.ndarray
     """`[Sl]` the token, within the row of its shard, from whose state a slot samples next; -1 to leave the slot."""
     adapters: np.ndarray
@@ -140,21 +140,20 @@ class Piece:
         self._longest = max((window for window in sizes.windows if window is not None), default=0)
         tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
 
-        def blank(numbers: Sequence[int], fields: int) -> list[list[np.ndarray]]:
-            """For each kind of layer, so many arrays `[s Vi]`, and how much of them there is."""
-            arrays = [np.zeros((fields, sizes.shards, number), np.int32) for number in numbers]
-            return [[*each, np.zeros(sizes.shards, np.int32)] for each in arrays]
+        def none(number: int) -> Visits:
+            blocks, pages, starts, owners = np.zeros((4, sizes.shards, number), np.int32)
+            return Visits(blocks, pages, starts, owners, np.zeros(sizes.shards, np.int32))
 
-        visits = tuple(Visits(*x) for x in blank([sizes.visits(length, kind) for kind in kinds], 4))
-        touches = tuple(Touches(*x) for x in blank([length for _ in kinds], 4))
-        copies = tuple(Copies(*x) for x in blank([sizes.slots_of_shard for _ in kinds], 2))
+        visits = tuple(none(sizes.visits(length, kind)) for kind in kinds)
+        writes = tuple(np.full(shape, NOWHERE, np.int32) for _ in kinds)
         last, adapters = np.full(sizes.slots, -1, np.int32), np.zeros(sizes.shards, np.int32)
         states = None
         if sizes.chunk is not None:
             sources = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32)
             states = States(sources, np.full(sizes.slots, -1, np.int32))
         seen = _nothing_seen(sizes, length)
-        self.inputs = Inputs(tokens, positions, ids, begins, visits, touches, copies, last, adapters, states, seen)
+        self.inputs = Inputs(tokens, positions, ids, begins, visits, writes, last, adapters, states, seen)
+        self._copies: list[list[list[Copy]]] = [[[] for _ in range(sizes.shards)] for _ in kinds]
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
@@ -184,8 +183,14 @@ class Piece:
         inputs.last[slots] = end
         if inputs.states is not None:
             inputs.states.ends[slots] = end
-        for kind, source, target in (*job.copies, *copies):
-            _append(inputs.copies[kind], row, source, target)
+        for copy in (*job.copies, *copies):
+            self._copies[copy.kind][row].append(copy)
+
+    def copies(self) -> Iterator[tuple[Copies, ...]]:
+        """What is copied when the piece is computed: for each kind of layer, up to COPIES pages of each shard."""
+        most = max((len(copies) for of_kind in self._copies for copies in of_kind), default=0)
+        for start in range(0, most, COPIES):
+            yield tuple(copies_of([copies[start : start + COPIES] for copies in of_kind]) for of_kind in self._copies)
 
     def leave(self) -> None:
         """Lets pages go that nobody reads after this piece, when it is packed and those that end in it have finished.
@@ -227,7 +232,7 @@ class Piece:
         inputs.adapters[row] = job.adapter
         if job.reads is None:
             for kind, window in enumerate(self.sizes.windows):
-                self._touch(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
+                self._write(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
         if inputs.states is not None and self.sizes.chunk is not None:
             own = job.slot % self.sizes.slots_of_shard
             inputs.states.sources[row, begin // self.sizes.chunk] = own if job.start else FIRST
@@ -258,22 +263,15 @@ class Piece:
         if seen.rope is not None:
             seen.rope[here] = own.rope
 
-    def _touch(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
+    def _write(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
         size = self.sizes.page
         if self.sizes.windows[kind] is not None:
             self.holdings.cover(job.slot, first, end, windows=True)
-        held = self.holdings.held(job.slot)[kind]
-        indices = np.arange(first // size, -(-end // size))
-        starts = indices * size
-        _append(
-            self.inputs.touches[kind],
-            row,
-            np.array([held[index] for index in indices.tolist()]),
-            begin + starts - job.start,
-            np.maximum(first - starts, 0),
-            np.minimum(end - starts, size),
-        )
+        held, lowest = self.holdings.held(job.slot)[kind], first // size
+        pages = np.array([held[index] for index in range(lowest, -(-end // size))], np.int32)
+        here = np.s_[row, begin + first - job.start : begin + end - job.start]
+        self.inputs.writes[kind][here] = pages[np.arange(first, end) // size - lowest]
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
@@ -306,7 +304,16 @@ def _nothing_seen(sizes: Sizes, length: int) -> Seen | None:
     return Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(rows, np.int32), rope)
 
 
-def _append(to: Visits | Touches | Copies, row: int, *values: np.ndarray | int) -> None:
+def copies_of(rows: Sequence[Sequence[Copy]]) -> Copies:
+    """The copies `[s COPIES]` of one kind of layer in each shard."""
+    copies = Copies(np.zeros((len(rows), COPIES), np.int32), np.full((len(rows), COPIES), NOWHERE, np.int32))
+    for row, new in enumerate(rows):
+        copies.sources[row, : len(new)] = [copy.source for copy in new]
+        copies.targets[row, : len(new)] = [copy.target for copy in new]
+    return copies
+
+
+def _append(to: Visits, row: int, *values: np.ndarray) -> None:
     """Appends to the arrays `[s Vi]` of a row, and counts."""
     *arrays, number = to
     start, end = number[row], number[row] + np.size(values[0])

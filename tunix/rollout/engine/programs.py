@@ -1,7 +1,7 @@
 """The engine's compiled programs: a few pure functions over slots and pages, with shapes from a closed set.
 
-`prefill` computes a piece of prompts into pages, `score` its log-probs where they are wanted, and `decode` samples
-tokens in some slots until they have ended.
+`prefill` computes a piece of prompts into pages, `copy_pages` copies those that other slots begin with, `score` takes a
+piece's log-probs where they are wanted, and `decode` samples tokens in some slots until they have ended.
 
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
 that prompts, observations and sampled tokens all leave a slot in the same condition.
@@ -20,9 +20,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from tunix.mesh import as_trainers_round, constrain, platform, shards
+from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import PieceView
+from tunix.models.attention.pages import Copies, PieceView, Writes, copied
 from tunix.models.blocks import Cache
 from tunix.models.deltanet import PieceStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
@@ -166,12 +167,12 @@ def blank(model: Model, sizes: Sizes) -> State:
 def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Computed]:
     """Computes a piece: its tokens are in pages then, and slots have their last states."""
     new: Any = jax.tree.map(jnp.asarray, piece)
-    where = zip(new.visits, new.touches, new.copies, strict=True)
+    size = _page_size(state)
     pictures = None if new.seen is None else Pictures(*new.seen)
     ahead = seen_ahead(pictures, model.config.vision)
     views = [
-        PieceView(new.ids, new.positions, new.begins, *own, kind.window, **ahead)
-        for own, kind in zip(where, model.config.paged_kinds, strict=True)
+        PieceView(new.ids, new.positions, new.begins, visits, Writes(page, new.positions % size), kind.window, **ahead)
+        for visits, page, kind in zip(new.visits, new.writes, model.config.paged_kinds, strict=True)
     ]
     states = None if new.states is None else PieceStates(new.ids, *new.states)
     turned = new.positions if new.seen is None or new.seen.rope is None else new.seen.rope
@@ -181,6 +182,23 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     states = jnp.where(new.last[:, None] >= 0, found, state.hidden)
     return state._replace(caches=caches, hidden=constrain(states, "rows", None)), Computed(hidden, experts)
+
+
+@compiled(static_argnames="model", donate_argnames="state")
+def copy_pages(model: Model, state: State, copies: tuple[Copies, ...]) -> tuple[State, None]:
+    """Copies pages of each kind of layer, which slots begin with that have a prompt of others."""
+    paged, caches, copies = model.config.paged_kinds, [], jax.tree.map(jnp.asarray, copies)
+    for cache, kind in zip(state.caches, model.config.kinds, strict=True):
+        new = at_each_device(copied, cache, copies[paged.index(kind)]) if isinstance(cache, Pages) else cache
+        # One layer after the other: else what all of them copy is there at once.
+        new, copies = jax.lax.optimization_barrier((new, copies))
+        caches.append(new)
+    return state._replace(caches=tuple(caches)), None
+
+
+def _page_size(state: State) -> int:
+    """Pt."""
+    return next(cache.size for cache in state.caches if isinstance(cache, Pages))
 
 
 @partial(jit, static_argnames="model")
@@ -237,7 +255,7 @@ def decode(
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
     held, left, drawn = _current(state.progress, flow)
     keys, adapters = _request_keys(flow), jnp.asarray(flow.adapter)
-    size = next(cache.size for cache in state.caches if isinstance(cache, Pages))
+    size = _page_size(state)
     hidden, recent = state.hidden[flow.slots], _last_tokens(state.recent, flow)
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow.transform, keys, drawn, left > 0))
     routed = model.config.routed

@@ -2,7 +2,7 @@
 
 Slots are decoded all together, or NARROW and NARROW^2 times fewer where only the last requests are left. Prompts are
 computed in long or short pieces. What a sequence holds is counted in pages; a layer with a window keeps those of
-its window. `warmup.py` compiles all of these shapes: eight programs at most, and two
+its window. `warmup.py` compiles all of these shapes: nine programs at most, and two
 more where prompts are scored.
 
 Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.

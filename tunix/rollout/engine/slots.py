@@ -49,6 +49,8 @@ class Slots:
         self._looked_at, self._waits, self._taken, self._beyond = np.zeros((4, number), bool)
         self._order, self._turns = np.zeros((2, number), np.int64)
         self._entered = 0
+        self._settings: tuple[Sampling | None, list[np.generic]] = (None, [])
+        """Those of the request that was admitted last, and their row in the flow's transform."""
 
     def __len__(self) -> int:
         return len(self.episodes)
@@ -120,8 +122,10 @@ class Slots:
             flow.turned[slot] = 0 if rope is None else np.max(rope[-1]) - (len(prompt) - 1)
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
-        for rows, (own,) in zip(flow.transform, Transform.of([sampling]), strict=True):
-            rows[slot] = own
+        if sampling != self._settings[0]:  # most requests of a batch have the same
+            self._settings = sampling, [setting for (setting,) in Transform.of([sampling])]
+        for rows, setting in zip(flow.transform, self._settings[1], strict=True):
+            rows[slot] = setting
         self._order[slot], self._taken[slot] = self._entered, True
         self._entered += 1
         self._begin(slot)

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.holdings import Holdings
-from tunix.rollout.engine.pieces import Piece
-from tunix.rollout.engine.programs import Compiled, State, blank, decode, prefill
+from tunix.rollout.engine.pieces import Piece, copies_of
+from tunix.rollout.engine.programs import Compiled, State, blank, copy_pages, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 
@@ -75,6 +75,7 @@ class Warmth:
                 yield Call(decode, (self.model, sizes.steps, self.weights), (flow, reads, nothing, nothing))
         for length in sizes.pieces:
             yield Call(prefill, (self.model, self.weights), (Piece(holdings, length).inputs,))
+        yield Call(copy_pages, (self.model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
 
 
 def _compile(mesh: Mesh, program: jax.stages.Lowered) -> None:
