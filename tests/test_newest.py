@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.newest]
 STORED = json.loads(REFERENCE.read_text())
 
 
-
 @pytest.mark.parametrize("family", STORED)
 def test_a_family_has_the_stored_numbers(family: str):
     row = compared(family, Model(from_hf(STORED[family]["config"], REFERENCE)), STORED[family])

@@ -2,8 +2,8 @@
 
 On a TPU `jax.lax.ragged_dot` is a kernel of its compiler, but the gradient of the matrices is not, and would be a
 product of every row for every group: there jax's `tgmm` is taken. For NVIDIA's GPUs XLA has no kernel at all and
-multiplies every row with every matrix. There tokamax's Mosaic kernels are taken on Hopper for products of 16 bits, where
-tokamax is installed, and Triton kernels (`grouped_triton.py`) from Ampere on for all others. So say the compiled
+multiplies every row with every matrix. There tokamax's Mosaic kernels are taken on Hopper for products of 16 bits,
+where tokamax is installed, and Triton kernels (`grouped_triton.py`) from Ampere on for all others. So say the compiled
 programs; none was run on such a device yet.
 
 Groups are those of the rows of an expert.

@@ -35,7 +35,9 @@ def test_its_mask_is_made():
 @pytest.mark.parametrize("installed", ["0.0.9", "0.0.18", "0.1.0rc1"])
 def test_a_version_that_was_not_tried_is_not_called(installed, monkeypatch):
     monkeypatch.setattr(tokamax_ops, "version", lambda package: installed)
-    assert str(missing("attention")).startswith(f"tokamax {installed} was not tried, 0.0.12 to 0.0.17 were: `pip install")
+    assert str(missing("attention")).startswith(
+        f"tokamax {installed} was not tried, 0.0.12 to 0.0.17 were: `pip install"
+    )
 
 
 def test_a_module_that_moved_is_a_reason(monkeypatch):

@@ -29,9 +29,9 @@ OPERATIONS: dict[Name, str] = {
 """The Mosaic kernels' classes, in `tokamax._src.ops.NAME.pallas_mosaic_gpu` of the versions that were tried."""
 
 
-def capability() -> float | None:
-    """The compute capability of the GPU that is compiled for, e.g. 9.0 of an H100; None on other devices."""
-    value = getattr(device_in_use(), "compute_capability", None)
+def capability(device: Any = None) -> float | None:
+    """The compute capability of a GPU, e.g. 9.0 of an H100, by default of that which is compiled for; else None."""
+    value = getattr(device or device_in_use(), "compute_capability", None)
     return None if value is None else float(value)
 
 
