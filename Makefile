@@ -25,12 +25,13 @@ SEEN = for name in $(CANDIDATES); do command -v $$name >/dev/null && \
 	echo "  $$name is $$($$name --version 2>&1 || echo not runnable)"; done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-slow lint format docs notebooks peers device-wheels
+.PHONY: help quickstart test test-slow test-newest lint format docs notebooks peers device-wheels
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
 	@echo "make test         install what the tests need and run them"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
+	@echo "make test-newest  kernels, programs and tiny runs with the newest Python here, jax and tokamax (minutes)"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
 	@echo "make docs         the pages as a site in build/site; a warning is an error"
 	@echo "make notebooks    executes the notebooks and stores what they show (half an hour); ARGS=\"01 03\" for some of them"
@@ -46,6 +47,37 @@ test: $(VENV)/installed-test
 # With the compiler at its best: these run long enough to be worth it (tests/conftest.py turns it down for the others).
 test-slow: $(VENV)/installed-test
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+
+# With what users of the newest Python get, which may be another jax and tokamax than those of $(VENV): kernels, stored
+# numbers, a run of each algorithm, and programs for an H100 and a v5p. Tests that need torch are not among them.
+NEWEST := .newest
+NEWEST_CANDIDATES := python3.13 python3.12 $(foreach minor,13 12,$(wildcard $(HOME)/.pyenv/versions/3.$(minor).*/bin/python3))
+NEWEST_PYTHON ?= $(shell for name in $(NEWEST_CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
+NEWEST_TESTS := tests/test_newest.py tests/models/attention tests/models/test_grouped_products.py \
+	tests/models/test_grouped_gate.py
+MINOR = import sys; print(sys.version_info[1])
+# Of every Python: "jax (0.12.0.1)" comes first.
+NEWEST_JAX = $(BIN)/python -m pip index versions jax --ignore-requires-python --disable-pip-version-check 2>/dev/null | head -1
+
+test-newest: | $(BIN)/pip
+	@here=$$($(BIN)/python -c '$(MINOR)'); there=$$(test -z "$(NEWEST_PYTHON)" || $(NEWEST_PYTHON) -c '$(MINOR)'); \
+	if [ "$${there:-0}" -gt "$$here" ]; then $(MAKE) --no-print-directory newest-environment && \
+		$(NEWEST)/bin/python -m pytest -m "newest or not slow" -n $(WORKERS) --dist worksteal $(ARGS) $(NEWEST_TESTS); \
+	else $(MAKE) --no-print-directory $(VENV)/installed; \
+		jax=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); newest="$$($(NEWEST_JAX))"; \
+		echo "make test-newest: no Python here is newer than that of $(VENV) (3.$$here), which has jax $$jax; the newest is $$newest"; \
+		test "$$newest" = "jax ($$jax)"; \
+	fi
+
+.PHONY: newest-environment
+newest-environment: $(NEWEST)/installed
+
+$(NEWEST)/installed: pyproject.toml
+	@echo "Installing tunix, the newest jax and the plan's compilers into $(NEWEST) (about 2 GB; minutes) ..."
+	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[plan-gpu,plan-tpu]" \
+		pytest pytest-xdist beartype
+	@touch $@
 
 # pyright would ask the network for a newer version of itself.
 lint: $(VENV)/installed-dev

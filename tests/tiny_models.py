@@ -9,19 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tunix.config import MeshConfig
 from tunix.hf.model_folder import load_params
 from tunix.mesh import build_mesh
 from tunix.models.families.table import FAMILIES, read_config
 from tunix.models.model import Model, Params
+
+if TYPE_CHECKING:
+    import torch
 
 ROWS, LENGTH = 3, 40
 
@@ -319,12 +321,14 @@ EACH = (
 """A case of each family, for what logits and gradients of all of them imply for the others."""
 
 
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+def randomise(model: "torch.nn.Module", seed: int = 0) -> None:
     """Fills every parameter: matrices with unit gain, vectors (norms, biases) around where they start.
 
     So too what does not train but is saved, such as a factor on a whole layer, which would amplify errors near 0. Where
     attention has no scale, norms of queries have it, as in trained models: softmaxes would be sharp and amplify too.
     """
+    import torch  # not in the environment of `make test-newest`, whose tests use the rest of this file
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for buffer in saved_buffers(model).values():
@@ -342,7 +346,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
                 module.q_norm.weight.mul_(module.head_dim**-0.5)
 
 
-def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def saved_buffers(model: "torch.nn.Module") -> "dict[str, torch.Tensor]":
     """The numbers of a model that do not train but are in its folder."""
     kept = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
@@ -350,6 +354,9 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def reference_model(case: Case) -> Any:
     """transformers' model with random weights, float32, eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(1)  # decay rates of DeltaNets stay near where they start, which is random
     model = AutoModelForCausalLM.from_config(case.hf_config(), attn_implementation="eager", dtype=torch.float32)
     randomise(model)

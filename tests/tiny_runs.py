@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny_models import randomise
 from tunix.cli import main
@@ -104,6 +102,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def model_folder(folder: Path, *, tokenizer: bool = True, seed: int = 0, **fields: Any) -> Path:
     """A random Llama of RECIPE's sizes as transformers saves it, with a byte tokenizer beside it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,

@@ -163,8 +163,11 @@ def compared(name: str, model: Model, stored: Mapping[str, Any]) -> Row:
     with jax.default_matmul_precision("highest"):
         logprobs, found = _with_gradients(model, params, inputs)
     gradients = projected(found)
+    # A factor that does not train (Gemma 4) has a gradient of 0.
+    least = np.finfo(np.float64).tiny
     apart = {
-        key: np.abs(np.subtract(gradients[key], both)).max() / both[0] for key, both in stored["gradients"].items()
+        key: np.abs(np.subtract(gradients[key], both)).max() / max(both[0], least)
+        for key, both in stored["gradients"].items()
     }
     worst = max(apart, key=apart.__getitem__)
     error = max(float(np.abs(np.asarray(logprobs)[scored] - truth).max()) / LOGPROBS, apart[worst] / GRADIENTS)

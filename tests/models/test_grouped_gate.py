@@ -1,18 +1,21 @@
 """The gate of experts' products: what multiplies well passes, and what is broken does not."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tests.tiny_models import one_device
 from tunix.errors import UserError
+from tunix.mesh import AXES
 from tunix.models import grouped_gate
+from tunix.models import grouped_products as kernels
 from tunix.models.families.table import small
 from tunix.models.grouped_gate import grouped_difference
 from tunix.models.grouped_products import grouped_gradients, grouped_products
-from tunix.run import experts
+from tunix.run import describe, experts
 
 
 def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
@@ -50,3 +53,40 @@ def test_a_run_on_such_a_device_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"off plain products by 0\.3 of their size"):
         experts.check_products(mixture, "bfloat16", one_device())
     assert asked == [(mixture.d_model, mixture.ffn, "bfloat16")]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As much of a device as is asked for its kernels."""
+
+    compute_capability: str
+    device_kind: str = "NVIDIA X"
+    platform: str = "gpu"
+    process_index: int = 0
+    id: int = 0
+
+
+def mesh_of(capability: str) -> Mesh:
+    return Mesh(np.array([Gpu(capability)]).reshape(1, 1, 1, 1, 1), AXES)
+
+
+def test_a_run_says_which_kernels_multiply_its_experts(monkeypatch):
+    mixture = replace(small("gpt_oss"), d_model=2880, ffn=2880)
+    assert experts.experts_line(mixture, "bfloat16", mesh_of("9.0")) == (
+        "experts: triton (mosaic: widths of 2880 and 2880 are no multiples of 128)"
+    )
+    monkeypatch.setattr(kernels, "missing", lambda name: None)
+    assert experts.experts_line(replace(mixture, d_model=256, ffn=128), "bfloat16", mesh_of("9.0")) == "experts: mosaic"
+    assert experts.experts_line(mixture, "bfloat16", one_device()) is None
+    assert experts.experts_line(replace(mixture, experts=None), "bfloat16", mesh_of("9.0")) is None
+
+
+def test_a_gpu_without_kernels_is_named_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr(describe, "missing", lambda name: "tokamax 0.0.9 was not tried")
+    (old,) = describe.device_notes(mesh_of("7.5"))
+    assert "NVIDIA X has compute capability 7.5, and kernels" in old
+    assert "want 8.0 or more: it works without them, slowly" in old
+    assert not list(describe.device_notes(mesh_of("8.6")))
+    assert not list(describe.device_notes(one_device()))
+    (other,) = describe.device_notes(mesh_of("9.0"))
+    assert other == "attention does without its fastest kernel: tokamax 0.0.9 was not tried"

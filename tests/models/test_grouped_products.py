@@ -5,6 +5,7 @@ block of rows whole, those of other experts multiplied by 0 (`pallas_mosaic_gpu_
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
 from tests.marks import slow
 from tests.models.test_moe import assert_near
-from tunix.models import expert_products, grouped_products
+from tunix.models import expert_products, grouped_products, grouped_triton
 from tunix.models.expert_products import from_experts, routes, to_experts
-from tunix.models.grouped_products import OF_GROUPS, TRANSPOSED
+from tunix.models.grouped_products import OF_GROUPS, TRANSPOSED, GroupedSpec, described, implementation
 
 E, D, F, TOKENS = 5, 128, 128, 24
 SIZES = (0, 3, 17, 0, 9)
@@ -38,18 +38,11 @@ def of_mosaic(rows: jax.Array, other: jax.Array, *, group_sizes: jax.Array, **ho
 
 
 def emulate_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_products, "_kernel", lambda *_: of_mosaic)
+    monkeypatch.setattr(grouped_products, "implementation", lambda spec: "mosaic")
+    monkeypatch.setattr(grouped_products, "operation", lambda name: of_mosaic)
 
 
 def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("tokamax._src.ops.ragged_dot.pallas_triton")
-    call = pallas.pallas_call
-
-    def interpreted(*arguments: Any, compiler_params: Any, **how: Any) -> Callable[..., Any]:
-        return call(*arguments, interpret=True, **how)
-
-    monkeypatch.setattr(pallas, "pallas_call", interpreted)
-    monkeypatch.setattr(module.PallasTritonRaggedDot, "supported_on", lambda *_: True)
     monkeypatch.setattr(grouped_products, "capability", lambda: 8.0)
 
 
@@ -93,25 +86,56 @@ def test_kernels_compute_what_turns_on_a_cpu_do(kernel: Callable, dtype: str, mo
         assert not np.any(np.asarray(gradients, np.float32)[[0, 3]])  # of experts without rows
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(40, 24), (192, 130)])
+def test_triton_leaves_no_remainder_out(inputs: int, outputs: int):
+    """Widths and rows that no block divides; an expert with more rows than a tile, and others without any."""
+    sizes = (0, 3, 130, 0, 9, 0)
+    keys, number = jax.random.split(jax.random.key(0), 3), sum(sizes)
+    shapes = (number, inputs), (number, outputs), (len(sizes), inputs, outputs)
+    rows, d, matrices = map(jax.random.normal, keys, shapes)
+    foreign = [jnp.pad(x, ((0, 5), (0, 0)), constant_values=jnp.nan) for x in (rows, d)]
+    counts = jnp.asarray(sizes, jnp.int32)
+    products = grouped_triton.products(foreign[0], matrices, counts, transposed=False)[:number]
+    back = grouped_triton.products(foreign[1], matrices, counts, transposed=True)[:number]
+    gradients = grouped_triton.gradients(*foreign, counts, "float32")
+    ends = np.cumsum(sizes)
+    groups = [np.s_[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    rows, d, matrices = (np.asarray(x, np.float64) for x in (rows, d, matrices))
+    expected = (
+        np.concatenate([rows[group] @ w for group, w in zip(groups, matrices, strict=True)]),
+        np.concatenate([d[group] @ w.T for group, w in zip(groups, matrices, strict=True)]),
+        np.stack([rows[group].T @ d[group] for group in groups]),
+    )
+    for result, exact in zip((products, back, gradients), expected, strict=True):
+        np.testing.assert_allclose(result, exact, rtol=1e-5, atol=2e-5)
+
+
 CHOICES = [
-    (None, "bfloat16", (128, 256), 64, None),
-    (7.5, "bfloat16", (128, 256), 64, None),
-    (8.0, "bfloat16", (128, 256), 64, "PallasTritonRaggedDot"),
-    (9.0, "bfloat16", (128, 256), 64, "PallasMosaicGpuRaggedDot"),
-    (9.0, "float32", (128, 256), 64, "PallasTritonRaggedDot"),
-    (9.0, "bfloat16", (128, 192), 64, "PallasTritonRaggedDot"),
-    (9.0, "bfloat16", (192, 128), 64, "PallasTritonRaggedDot"),
-    (9.0, "bfloat16", (128, 256), 60, "PallasTritonRaggedDot"),
-    (10.0, "bfloat16", (128, 256), 64, "PallasTritonRaggedDot"),
+    (None, "bfloat16", (128, 256), 64, "ragged_dot"),
+    (7.5, "bfloat16", (128, 256), 64, "ragged_dot"),
+    (8.0, "bfloat16", (128, 256), 64, "triton"),
+    (9.0, "bfloat16", (128, 256), 64, "mosaic"),
+    (9.0, "float32", (128, 256), 64, "triton"),
+    (9.0, "bfloat16", (128, 192), 64, "triton"),
+    (9.0, "bfloat16", (192, 128), 64, "triton"),
+    (9.0, "bfloat16", (128, 256), 60, "triton"),
+    (10.0, "bfloat16", (128, 256), 64, "triton"),
 ]
 
 
-@pytest.mark.parametrize(("capability", "dtype", "sizes", "rows", "name"), CHOICES)
-def test_a_kernel_is_taken_where_it_can_compute(capability, dtype, sizes, rows, name, monkeypatch):
+@pytest.mark.parametrize(("capability", "dtype", "widths", "rows", "name"), CHOICES)
+def test_a_kernel_is_taken_where_it_can_compute(capability, dtype, widths, rows, name, monkeypatch):
     """A remainder of inputs by 128 would be left out by Mosaic's; it takes 16 bits and Hopper, and rows by 8."""
-    monkeypatch.setattr(grouped_products, "capability", lambda: capability)
-    monkeypatch.setattr(grouped_products, "operation", lambda module, name: name)
-    x, w = (jnp.zeros(shape, dtype) for shape in ((rows, sizes[0]), (4, *sizes)))
-    assert grouped_products._kernel(x, w) == name
-    monkeypatch.setattr(grouped_products, "installed", lambda: False)
-    assert grouped_products._kernel(x, w) is None
+    monkeypatch.setattr(grouped_products, "missing", lambda name: None)
+    assert implementation(GroupedSpec(rows, widths, (dtype, dtype), capability)) == name
+
+
+def test_without_mosaic_triton_is_taken_and_says_why(monkeypatch):
+    monkeypatch.setattr(grouped_products, "missing", lambda name: f"no {name} here")
+    hopper = GroupedSpec(64, (128, 256), ("bfloat16", "bfloat16"), 9.0)
+    assert described([hopper, hopper]) == "triton (mosaic: no ragged_dot here)"
+    turing = replace(hopper, capability=7.5)
+    assert described([turing]) == (
+        "ragged_dot (mosaic: it needs an NVIDIA GPU of compute capability 9 (Hopper); "
+        "triton: it needs an NVIDIA GPU of compute capability 8 or more)"
+    )

@@ -140,10 +140,15 @@ def test_a_step_has_its_kernels_and_no_square_of_a_row(topology: str, kinds: str
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["h100:1", "v5p:1x1x1"])
 def test_frozen_experts_are_not_copied_for_all_layers_at_once(topology: str):
-    written = compiled_for(topology, "experts")["written"]
-    stacks = {f"bf16[{LAYERS},8,192,512]", f"bf16[{LAYERS},8,512,192]"}
-    assert not stacks & set(written), written
-    assert "bf16[8,192,512]" in written or "bf16[8,512,192]" in written or topology != "h100:1", written
+    compiled = compiled_for(topology, "experts")
+    layer = {"bf16[8,192,512]", "bf16[8,512,192]"}
+    stacks = {f"bf16[{LAYERS}," + kind.removeprefix("bf16[") for kind in layer}
+    written = set(compiled["written"])
+    assert not stacks & written, written
+    if topology == "h100:1":
+        # Triton's kernels read a layer's matrices where they are, transposed ones too.
+        assert any("grouped_product" in kernel for kernel in compiled["kernels"]), compiled["kernels"]
+        assert not layer & written, written
 
 
 @pytest.mark.slow

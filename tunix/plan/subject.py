@@ -28,6 +28,7 @@ from tunix.run.build import settings_of
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.devices import apart, mesh_of
 from tunix.run.evaluation import Evaluation
+from tunix.run.experts import experts_line
 from tunix.run.streams import workload_of
 from tunix.run.teacher import divided
 from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec_of, stored
@@ -170,6 +171,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     settings = settings_of(recipe, source, mesh, recipe.steps or 1000, algorithm, sampling=sampling_mesh)
     branched = settings.microbatcher.unit > 1
     attention = attention_line(source.decoder, recipe.model, mesh, settings.length, branched=branched)
+    experts = experts_line(source.decoder, recipe.model.dtype, mesh)
     policy = _trained(settings, spec_of(settings, source, mesh, memory))
     samples = algorithm.train_on == RowKind.PROMPT
     sampling = sampling_line(recipe.rollout, policy.spec, memory, sampling_mesh) if samples else None
@@ -183,7 +185,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         _teacher(recipe, policy.spec, devices),
         _sampled(recipe, algorithm, settings, policy, memory),
         _judge(recipe, policy.spec, sampling_mesh),
-        tuple(filter(None, (why if mesh.size > 1 else None, attention, remat_line(policy.spec), sampling))),
+        tuple(filter(None, (why if mesh.size > 1 else None, attention, experts, remat_line(policy.spec), sampling))),
     )
 
 

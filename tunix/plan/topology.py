@@ -7,7 +7,6 @@ once in a process, before JAX is used (`prepare`).
 import os
 import re
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental import topologies
 from tunix.errors import UserError, install_command
 from tunix.plan.chips import CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.util import startup
+from tunix.util.accelerators import installed
 
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 """Environment in which libtpu looks for no device."""
@@ -114,15 +114,8 @@ def require_compiler(topology: str) -> None:
         UserError: there is no such topology, or no such compiler.
     """
     platform = chip_of(topology).platform
-    if not any(_installed(name) for name in COMPILERS[platform]):
+    if not any(installed(name) for name in COMPILERS[platform]):
         raise UserError(
             f"topology {topology!r}: its compiler is not installed. It runs on any machine: "
             + install_command(f"plan-{platform}")
         )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that would hold it
-        return False

@@ -26,9 +26,9 @@ from tunix.rollout.collect import Collector
 from tunix.rollout.environments.player import Player
 from tunix.rollout.servers.probe import TEXT
 from tunix.run.attention import attention_of
-from tunix.run.describe import overview, products_line, remat_line, sampling_line, stage_line
+from tunix.run.describe import device_notes, overview, products_line, remat_line, sampling_line, stage_line
 from tunix.run.devices import apart, mesh_of
-from tunix.run.experts import check_exchange, check_products
+from tunix.run.experts import check_exchange, check_products, experts_line
 from tunix.run.inputs import Inputs, compare_views, held_out_line, open_inputs, row_kind_of, sampling_of
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
@@ -99,7 +99,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
     stream = open_stream(recipe, inputs, algorithm, collector, mesh)
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
-    for note in update_notes(recipe, len(inputs.train), total):
+    for note in (*device_notes(mesh), *update_notes(recipe, len(inputs.train), total)):
         display.say(f"note: {note}")
     named = (inputs.tokenizer, teacher, reference, sampling_mesh)
     client = client_of(recipe, inputs.source, mesh, total, algorithm, *named)
@@ -112,7 +112,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     if why is not None and mesh.size > 1:
         display.detail(why)
     spec = client.learner.spec
-    lines = (products_line(spec.model, recipe.quantization, mesh), attention, remat_line(spec))
+    experts = experts_line(inputs.source.decoder, model.dtype, mesh)
+    lines = (products_line(spec.model, recipe.quantization, mesh), attention, experts, remat_line(spec))
     display.detail("; ".join(filter(None, lines)))
     if algorithm.train_on == RowKind.PROMPT:
         display.detail(sampling_line(recipe.rollout, spec, memory, sampling_mesh))

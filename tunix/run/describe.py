@@ -1,11 +1,14 @@
 """Lines that describe a run when it starts: its model, data and devices."""
 
 import os
+from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
+from tunix.models.attention import decode_triton, mosaic
 from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import described
+from tunix.models.attention.tokamax_ops import capability, missing
 from tunix.models.kv_cache import decode_specs
 from tunix.models.model import Model
 from tunix.models.quantization import hardware
@@ -64,6 +67,21 @@ def devices_line(mesh: Mesh) -> str:
         return line
     share = f" ({startup.MEMORY}={os.environ.get(startup.MEMORY)})" if first.platform == "gpu" else ""
     return f"{line}, {memory / 2**30:.1f} GiB of each{share}"
+
+
+def device_notes(mesh: Mesh) -> Iterator[str]:
+    """Notes of a line each about GPUs that have to do without kernels, and what would help."""
+    gpu = mesh.devices.flat[0]
+    generation = capability(gpu)
+    if generation is None:
+        return
+    if generation < decode_triton.CAPABILITY:
+        yield (
+            f"{gpu.device_kind} has compute capability {generation}, and kernels for attention, decoding and experts "
+            f"want {decode_triton.CAPABILITY} or more: it works without them, slowly"
+        )
+    elif int(generation) in mosaic.CAPABILITIES and (reason := missing("attention")):
+        yield f"attention does without its fastest kernel: {reason}"
 
 
 def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from tunix.util.accelerators import check_driver
+
 MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 FRACTION = 0.92
 """Share of a GPU's memory that JAX takes, unless `MEMORY` says another; JAX's own default is 0.75. The rest is for the
@@ -24,7 +26,11 @@ def prepare_jax() -> None:
     Compiled programs are kept, however quickly they compiled, so that a second start is faster: in the user's cache
     folder, or where `JAX_COMPILATION_CACHE_DIR` says. Processes may share that folder; what one of them reads of an
     entry that another is still writing does not pass its checksum, and JAX warns and compiles.
+
+    Raises:
+        UserError: the GPU's driver is too old for JAX's wheel.
     """
+    check_driver()
     os.environ.setdefault(MEMORY, str(FRACTION))
     # The ignored rule: jax gives its config these names when it is imported, so pyright cannot know them.
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]

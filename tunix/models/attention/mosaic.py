@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.errors import install_command
 from tunix.models.attention.inputs import LANES, AttentionSpec, Gradients, Mixed, Segments, merged
-from tunix.models.attention.tokamax_ops import for_the_device_in_use, installed, operation
+from tunix.models.attention.tokamax_ops import attention_mask, for_the_device_in_use, missing, operation
 
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
@@ -43,9 +42,7 @@ def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
         return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
-    if not installed():
-        return f"it needs tokamax: {install_command('gpu')}"
-    return unfit(spec)
+    return unfit(spec) or missing("attention")
 
 
 def unfit(spec: AttentionSpec) -> str | None:
@@ -144,11 +141,9 @@ def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
 
 def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
     """tokamax's mask. Where queries are the keys' tokens it is said to be causal, so that later blocks are left out."""
-    from tokamax._src.ops.attention.base import Mask
-
     own = interval.some is None and q.shape[1] == k.shape[1]
-    return Mask(k_start=interval.start[:, None], k_end=None if own else interval.stop[:, None], is_causal=own)
+    return attention_mask(k_start=interval.start[:, None], k_end=None if own else interval.stop[:, None], is_causal=own)
 
 
 def _kernel() -> Any:
-    return operation("attention.pallas_mosaic_gpu", "PallasMosaicGpuFlashAttention")
+    return operation("attention")
