@@ -49,11 +49,15 @@ class Machine(NamedTuple):
     iota: Callable[..., Array] = gpu.broadcasted_iota
     """Called as `iota(dtype, shape, axis, layout=...)`."""
     multiply: Callable[..., None] = gpu.wgmma
-    """Called as `multiply(sum, left, right, *staging)` with the left operand in registers."""
+    """Called as `multiply(sum, left, right, *staging)`; the left operand is in registers or in shared memory."""
     staging: tuple[Any, ...] = ()
-    """The types of what `multiply` needs of shared memory, one for each warpgroup."""
+    """The types of what `multiply` needs of shared memory, for all warpgroups."""
     interpret: Any = None
     """The interpreter's parameters."""
+
+
+HOPPER = Machine()
+"""A GPU."""
 
 
 def gradients(
@@ -68,7 +72,7 @@ def gradients(
     *,
     scale: float,
     softcap: float | None,
-    machine: Machine = Machine(),
+    machine: Machine = HOPPER,
 ) -> Gradients:
     """The gradients of `softmax(scale q.k) v` where each query sees an interval of keys.
 
@@ -178,6 +182,8 @@ def _of_queries(
     begin, end, from_all, to_all = (limits[row, tile, i] for i in range(4))
     q_tile, d_tile, ready, *staging = (x.at[mine] for x in (q_tile, d_tile, ready, *staging))
 
+    product = partial(_product, machine, staging)
+
     def context(over_keys: Any) -> None:
         gpu.copy_gmem_to_smem(q.at[row, place, head], q_tile, ready)
         gpu.copy_gmem_to_smem(d_mixed.at[row, place, head], d_tile, ready)
@@ -197,11 +203,10 @@ def _of_queries(
     def step(index: Any, v_block: Any, k_block: Any, v_free: Any, k_free: Any, carry: Any) -> Any:
         total, lse, inner, start, stop = carry
         block = begin + index[0]
-        scores = _product(q_tile, k_block.T)
-        weights, slope = _weights(
-            scores, lse, start, stop, block * BLOCK, 0, (block >= from_all) & (block < to_all), scale, softcap, machine
-        )
-        d_weights = _product(d_tile, v_block.T)
+        scores = product(q_tile, k_block.T)
+        whole = (block >= from_all) & (block < to_all)
+        weights, slope = _weights(scores, lse, lambda: (start, stop), block * BLOCK, 0, whole, scale, softcap, machine)
+        d_weights = product(d_tile, v_block.T)
         gpu.barrier_arrive(v_free)
         d_scores = weights * (d_weights - lax.broadcast_in_dim(inner, weights.shape, [0])) * slope
         machine.multiply(total, d_scores.astype(k_block.dtype), k_block, *staging)
@@ -244,6 +249,8 @@ def _of_keys(
     begin, end, from_all, to_all = (limits[row, tile, i] for i in range(4))
     k_tile, v_tile, ready, *staging = (x.at[mine] for x in (k_tile, v_tile, ready, *staging))
 
+    product = partial(_product, machine, staging)
+
     def context(over_queries: Any) -> None:
         gpu.copy_gmem_to_smem(k.at[row, place, kv_head], k_tile, ready)
         gpu.copy_gmem_to_smem(v.at[row, place, kv_head], v_tile, ready)
@@ -262,25 +269,31 @@ def _of_keys(
         gpu.commit_smem_to_gmem_group()
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def step(index: Any, lse: Any, start: Any, stop: Any, inner: Any, d_block: Any, q_block: Any, *more: Any) -> Any:
+    def step(
+        index: Any, lse_block: Any, start: Any, stop: Any, inner_block: Any, d_block: Any, q_block: Any, *more: Any
+    ) -> Any:
         *free, (of_k, of_v) = more
         block = begin + index[0]
-        scores = _product(k_tile, q_block.T)
-        per_query = [machine.load(x, (), layout=_COLUMN) for x in (lse, start, stop, inner)]
-        for barrier in free[:4]:
-            gpu.barrier_arrive(barrier)
-        weights, slope = _weights(
-            scores, *per_query[:3], first, 1, (block >= from_all) & (block < to_all), scale, softcap, machine
-        )
+        scores = product(k_tile, q_block.T)
+        read = partial(machine.load, layout=_COLUMN)
+        lse = read(lse_block, ())
+        gpu.barrier_arrive(free[0])
+        # Sixteen registers of a thread each: what is not needed yet is read later.
+        whole, interval = (block >= from_all) & (block < to_all), lambda: (read(start, ()), read(stop, ()))
+        weights, slope = _weights(scores, lse, interval, first, 1, whole, scale, softcap, machine)
+        gpu.barrier_arrive(free[1])
+        gpu.barrier_arrive(free[2])
 
-        def product(out: Any) -> Array:
-            gpu.wgmma(out, v_tile, d_block.T)
+        def both(out: Any) -> Array:
+            machine.multiply(out, v_tile, d_block.T, *staging)
             machine.multiply(of_v, weights.astype(d_block.dtype), d_block, *staging)
             return out[...]
 
-        d_weights = pl.run_scoped(product, gpu.ACC((BLOCK, BLOCK), jnp.float32))
+        d_weights = pl.run_scoped(both, gpu.ACC((BLOCK, BLOCK), jnp.float32))
         gpu.barrier_arrive(free[4])
-        d_scores = weights * (d_weights - lax.broadcast_in_dim(per_query[3], weights.shape, [1])) * slope
+        inner = read(inner_block, ())
+        gpu.barrier_arrive(free[3])
+        d_scores = weights * (d_weights - lax.broadcast_in_dim(inner, weights.shape, [1])) * slope
         machine.multiply(of_k, d_scores.astype(q_block.dtype), q_block, *staging)
         gpu.wgmma_wait(0)
         gpu.barrier_arrive(free[5])
@@ -289,15 +302,19 @@ def _of_keys(
     numbers = gpu.BlockSpec((BLOCK,), lambda i: (begin + i,))
     specs = [*[numbers] * 4, *[_block(width, q.dtype, begin)] * 2]
     _pipeline(step, context, begin, end, stages, specs)(
-        lse.at[row, head], start.at[row], stop.at[row], inner.at[row, head], d_mixed.at[row, :, head], q.at[row, :, head]
+        lse.at[row, head],
+        start.at[row],
+        stop.at[row],
+        inner.at[row, head],
+        d_mixed.at[row, :, head],
+        q.at[row, :, head],
     )
 
 
 def _weights(
     scores: Array,
     lse: Array,
-    start: Array,
-    stop: Array,
+    interval: Callable[[], tuple[Array, Array]],
     first: Array,
     axis: int,
     whole: Array,
@@ -310,8 +327,7 @@ def _weights(
     Args:
         scores: the plain product, by queries and keys or by keys and queries.
         lse: log-sum-exp of the queries, times LOG2_E.
-        start: the first column that each query sees.
-        stop: the column after the last.
+        interval: reads the first column that each query sees, and the one after the last.
         first: the column of the first key.
         axis: that of the queries.
         whole: whether all queries see all keys.
@@ -329,17 +345,18 @@ def _weights(
     weights = jnp.exp2(scores - over(lse))
 
     def masked() -> Array:
+        start, stop = interval()
         column = first + machine.iota(jnp.int32, scores.shape, 1 - axis, layout=_TILED)
         return jnp.where(column < over(stop), jnp.where(column >= over(start), weights, 0.0), 0.0)
 
     return lax.cond(whole, lambda: weights, masked), slope
 
 
-def _product(left: Any, right: Any) -> Array:
+def _product(machine: Machine, staging: Any, left: Any, right: Any) -> Array:
     """A product of blocks in shared memory."""
 
     def compute(out: Any) -> Array:
-        gpu.wgmma(out, left, right)
+        machine.multiply(out, left, right, *staging)
         return out[...]
 
     return pl.run_scoped(compute, gpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
@@ -370,4 +387,3 @@ def _swizzled(width: int, dtype: Any) -> tuple[Any, ...]:
     bits = jnp.finfo(dtype).bits
     swizzle = gpu.find_swizzle(width * bits)
     return gpu.TilingTransform((8, 8 * swizzle // bits)), gpu.SwizzleTransform(swizzle)
-
