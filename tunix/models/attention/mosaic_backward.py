@@ -151,7 +151,7 @@ def ranges(
     # Only where the intervals of later queries begin and end later are these blocks one range: the first is taken.
     part = ~whole & (index >= from_all[..., None])
     by_keys = (begin, end, from_all, jnp.where(part.any(-1), jnp.argmax(part, -1), count))
-    return tuple(jnp.stack(numbers, -1).astype(jnp.int32) for numbers in (by_queries, by_keys))
+    return jnp.stack(by_queries, -1).astype(jnp.int32), jnp.stack(by_keys, -1).astype(jnp.int32)
 
 
 def _of_queries(
@@ -180,9 +180,10 @@ def _of_queries(
     kv_head, width = lax.div(head, jnp.int32(group)), q_tile.shape[-1]
     place = pl.ds(tile * TILE + mine * BLOCK, BLOCK)
     begin, end, from_all, to_all = (limits[row, tile, i] for i in range(4))
-    q_tile, d_tile, ready, *staging = (x.at[mine] for x in (q_tile, d_tile, ready, *staging))
+    q_tile, d_tile, ready = q_tile.at[mine], d_tile.at[mine], ready.at[mine]
 
-    product = partial(_product, machine, staging)
+    def multiply(total: Any, left: Any, right: Any) -> None:
+        machine.multiply(total, left, right, *(x.at[mine] for x in staging))
 
     def context(over_keys: Any) -> None:
         gpu.copy_gmem_to_smem(q.at[row, place, head], q_tile, ready)
@@ -195,7 +196,7 @@ def _of_queries(
             over_keys((total, *known))
             return total[...] * scale
 
-        q_tile[...] = pl.run_scoped(summed, gpu.ACC((BLOCK, width), jnp.float32)).astype(q_tile.dtype)
+        q_tile[...] = pl.run_scoped(summed, gpu.WGMMAAccumulatorRef((BLOCK, width), jnp.float32)).astype(q_tile.dtype)
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(q_tile, d_q.at[row, place, head])
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -203,13 +204,13 @@ def _of_queries(
     def step(index: Any, v_block: Any, k_block: Any, v_free: Any, k_free: Any, carry: Any) -> Any:
         total, lse, inner, start, stop = carry
         block = begin + index[0]
-        scores = product(q_tile, k_block.T)
+        scores = _product(multiply, q_tile, k_block.T)
         whole = (block >= from_all) & (block < to_all)
         weights, slope = _weights(scores, lse, lambda: (start, stop), block * BLOCK, 0, whole, scale, softcap, machine)
-        d_weights = product(d_tile, v_block.T)
+        d_weights = _product(multiply, d_tile, v_block.T)
         gpu.barrier_arrive(v_free)
         d_scores = weights * (d_weights - lax.broadcast_in_dim(inner, weights.shape, [0])) * slope
-        machine.multiply(total, d_scores.astype(k_block.dtype), k_block, *staging)
+        multiply(total, d_scores.astype(k_block.dtype), k_block)
         gpu.wgmma_wait(0)
         gpu.barrier_arrive(k_free)
         return carry
@@ -247,9 +248,10 @@ def _of_keys(
     first = tile * TILE + mine * BLOCK
     place = pl.ds(first, BLOCK)
     begin, end, from_all, to_all = (limits[row, tile, i] for i in range(4))
-    k_tile, v_tile, ready, *staging = (x.at[mine] for x in (k_tile, v_tile, ready, *staging))
+    k_tile, v_tile, ready = k_tile.at[mine], v_tile.at[mine], ready.at[mine]
 
-    product = partial(_product, machine, staging)
+    def multiply(total: Any, left: Any, right: Any) -> None:
+        machine.multiply(total, left, right, *(x.at[mine] for x in staging))
 
     def context(over_queries: Any) -> None:
         gpu.copy_gmem_to_smem(k.at[row, place, kv_head], k_tile, ready)
@@ -260,7 +262,7 @@ def _of_keys(
             over_queries((of_k, of_v))
             return of_k[...], of_v[...]
 
-        of_k, of_v = pl.run_scoped(summed, *[gpu.ACC((BLOCK, width), jnp.float32)] * 2)
+        of_k, of_v = pl.run_scoped(summed, *[gpu.WGMMAAccumulatorRef((BLOCK, width), jnp.float32)] * 2)
         k_tile[...] = (of_k * scale).astype(k_tile.dtype)
         v_tile[...] = of_v.astype(v_tile.dtype)
         gpu.commit_smem()
@@ -274,7 +276,7 @@ def _of_keys(
     ) -> Any:
         *free, (of_k, of_v) = more
         block = begin + index[0]
-        scores = product(k_tile, q_block.T)
+        scores = _product(multiply, k_tile, q_block.T)
         read = partial(machine.load, layout=_COLUMN)
         lse = read(lse_block, ())
         gpu.barrier_arrive(free[0])
@@ -285,16 +287,16 @@ def _of_keys(
         gpu.barrier_arrive(free[2])
 
         def both(out: Any) -> Array:
-            machine.multiply(out, v_tile, d_block.T, *staging)
-            machine.multiply(of_v, weights.astype(d_block.dtype), d_block, *staging)
+            multiply(out, v_tile, d_block.T)
+            multiply(of_v, weights.astype(d_block.dtype), d_block)
             return out[...]
 
-        d_weights = pl.run_scoped(both, gpu.ACC((BLOCK, BLOCK), jnp.float32))
+        d_weights = pl.run_scoped(both, gpu.WGMMAAccumulatorRef((BLOCK, BLOCK), jnp.float32))
         gpu.barrier_arrive(free[4])
         inner = read(inner_block, ())
         gpu.barrier_arrive(free[3])
         d_scores = weights * (d_weights - lax.broadcast_in_dim(inner, weights.shape, [1])) * slope
-        machine.multiply(of_k, d_scores.astype(q_block.dtype), q_block, *staging)
+        multiply(of_k, d_scores.astype(q_block.dtype), q_block)
         gpu.wgmma_wait(0)
         gpu.barrier_arrive(free[5])
         return of_k, of_v
@@ -352,14 +354,14 @@ def _weights(
     return lax.cond(whole, lambda: weights, masked), slope
 
 
-def _product(machine: Machine, staging: Any, left: Any, right: Any) -> Array:
+def _product(multiply: Callable[..., None], left: Any, right: Any) -> Array:
     """A product of blocks in shared memory."""
 
     def compute(out: Any) -> Array:
-        machine.multiply(out, left, right, *staging)
+        multiply(out, left, right)
         return out[...]
 
-    return pl.run_scoped(compute, gpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+    return pl.run_scoped(compute, gpu.WGMMAAccumulatorRef((left.shape[0], right.shape[1]), jnp.float32))
 
 
 def _pipeline(step: Any, context: Any, begin: Array, end: Array, stages: int, specs: list) -> Any:
