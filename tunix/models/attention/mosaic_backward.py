@@ -9,7 +9,7 @@ The scheme is FlashAttention's (https://arxiv.org/abs/2307.08691): a kernel for 
 over keys, and one for those of keys and values, which goes over queries; both make the weights again from the
 log-sum-exp. Two warpgroups of a program multiply, each its half of a tile, and a third copies what they meet.
 
-Axes: B rows, Q queries, T keys, N query heads, K kv heads, H head dim; blocks and tiles of Q or T.
+Axes: B rows, T time, N query heads, K kv heads, H head dim.
 """
 
 import math
@@ -61,14 +61,14 @@ HOPPER = Machine()
 
 
 def gradients(
-    q: Float[Array, "B Q N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    d_mixed: Float[Array, "B Q N H"],
-    lse: Float[Array, "B Q N"],
-    inner: Float[Array, "B Q N"],
-    start: Int[Array, "B Q"],
-    stop: Int[Array, "B Q"],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
+    d_mixed: Float[Array, "B T N H"],
+    lse: Float[Array, "B T N"],
+    inner: Float[Array, "B T N"],
+    start: Int[Array, "B T"],
+    stop: Int[Array, "B T"],
     *,
     scale: float,
     softcap: float | None,
@@ -77,7 +77,7 @@ def gradients(
     """The gradients of `softmax(scale q.k) v` where each query sees an interval of keys.
 
     Args:
-        q: queries; Q and T are multiples of TILE.
+        q: queries; their number and that of the keys are multiples of TILE.
         k: keys.
         v: values.
         d_mixed: the gradient by what was mixed.
@@ -119,8 +119,8 @@ def gradients(
 
 
 def ranges(
-    start: Int[Array, "B Q"], stop: Int[Array, "B Q"], keys: int
-) -> tuple[Int[Array, "B tiles 4"], Int[Array, "B tiles 4"]]:
+    start: Int[Array, "B T"], stop: Int[Array, "B T"], keys: int
+) -> tuple[Int[Array, "B tiles_of_queries 4"], Int[Array, "B tiles_of_keys 4"]]:
     """The blocks that the programs visit: of keys for each tile of queries, and of queries for each tile of keys.
 
     Four numbers each: the first block and the one after the last, and the same of those within that need no mask. At
@@ -129,7 +129,7 @@ def ranges(
     Args:
         start: the first column that each query sees.
         stop: the column after the last; not after `start` where it sees none.
-        keys: T, columns of a row.
+        keys: columns of a row.
     """
     sees, rows = start < stop, len(start)
 
