@@ -59,6 +59,22 @@ def test_gradients_are_those_of_the_einsums(view, window, softcap, sinks):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_parts_of_the_queries_add_their_shares():
+    """As devices do that split rows: each part meets the keys of whole rows."""
+    settings, inputs = {"scale": 0.4, "softcap": None}, random()
+    (mixed, lse), expected = by_einsums(inputs, DOCUMENTS, **settings)
+    q, k, v, pull = inputs
+    parts = []
+    for first in range(0, T, TILE):
+        mine, view = np.s_[:, first : first + TILE], DOCUMENTS._replace(first=jnp.int32(first))
+        result, machine = (mixed[mine], lse[mine]), interpreted(races=RACES)
+        parts.append(mosaic.backward(q[mine], k, v, view, result, pull[mine], **settings, machine=machine))
+    d_q, d_k, d_v = zip(*parts, strict=True)
+    for one, other in zip((jnp.concatenate(d_q, 1), sum(d_k), sum(d_v)), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_other_documents_are_not_read():
     """A block of the first document would turn what is computed of the others into nan, whatever masks it."""
     view, settings, inputs = packed(TILE, 60, 68), {"scale": 0.4, "softcap": None}, random(heads=1)

@@ -134,7 +134,7 @@ def ranges(
     sees, rows = start < stop, len(start)
 
     def of(size: int) -> tuple[Array, Array, Array, Array]:
-        """Of so many queries the first column that some see, the one after the last; the same of what all see."""
+        """The first column that some of `size` queries see, the one after the last; the same of what all see."""
         first, last = (x.reshape(rows, -1, size) for x in (jnp.where(sees, start, keys), jnp.where(sees, stop, 0)))
         return first.min(-1), last.max(-1), first.max(-1), last.min(-1)
 
