@@ -216,11 +216,12 @@ class ModelConfig(Config):
     """For mixtures of experts: what the loss that evens out their use is multiplied by, e.g. 0.001. It is off by
     default: in RL it disturbs what is learned. The use is that of the whole batch, so `micro_batch_size` changes
     nothing; where there are several micro-batches it takes another forward pass. `moe/...` logs the use either way."""
-    attention: Literal["auto", "einsum", "chunked", "splash", "mosaic"] = "auto"
+    attention: Literal["auto", "einsum", "chunked", "splash", "mosaic", "tokamax"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
-    `mosaic` one for NVIDIA's Hopper and Blackwell (`pip install '.[gpu]'`). `auto`: the kernel where there is one,
-    else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
+    `mosaic` and `tokamax` are kernels for NVIDIA's GPUs (`pip install '.[gpu]'`): the first, for Hopper, skips other
+    documents of a row in its backward pass too; the second, for Hopper and Blackwell, does not. `auto`: the first
+    kernel that there is, else einsum for rows of at most 1024 tokens, and chunked for longer ones."""
 
     @model_validator(mode="after")
     def _source(self, info: Any) -> "ModelConfig":

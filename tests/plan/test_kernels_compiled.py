@@ -25,6 +25,7 @@ from tunix.util.loops import SCOPE
 LENGTH, LAYERS = 8192, 2
 TPUS = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1")
 CODE = "import sys; from tests.plan.test_kernels_compiled import compile_for; compile_for(*sys.argv[1:])"
+BACKWARD = "import sys; from tests.plan.test_kernels_compiled import compile_backward; compile_backward(*sys.argv[1:])"
 CASES = [(topology, kinds) for topology in (*TPUS, "h100:1") for kinds in ("whole", "windows")]
 
 
@@ -103,12 +104,38 @@ def unknown_loops(text: str) -> list[str]:
     return [re.findall(r'op_name="([^"]*)"', line)[-1] for line in loops]
 
 
+def compile_backward(head_dim: str) -> None:
+    """Compiles Hopper's backward kernels over a row that shares prompts, with a window and a soft cap."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from tunix.models.attention import mosaic
+    from tunix.models.attention.inputs import Segments
+    from tunix.plan import topology as topologies
+
+    topologies.prepare()
+    mesh = Mesh(topologies.devices_of("h100:1"), ("alone",))
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, 1024, *shape), dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def backward(q, k, v, lse, pull, ids, positions, parents):
+        view = Segments(ids, positions, parents, window=300)
+        return mosaic.backward(q, k, v, view, (q, lse), pull, scale=0.1, softcap=20.0)
+
+    q, k = (array(heads, int(head_dim)) for heads in (4, 2))
+    with jax.set_mesh(mesh):
+        inputs = (q, k, k, array(4, dtype=jnp.float32), q, *(array(dtype=jnp.int32),) * 3)
+        print(json.dumps({"calls": jax.jit(backward).lower(*inputs).compile().as_text().count(" custom-call(")}))
+
+
 def _bytes(one: Any) -> int:
     return one.bytes
 
 
-def compiled_for(topology: str, kinds: str) -> dict[str, Any]:
-    """What `compile_for` prints; skips the test where the compiler is not installed."""
+def compiled_for(topology: str, *settings: str, code: str = CODE) -> dict[str, Any]:
+    """What the code prints, e.g. `compile_for`; skips the test where the compiler is not installed."""
     if not installed(topology):
         pytest.skip(f"the compiler of {topology} is not installed")
     mine = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
@@ -116,7 +143,7 @@ def compiled_for(topology: str, kinds: str) -> dict[str, Any]:
     # A compile cache does not look at the scopes from which loops are counted.
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, topology, kinds], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *settings], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -125,7 +152,7 @@ def compiled_for(topology: str, kinds: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "kinds"), CASES)
 def test_a_step_has_its_kernels_and_no_square_of_a_row(topology: str, kinds: str):
-    found = compiled_for(topology, kinds)
+    found = compiled_for(topology, topology, kinds)
     mine = {name: times for name, times in found["kernels"].items() if "tpu_custom_call" in name or "mosaic" in name}
     # The forward pass, the gradient by queries, and that by keys and values: of each layer once.
     assert sum(mine.values()) == 3 * LAYERS, found["kernels"]
@@ -140,7 +167,7 @@ def test_a_step_has_its_kernels_and_no_square_of_a_row(topology: str, kinds: str
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["h100:1", "v5p:1x1x1"])
 def test_frozen_experts_are_not_copied_for_all_layers_at_once(topology: str):
-    compiled = compiled_for(topology, "experts")
+    compiled = compiled_for(topology, topology, "experts")
     layer = {"bf16[8,192,512]", "bf16[8,512,192]"}
     stacks = {f"bf16[{LAYERS}," + kind.removeprefix("bf16[") for kind in layer}
     written = set(compiled["written"])
@@ -155,7 +182,14 @@ def test_frozen_experts_are_not_copied_for_all_layers_at_once(topology: str):
 @pytest.mark.parametrize(("topology", "width"), [("h100:8", 192), ("v6e:2x4", 256)])
 def test_tokens_are_sent_to_the_devices_of_their_experts_and_gathered_nowhere(topology: str, width: int):
     """A TPU sends rows of whole 128 numbers."""
-    sent = compiled_for(topology, "experts")["sent"]
+    sent = compiled_for(topology, topology, "experts")["sent"]
     # A block of a device's tokens for each of the others.
     assert sent["ragged-all-to-all"] == 7 * LENGTH * width * 2
     assert sent.get("all-gather", 0) < LENGTH * 192, sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", ["64", "96", "256"])
+def test_backward_kernels_of_hopper_compile(head_dim: str):
+    """Two for a row's own segments, two for the prompts that they share."""
+    assert compiled_for("h100:1", head_dim, code=BACKWARD)["calls"] == 4

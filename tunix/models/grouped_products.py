@@ -145,4 +145,5 @@ def grouped_gradients(
 
 
 def _spec(rows: jax.Array, matrices: jax.Array) -> GroupedSpec:
-    return GroupedSpec(len(rows), matrices.shape[1:], (str(rows.dtype), str(matrices.dtype)), capability())
+    _, inner, outer = matrices.shape
+    return GroupedSpec(len(rows), (inner, outer), (str(rows.dtype), str(matrices.dtype)), capability())

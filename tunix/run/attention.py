@@ -6,8 +6,8 @@ from jax.sharding import Mesh
 
 from tunix.config import ModelConfig
 from tunix.errors import UserError
-from tunix.models.attention import gate
-from tunix.models.attention.attend import described, implementation, spec_of
+from tunix.models.attention import attend, gate
+from tunix.models.attention.attend import Implementation, described, implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
 from tunix.models.config import DecoderConfig, LayerKind
 
@@ -17,7 +17,8 @@ def attention_of(
 ) -> tuple[ModelConfig, str]:
     """The recipe's model with the implementation that is to be used, and a line that says which and why no faster one.
 
-    A kernel has to give the einsums' numbers on this device (`models/attention/gate.py`); else chunks replace it.
+    A kernel has to give the einsums' numbers on this device (`models/attention/gate.py`); else the next implementation
+    of the table that computes all layers replaces it.
 
     Args:
         config: the structure of the model.
@@ -30,15 +31,25 @@ def attention_of(
         UserError: the implementation that the recipe names cannot be used here, or gives other numbers, and why.
     """
     line = attention_line(config, model, mesh, length, branched=branched)
-    for spec in _specs(config, model, mesh, length, branched=branched):
+    specs = _specs(config, model, mesh, length, branched=branched)
+    for spec in specs:
         one = implementation(spec, model.attention)
         if not one.kernel or (off := gate.difference(one.name, spec)) <= gate.LIMIT:
             continue
         wrong = f"{one.name} is off the einsums by {off:.2g} of their size on this device, more than {gate.LIMIT}"
+        faster = [other.name for other in attend.IMPLEMENTATIONS].index(one.name) + 1
+        after = next(other.name for other in attend.IMPLEMENTATIONS[faster:] if _right(other, specs))
         if model.attention != "auto":
-            raise UserError(f"model.attention: {wrong}. Leave it at auto, which takes chunked instead.")
-        return model.model_copy(update={"attention": "chunked"}), f"attention: chunked ({wrong})"
+            raise UserError(f"model.attention: {wrong}. Leave it at auto, which takes {after} instead.")
+        return model.model_copy(update={"attention": after}), f"attention: {after} ({wrong})"
     return model, line
+
+
+def _right(one: Implementation, specs: list[AttentionSpec]) -> bool:
+    """Whether an implementation computes these calls, and rightly on this device."""
+    if any(map(one.lacks, specs)):
+        return False
+    return not one.kernel or all(gate.difference(one.name, spec) <= gate.LIMIT for spec in specs)
 
 
 def attention_line(config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool) -> str:

@@ -82,3 +82,14 @@ def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):
     with pytest.raises(UserError, match=r"model\.attention: kernel is off .* Leave it at auto, which takes chunked"):
         of(MODEL.model_copy(update={"attention": "kernel"}))
     assert of(MODEL.model_copy(update={"attention": "einsum"}))[1] == "attention: einsum"
+
+
+def test_the_next_kernel_replaces_one_that_is_off(monkeypatch):
+    kernels = tuple(kernel()._replace(name=name) for name in ("first", "second"))
+    monkeypatch.setattr(table, "IMPLEMENTATIONS", (*kernels, *table.IMPLEMENTATIONS))
+    mesh = build_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    for off, name in (({"first": 0.3, "second": 0.0}, "second"), ({"first": 0.3, "second": 0.3}, "chunked")):
+        monkeypatch.setattr(gate, "difference", lambda name, spec, off=off: off[name])
+        model, line = attention_of(RICH, MODEL, mesh, 64, branched=False)
+        assert model.attention == name
+        assert line.startswith(f"attention: {name} (first is off")

@@ -12,7 +12,7 @@ import pytest
 from tests.marks import slow
 from tests.models.attention.test_chunked import B, H, K, N, T, inputs, rows
 from tunix.models.attention import einsum, mosaic
-from tunix.models.attention.attend import implementation, spec_of
+from tunix.models.attention.attend import described, implementation, spec_of
 from tunix.models.attention.inputs import Segments, past_sinks
 
 
@@ -72,7 +72,8 @@ def results(
     q, k, v, pull = inputs(dtype)
     settings = {"scale": 0.4, "softcap": softcap, **settings}
     result = past_sinks(module.forward(q, k, v, view, **settings), sinks)
-    return *result, *module.backward(q, k, v, view, result, pull, **settings)
+    backward = module.backward_of_tokamax if module is mosaic else module.backward
+    return *result, *backward(q, k, v, view, result, pull, **settings)
 
 
 CASES = [(False, None, None, "float32"), (True, 11, 2.0, "float32")]
@@ -127,7 +128,13 @@ def test_what_the_kernel_lacks():
     spec = spec_of(jnp.zeros((B, T, N, H), jnp.bfloat16), jnp.zeros((B, T, K, H), jnp.bfloat16), rows(True), None)
     assert "compute capability 9 or 10" in str(mosaic.lacks(spec))
     hopper = replace(spec, platform="gpu", capability=9.0)
-    for found, expected in ((hopper, "mosaic"), (replace(hopper, capability=8.0), "einsum")):
+    blackwell, ampere = (replace(hopper, capability=capability) for capability in (10.0, 8.0))
+    for found, expected in ((hopper, "mosaic"), (blackwell, "tokamax"), (ampere, "einsum")):
         assert implementation(found).name == expected
+    assert (
+        described([blackwell])
+        == "tokamax (splash: it needs a TPU; mosaic: its backward kernels are written for Hopper)"
+    )
+    assert described([ampere]).count("compute capability 9 or 10") == 1
     assert "bfloat16, not float32" in str(mosaic.lacks(replace(hopper, dtype="float32")))
     assert "heads of 512 numbers" in str(mosaic.lacks(replace(hopper, head_dim=512)))

@@ -251,8 +251,11 @@ def described(specs: Sequence[AttentionSpec], wanted: str = "auto") -> str:
 def _described(spec: AttentionSpec, wanted: str) -> str:
     chosen = implementation(spec, wanted)
     faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
-    reasons = [f"{one.name}: {reason}" for one in faster if (reason := one.lacks(spec))]
-    return chosen.name + (f" ({'; '.join(reasons)})" if reasons else "")
+    reasons: dict[str, str] = {}
+    for one in faster:
+        if reason := one.lacks(spec):
+            reasons.setdefault(reason, one.name)  # once where two kernels have it
+    return chosen.name + (f" ({'; '.join(f'{name}: {reason}' for reason, name in reasons.items())})" if reasons else "")
 
 
 def spec_of(
@@ -363,7 +366,8 @@ _attend.defvjp(_forward, _backward)
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("splash", splash.lacks, splash.forward, splash.backward, local=True, kernel=True),
-    Implementation("mosaic", mosaic.lacks, mosaic.forward, mosaic.backward, local=True, kernel=True),
+    Implementation("mosaic", mosaic.lacks_hopper, mosaic.forward, mosaic.backward, local=True, kernel=True),
+    Implementation("tokamax", mosaic.lacks, mosaic.forward, mosaic.backward_of_tokamax, local=True, kernel=True),
     Implementation("chunked", chunked.lacks, chunked.forward, chunked.backward, local=True),
     Implementation("einsum", lambda spec: None, einsum.forward, einsum.backward),
 )

@@ -1,4 +1,7 @@
-"""Attention by tokamax's Mosaic kernels for NVIDIA's Hopper and Blackwell GPUs (`pip install '.[gpu]'`).
+"""Attention by Mosaic kernels for NVIDIA's Hopper and Blackwell GPUs: tokamax's (`pip install '.[gpu]'`) and ours.
+
+The forward kernel is tokamax's. Its backward kernels visit every block before a query's, other documents of the row
+included; on Hopper ours (`mosaic_backward.py`) visit what is seen, and tokamax's replace them where they are wrong.
 
 Each query sees an interval of keys, by its columns: from the start of its segment or of its window up to itself. Where
 segments share a prompt, a second call lets each query see its interval of the prompt, and both are merged by their
@@ -8,6 +11,7 @@ place (`attend.py`).
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
 """
 
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -15,11 +19,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.attention.inputs import LANES, AttentionSpec, Gradients, Mixed, Segments, merged
+from tunix.models.attention.inputs import (
+    LANES,
+    AttentionSpec,
+    Gradients,
+    Mixed,
+    Segments,
+    inner_products,
+    merged,
+)
 from tunix.models.attention.tokamax_ops import attention_mask, for_the_device_in_use, missing, operation
 
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
+HOPPER = 9
+"""That which our backward kernels are written for: Blackwell's tensor cores have other instructions."""
 WIDEST = 256
 """Numbers of a head up to which the kernels' blocks fit an SM's shared memory: at 512 they ask for 395 KB of 232 (told
 by the compiler, tokamax 0.0.12)."""
@@ -43,6 +57,13 @@ def lacks(spec: AttentionSpec) -> str | None:
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
         return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
     return unfit(spec) or missing("attention")
+
+
+def lacks_hopper(spec: AttentionSpec) -> str | None:
+    """Why our backward kernels cannot compute a call; None where they can."""
+    if reason := lacks(spec):
+        return reason
+    return None if int(spec.capability or 0) == HOPPER else "its backward kernels are written for Hopper"
 
 
 def unfit(spec: AttentionSpec) -> str | None:
@@ -91,13 +112,42 @@ def backward(
     *,
     scale: float,
     softcap: float | None,
+    machine: Any = None,
+) -> Gradients:
+    """As `attend.Implementation.backward`, by our kernels; `machine` is another than a GPU, for tests.
+
+    Of two merged calls each adds its keys' part, by the merged log-sum-exp.
+    """
+    from tunix.models.attention.mosaic_backward import HOPPER, gradients  # half a second of jax's modules
+
+    mixed, lse = result
+    inner = inner_products(mixed, d_mixed)
+
+    def one(interval: _Interval) -> Gradients:
+        stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
+        settings = {"scale": scale, "softcap": softcap, "machine": machine or HOPPER}
+        return gradients(q, k, v, d_mixed, lse, inner, interval.start, stop, **settings)
+
+    return _added(map(one, intervals(view, q.shape[1])), q, k, v)
+
+
+def backward_of_tokamax(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B keys K H"],
+    v: Float[Array, "B keys K H"],
+    view: Segments,
+    result: Mixed,
+    d_mixed: Float[Array, "B T N H"],
+    *,
+    scale: float,
+    softcap: float | None,
     op: Any = None,
 ) -> Gradients:
-    """As `attend.Implementation.backward`. Of two merged calls each adds its keys' part, by the merged log-sum-exp."""
+    """As `backward`, by tokamax's kernels; `op` as in `forward`."""
     op = op or _kernel()
     mixed, lse = result
 
-    def one(interval: _Interval) -> tuple[jax.Array, ...]:
+    def one(interval: _Interval) -> Gradients:
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
@@ -107,7 +157,12 @@ def backward(
             found = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
         return found["q"], found["k"], found["v"]
 
-    d_q, d_k, d_v = (reduce(jnp.add, parts) for parts in zip(*map(one, intervals(view, q.shape[1])), strict=True))
+    return _added(map(one, intervals(view, q.shape[1])), q, k, v)
+
+
+def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:
+    """The gradients of merged calls."""
+    d_q, d_k, d_v = (reduce(jnp.add, part) for part in zip(*parts, strict=True))
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 

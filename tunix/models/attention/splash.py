@@ -1,8 +1,9 @@
 """Attention by jax's splash kernel for TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
 The kernel's forward and backward parts are called apart, so that what is kept between them is named in one place
-(`attend.py`). Segments, causality and windows are its own masks; blocks that no query sees are skipped. Where segments
-share a prompt, a second call lets each query see the segment of its prompt, and both are merged by their log-sum-exp.
+(`attend.py`). Segments, causality and windows are its own masks. Which blocks it visits is known before a program
+runs: those after the queries or before the window are skipped, those of other documents are not. Where segments share
+a prompt, a second call lets each query see the segment of its prompt, and both are merged by their log-sum-exp.
 
 Axes: B rows, T time, N query heads, K kv heads, H head dim.
 """
