@@ -34,7 +34,7 @@ _OUTLINED = {"role", "content", "name", *REASONING}
 """Keys of a message in an outline."""
 _THOUGHT_END = "</think>"
 Part = Literal["all", "answer", "none"]
-"""Of a text: all of it, what follows its last `</think>`, or nothing."""
+"""What is written of a text: all of it, what follows its last `</think>`, or nothing."""
 
 _LETTER = re.compile(r"[^\s\0-\x1f" + re.escape(_KEPT) + "]")
 _CODED = np.array([not (chr(i).isspace() or chr(i) in _KEPT or i < 32) for i in range(0x3002)])
