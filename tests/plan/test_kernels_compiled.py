@@ -174,7 +174,7 @@ def test_frozen_experts_are_not_copied_for_all_layers_at_once(topology: str):
     assert not stacks & written, written
     if topology == "h100:1":
         # Triton's kernels read a layer's matrices where they are, transposed ones too.
-        assert any("grouped_product" in kernel for kernel in compiled["kernels"]), compiled["kernels"]
+        assert any("xla.gpu.triton" in kernel for kernel in compiled["kernels"]), compiled["kernels"]
         assert not layer & written, written
 
 
