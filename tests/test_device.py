@@ -77,20 +77,20 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPat
     programs = {"machine": f"print({FOUND!r})", "peaks": broken, "kernels": FINE}
     monkeypatch.setattr(command, "process_of", lambda name, *_: [sys.executable, "-c", programs[name]])
     monkeypatch.setattr(sys, "argv", ["device", "--out", str(tmp_path), "--parts", "peaks", "kernels"])
-    with pytest.raises(SystemExit, match="1 of 5 rows failed: peaks"):
+    with pytest.raises(SystemExit, match="1 of 6 rows failed: peaks"):
         command.main()
     (file,) = tmp_path.glob("*.json")
     rows = [(row["part"], row["status"], row["message"]) for row in json.loads(file.read_text())["rows"]]
     error = "ended with 1: MemoryError: no room"
-    assert rows == [*[("kernels", "ok", "")] * 3, ("peaks", "ok", ""), ("peaks", "failed", error)]
+    assert rows == [*[("kernels", "ok", "")] * 4, ("peaks", "ok", ""), ("peaks", "failed", error)]
 
 
 def test_checks_run_at_once_and_before_what_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each check of kernels waits until all three have begun; what is timed finds them ended."""
+    """Each check of kernels waits until all four have begun; what is timed finds them ended."""
     begun = f"import pathlib, sys, time; here = pathlib.Path({str(tmp_path)!r})"
-    waits = f"{begun}; (here / sys.argv[1]).touch()\nwhile len(list(here.iterdir())) < 3: time.sleep(0.01)\n{FINE}"
-    ended = f"{begun}; assert len(list(here.iterdir())) == 3\n{FINE}"
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    waits = f"{begun}; (here / sys.argv[1]).touch()\nwhile len(list(here.iterdir())) < 4: time.sleep(0.01)\n{FINE}"
+    ended = f"{begun}; assert len(list(here.iterdir())) == 4\n{FINE}"
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(
         command,
         "process_of",
@@ -99,7 +99,7 @@ def test_checks_run_at_once_and_before_what_is_timed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Report, "write", lambda *_: None)
     found = report()
     command.run(found, tmp_path, ["peaks", "kernels"], Setting(True, "cpu"), time.monotonic() + 60.0)
-    assert [(part, row.status) for part, row in found.ordered] == [*[("kernels", "ok")] * 3, ("peaks", "ok")]
+    assert [(part, row.status) for part, row in found.ordered] == [*[("kernels", "ok")] * 4, ("peaks", "ok")]
 
 
 def test_a_part_is_late_by_its_own_deadline_and_skipped_by_that_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

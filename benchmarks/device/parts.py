@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 PARTS: dict[str, Part] = {
-    "kernels": Part("checks", "kernels", ("mosaic", "splash", "chunked"), 150),
+    "kernels": Part("checks", "kernels", ("mosaic", "tokamax", "splash", "chunked"), 150),
     "parity": Part("parity", "rows", STORED, 150),
     "mismatch": Part("checks", "trainer_and_sampler", tuple(x for x in STORED if x != "gemma4_moe"), 180),
     "resume": Part("resume", "rows", ("killed",), 150),

@@ -51,7 +51,7 @@ class GroupedSpec:
     widths: tuple[int, int]
     """D and F, e.g. (2880, 5760)."""
     dtypes: tuple[str, str]
-    """Of rows and matrices."""
+    """The dtypes of rows and matrices."""
     capability: float | None
     """The compute capability of a GPU, e.g. 9.0; None on other devices."""
 

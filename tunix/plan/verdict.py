@@ -62,7 +62,7 @@ class Need:
     model_flops: float = 0.0
     tokens: int = 0
     seconds: float | None = None
-    """Of one run at the least; None where the devices' figures are not known."""
+    """The least time of one run; None where the devices' figures are not known."""
     bound: str = ""
     """What that is bound by: `compute`, `memory`, `links` or, between hosts of GPUs, `network`."""
     place: Place = "training"
