@@ -262,7 +262,7 @@ def _shares(one: Instruction, branches: list[Account]) -> list[float]:
         return [number / sum(times) for number in times]
 
     def work(branch: Account) -> tuple[float, ...]:
-        return branch.sent(), sum(branch.kernels.values()), sum(branch.copies.values())
+        return branch.sent(), float(sum(branch.kernels.values())), float(sum(branch.copies.values()))
 
     dearest = max(branches, key=work)
     return [float(branch is dearest) for branch in branches]
