@@ -18,16 +18,8 @@ RAGGED = "ragged-all-to-all"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", RAGGED, "collective-permute")
 FREE = {
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "iota", "partition-id"),
-    *(
-        "replica-id",
-        "opt-barrier",
-        "copy-done",
-        "fusion-done",
-        "async-done",
-        "async-update",
-        "domain",
-        "add-dependency",
-    ),
+    *("replica-id", "opt-barrier", "copy-done", "fusion-done", "async-done", "async-update", "domain"),
+    "add-dependency",
     *(f"{kind}-done" for kind in COLLECTIVES),
 }
 """Operations that move no memory, or whose start has been counted."""

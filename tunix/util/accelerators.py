@@ -11,8 +11,6 @@ from tunix.errors import UserError, install_command
 
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 """Device files of NVIDIA's GPUs and of TPUs."""
-
-
 DRIVER = Path("/proc/driver/nvidia/version")
 """Where NVIDIA's driver says which it is."""
 OLDEST_DRIVERS = {"jax_plugins.xla_cuda13": (13, 580), "jax_plugins.xla_cuda12": (12, 525)}
