@@ -155,13 +155,13 @@ def _run(parsed: Parsed) -> None:
     recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny, alone)
     if alone or all(str(number) in ("None", "0") for number in numbers):
         print(line, file=sys.stderr, flush=True)
+    if not parsed.verbose:
+        # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if not (parsed.tiny or parsed.no_plan):
         from tunix.commands.plan import require_fit
 
         require_fit(recipe, parsed.fresh)
-    if not parsed.verbose:
-        # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tunix.distributed.meeting import join  # these load jax, without which all of the above is done
     from tunix.distributed.place import place_of
     from tunix.run.train import run

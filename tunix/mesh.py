@@ -7,6 +7,7 @@ tokens of a row over context.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,9 +49,16 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     size allows, then `fsdp`, `context` and `expert`, and `tensor` last.
 
     Raises:
-        UserError: the sizes do not multiply to the number of devices.
+        UserError: the sizes do not multiply to the number of devices, or these are of several kinds.
     """
     devices = jax.devices() if devices is None else list(devices)
+    kinds = Counter(device.device_kind for device in devices)
+    if len(kinds) > 1:
+        raise UserError(
+            f"a program is compiled for one kind of device, and these are "
+            f"{' and '.join(f'{number} x {kind}' for kind, number in kinds.items())}: choose those of one kind, GPUs "
+            "with CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them)"
+        )
     asked = (config.data, config.fsdp, config.context, config.expert, config.tensor)
     fixed = math.prod(size for size in asked if size != -1)
     sizes = tuple(len(devices) // fixed if size == -1 else size for size in asked)
@@ -195,3 +203,9 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "rank": None,
 }
 """Logical axis -> the mesh axes that it is split over."""
+
+
+def compile_on(mesh: Mesh, program: jax.stages.Lowered) -> None:
+    """Compiles a program as a call under this mesh would, which finds it then; for threads, which have no mesh."""
+    with jax.set_mesh(mesh):
+        program.compile()

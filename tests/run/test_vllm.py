@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.servers import PYTHON, WHY, real
+from tests.hf.test_stops import CHAT, TURNS
 from tests.real_vllm import FAMILIES, MIXTURES, family_folder, greedy, likelihoods
 from tests.run.test_rl_run import steps
 from tests.tiny_rl import write_policy
-from tests.tiny_runs import train, write_recipe
+from tests.tiny_runs import train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.rollout.engine.experts import of_sequence
 from tunix.rollout.servers import turns
@@ -103,9 +105,9 @@ def test_stop_strings(tmp_path: Path):
 # --- Exported folders -----------------------------------------------------------------------------------------------
 
 
-def asked(url: str, model: str, prompt: Sequence[int], number: int = 12) -> dict[str, Any]:
+def asked(url: str, model: str, prompt: Sequence[int], number: int = 12, *, ignore_eos: bool = True) -> dict[str, Any]:
     """vLLM's most likely continuation of a prompt."""
-    body = {"model": model, "prompt": list(prompt), "max_tokens": number, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": list(prompt), "max_tokens": number, "temperature": 0, "ignore_eos": ignore_eos}
     content = json.dumps({**body, "return_token_ids": True, "logprobs": 0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -135,6 +137,22 @@ def test_exported_folders_and_adapters_give_transformers_tokens(family: str, tmp
         assert continued(url, str(tmp_path / "merged")) == expected
     with real(model, tmp_path / "log", *LORA, "--lora-modules", f"mine={tmp_path / 'adapter'}") as url:
         assert continued(url, "mine") == expected
+
+
+def test_vllm_stops_where_the_turns_end(tmp_path: Path):
+    """A final norm of zeros makes all logits 0, so that it says <pad>, the first id: a stop of the template alone."""
+    model = family_folder(tmp_path / "model", "llama", tie_word_embeddings=False)
+    tensors = load_file(model / "model.safetensors")
+    norm = torch.zeros_like(tensors["model.norm.weight"])
+    save_file({**tensors, "model.norm.weight": norm}, model / "model.safetensors", {"format": "pt"})
+    Path("turns.jinja").write_text(TURNS.replace("END", " <pad>"))
+    write_rows(Path("train.jsonl"), CHAT)
+    sft(model, **{"data.chat_template": "turns.jinja", "adapter": {"rank": 4}, "steps": 1})
+    assert main(["export", "run", "merged"]) == 0
+    for folder, number, reason in ((model, 8, "length"), (Path("merged").resolve(), 1, "stop")):
+        with real(folder, tmp_path / "log") as url:
+            choice = asked(url, str(folder), PROMPTS[0], 8, ignore_eos=False)
+        assert (choice["token_ids"], choice["finish_reason"]) == ([0] * number, reason)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from tunix.errors import UserError
 from tunix.plan.ask import Plan, ask
 from tunix.recipe.recipe import Recipe
-from tunix.util.accelerators import accelerated
+from tunix.util.accelerators import accelerated, cards
 
 GIB = 2**30
 WIDTH = 120
@@ -60,14 +60,19 @@ def plan(
 
 
 def require_fit(recipe: Recipe, fresh: bool) -> None:
-    """Asks whether a run fits the accelerators here, before JAX takes them; nothing on a CPU or of a run that goes on.
+    """Asks whether a run fits the accelerators here, before JAX takes them.
 
-    Where that cannot be found out, a line on standard error says why, and the run may start.
+    Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample (`plan/ample.py`).
+    Where it cannot be found out, a line on standard error says why, and the run may start.
 
     Raises:
         UserError: it does not fit; with the smallest change that does.
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
+        return
+    from tunix.plan.ample import ample  # loads jax
+
+    if (here := cards()) and ample(recipe, min(card.total for card in here)):
         return
     refuse_misfit(recipe, None, "`tunix run --no-plan` tries it all the same.")
 

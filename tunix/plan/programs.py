@@ -6,7 +6,7 @@ Sl slots.
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.frozen_model import beside
 from tunix.trainer.learner import abstract_moments
-from tunix.trainer.logprobs import Scorer
+from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
@@ -38,7 +38,6 @@ from tunix.util.sizes import bytes_of
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""
-Scores = Literal["logprobs", "entropies", "values"]
 
 
 class BatchShape(NamedTuple):

@@ -7,37 +7,27 @@ Axes: T time.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from tunix.config import RowKind
-from tunix.data.config import DataConfig
 from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
-from tunix.data.sources import Rows
-from tunix.hf.source import Source
 from tunix.plan import arithmetic, programs
 from tunix.plan.arithmetic import NOTHING, Work
 from tunix.plan.programs import BatchShape
 from tunix.plan.subject import Frozen, Place, Subject, Trained
-from tunix.protocols import Saving
-from tunix.rollout.collect import Collector
-from tunix.rollout.parts import Judge
-from tunix.rollout.rewards.base import Score
-from tunix.run.inputs import Inputs
-from tunix.run.loop import Stream
-from tunix.run.streams import open_stream
-from tunix.trainer.logprobs import Scorer
+from tunix.run.rehearsal import Rehearsal
+from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.perf import training_flops
-from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence, Workload
+from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.sizes import bytes_of
 
 MOST_STEPS = 64
@@ -85,14 +75,14 @@ class Program:
         return cls(name, reads, lowered, traced_in=time.perf_counter() - start, **more)
 
 
-class Recorder:
-    """A `protocols.Client` of shapes."""
+class Recorder(Rehearsal):
+    """A client of shapes."""
 
     def __init__(self, subject: Subject):
         """Records nothing yet."""
+        super().__init__(subject.recipe)
         self.subject = subject
         self.programs: dict[tuple, Program] = {}
-        self._random = np.random.default_rng(0)
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
         """Records an update; its metrics are zeros of the right names."""
@@ -100,7 +90,7 @@ class Recorder:
         trained = subject.critic if of == "critic" else subject.policy
         assert trained is not None, "the algorithm updates a critic: it has one"
         microbatcher, vision = trained.spec.microbatcher, trained.spec.model.config.vision
-        number = pictures_of_row(subject.recipe.data, microbatcher.unit)
+        number = pictures_of_row(self.recipe.data, microbatcher.unit)
         shape = BatchShape.of(batch, microbatcher, None if vision is None else (number, vision))
         reference = subject.reference.params if loss.reference and subject.reference else None
         states = None
@@ -131,18 +121,6 @@ class Recorder:
         assert program.lowered is not None, "updates are lowered"
         return dict.fromkeys(program.lowered.out_info[1], 0.0)
 
-    def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
-        """Recorded as a whole step, which needs as much at least."""
-        return self.step(batch, loss)
-
-    def optim_step(self) -> Metrics:
-        """Part of the step that `forward_backward` records."""
-        return {}
-
-    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
-        """Needs less than a step: nothing is recorded."""
-        return {}
-
     def logprobs(
         self,
         sequences: List[Sequence],
@@ -167,51 +145,6 @@ class Recorder:
         """Records the scoring of sequences; their values are zeros."""
         return self._score("values", self.subject.critic or self.subject.policy, sequences, "values", size=size)
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        """Completions of made-up tokens, as long as can be; what the engine does is added by `programs_of`."""
-        limit = self.subject.recipe.data.max_length
-        played = self.subject.recipe.rollout.environment is not None
-
-        def one(prompt: np.ndarray) -> Completion:
-            room = limit - len(prompt)
-            number = max(room if played else min(sampling.max_tokens, room), 1)
-            tokens, zeros = np.ones(number, np.int32), np.zeros(number, np.float32)
-            return Completion(tokens, zeros, "length", tokens, sampling, ((0, number),))
-
-        return [[one(prompt) for _ in range(n)] for prompt in prompts]
-
-    def publish(self) -> int:
-        """Nothing to record: see `programs_of`."""
-        return 1
-
-    def warm(self, work: Workload) -> None:
-        """Nothing to record."""
-
-    def save(self, path: Path) -> Saving:
-        """Not for plans."""
-        raise NotImplementedError("a plan saves nothing")
-
-    def load(self, path: Path) -> None:
-        """Not for plans."""
-        raise NotImplementedError("a plan loads nothing")
-
-    def export(self, path: Path, adapter: bool = False) -> float | None:
-        """Not for plans."""
-        raise NotImplementedError("a plan exports nothing")
-
-    def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
-        """The same for all plans: there are no weights."""
-        return "plan"
-
     def precomputed(self, other: bool, sequence: Sequence) -> np.ndarray:
         """Records how reference log-probs are computed before training; they are zeros.
 
@@ -221,16 +154,12 @@ class Recorder:
         of = "reference" if other else "policy"
         return self.logprobs([sequence], of)[0]
 
-    def rewards(self, number: int) -> list[Score]:
-        """Random rewards, so that groups differ."""
-        return self._random.uniform(size=number).tolist()
-
     def _score(
         self,
         name: str,
         of: Trained | Frozen,
         sequences: List[Sequence],
-        kind: programs.Scores,
+        kind: Scores,
         temperature: float = 1.0,
         size: int | None = None,
     ) -> List[np.ndarray]:
@@ -295,7 +224,8 @@ def programs_of(subject: Subject) -> list[Program]:
     recorder, algorithm = Recorder(subject), subject.algorithm
     if algorithm.precomputes:
         algorithm.precomputed_logprobs = partial(recorder.precomputed, algorithm.reference_path is not None)
-    with closing(_stream(subject, recorder)) as stream:
+    spec = subject.policy.spec
+    with closing(recorder.stream(algorithm, spec.model.config, spec.mesh)) as stream:
         item = next(stream)
         for _ in range(MOST_STEPS):
             for program in recorder.programs.values():
@@ -304,45 +234,6 @@ def programs_of(subject: Subject) -> list[Program]:
             if any(key[0] == "policy" for key in recorder.programs):
                 break
     return [*recorder.programs.values(), *_sampling(subject)]
-
-
-def _stream(subject: Subject, recorder: Recorder) -> Stream:
-    """Steps of full rows, as the run's own stream makes them."""
-    recipe, spec, vocab = subject.recipe, subject.policy.spec, subject.policy.spec.model.config.vocab_size
-    data = recipe.data
-    sizes = {"max_length": data.max_length, "prompt_length": data.prompt_length}
-    given = DataConfig(
-        train="plan", format="tokens", completion_length=data.completion_length, packing=data.packing, **sizes
-    )
-    rows = Rows("plan", [_row(data, vocab)] * recipe.batch_size)
-    judge = Judge("plan", 1.0, 64, lambda prompts, completions, texts: partial(recorder.rewards, len(completions)))
-    return open_stream(
-        recipe.model_copy(update={"data": given, "epochs": None}),
-        Inputs(Source(spec.model.config, None), rows, None),
-        subject.algorithm,
-        Collector(None, subject.algorithm.sampling, None, None, data.max_length, judge),
-        spec.mesh,
-    )
-
-
-def _row(data: DataConfig, vocab: int) -> dict[str, Any]:
-    """A row of token ids of every kind, each as long as can be."""
-
-    def ids(number: int) -> list[int]:
-        return [token % (vocab - 1) + 1 for token in range(number)]
-
-    # Pairs share their prompt where the recipe bounds what differs.
-    side = data.completion_length or data.max_length // 2
-    prompt = ids(data.longest_prompt if data.completion_length or data.prompt_length else data.max_length - side)
-    whole = ids(data.max_length)
-    return {
-        "input_ids": whole,
-        "prompt_ids": prompt,
-        "completion_ids": ids(side),
-        "chosen_ids": ids(side),
-        "rejected_ids": ids(side)[::-1],
-        "label": True,
-    }
 
 
 def _sampling(subject: Subject) -> list[Program]:

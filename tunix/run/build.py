@@ -6,6 +6,7 @@ The order reports mistakes early: whatever is cheap to check is checked before w
 import itertools
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -33,6 +34,7 @@ from tunix.run.inputs import Inputs, compare_views, held_out_line, open_inputs, 
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
 from tunix.run.reference_model import reference_source, reference_weights
+from tunix.run.rehearsal import compiled_ahead
 from tunix.run.reward_model import judge
 from tunix.run.row_layout import microbatcher_of
 from tunix.run.streams import (
@@ -139,6 +141,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         exports_adapter=recipe.adapter is not None and inputs.source.stands_alone,
         collector=collector,
         workload=workload_of(recipe, algorithm, evaluation),
+        compile_update=partial(compiled_ahead, recipe, algorithm, inputs.source.decoder, client, mesh),
         stop=stop,
     )
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -79,6 +80,8 @@ class Job:
     """Holds the worker processes of reward functions and environments; None without any."""
     workload: Workload | None = None
     """Largest workload of the sampler at a step or an evaluation; None where neither samples."""
+    compile_update: Callable[[], None] = lambda: None
+    """Compiles the programs of the first update, as far as their shapes are known before it is sampled."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Happens where the run is to stop after the present update, such as by a signal."""
 
@@ -139,10 +142,13 @@ class Loop:
             )
 
     def _warm(self) -> None:
-        """Has the sampler prepare, where there are further steps."""
-        if self.job.workload is not None and self.step < self.job.total and not self._reached:
-            with self.recorder.compiling("the sampler"):
-                self.job.client.warm(self.job.workload)
+        """Has the sampler prepare, where there are further steps, and compiles the update meanwhile."""
+        if self.job.workload is None or self.step >= self.job.total or self._reached:
+            return
+        with self.recorder.compiling("the sampler and the update"), ThreadPoolExecutor(1) as beside:
+            update = beside.submit(self.job.compile_update)
+            self.job.client.warm(self.job.workload)
+            update.result()
 
     def _restore(self, step: int) -> None:
         """Restores a checkpoint of this run."""
@@ -156,7 +162,7 @@ class Loop:
     def _update(self, item: Any) -> None:
         """One update, and the evaluation, samples and checkpoint that are due after it."""
         job = self.job
-        with self._saving_on_error():
+        with self._saving_on_error(), self.recorder.first("update"):
             update = job.algorithm.update(job.client, item)
         self.step += 1
         self.recorder.push(self.step, update, item.accounting)
@@ -207,7 +213,7 @@ class Loop:
     def _evaluate(self) -> None:
         """Evaluates the held-out rows; ends the run if `eval.until` is reached."""
         if self.job.evaluation:
-            with self.recorder.aside(), self._saving_on_error():
+            with self.recorder.aside(), self._saving_on_error(), self.recorder.first("evaluation"):
                 values = self.job.evaluation.values(self.job.client)
             self._evaluated = (self.step, values)
             self.recorder.add(self.step, values)

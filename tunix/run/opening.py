@@ -71,7 +71,7 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     Raises:
         UserError: a local file of rows or the model's config.json is missing or broken.
     """
-    config, label = _model(recipe)
+    config, label = model_of(recipe)
     parts = [f"{label}, {_weights(recipe, config)} on {_rows(recipe)}"]
     if alone and not accelerated():
         parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")
@@ -79,7 +79,7 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     return f"toy ({', '.join(recipe.replaced) or 'sizes'}): {line}" if tiny else line
 
 
-def _model(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
+def model_of(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
     """The model's config and its name; None where the config would have to be fetched."""
     model = recipe.model
     if model.path is None:
@@ -110,19 +110,23 @@ def _weights(recipe: Recipe, config: DecoderConfig | None) -> str:
     adapter = recipe.adapter
     if config is None:
         return "all weights trained" if adapter is None else f"an adapter of rank {adapter.rank} trained"
-    counts = count_weights(config)
-    if not recipe.algorithm.has_lm_head:
-        counts = {name: count for name, count in counts.items() if name != "head/w"} | {"value/w": config.d_model}
-    total = sum(counts.values())
-    if adapter is None:
-        trained = sum(count for name, count in counts.items() if trains(name, full=True))
-    elif adapter.source is None:
-        trained = adapter.count_weights(config)
-    else:
+    trained, total = weight_counts(recipe, config)
+    if trained is None:
         return f"{people_count(total)} weights, an adapter trained"
     if trained == total:
         return f"{people_count(total)} weights, all trained"
     return f"{people_count(trained)} of {people_count(total)} weights trained"
+
+
+def weight_counts(recipe: Recipe, config: DecoderConfig) -> tuple[int | None, int]:
+    """The number of the weights that train (None where a folder's adapter says it), and of all of the model's."""
+    adapter, counts = recipe.adapter, count_weights(config)
+    if not recipe.algorithm.has_lm_head:
+        counts = {name: count for name, count in counts.items() if name != "head/w"} | {"value/w": config.d_model}
+    total = sum(counts.values())
+    if adapter is None:
+        return sum(count for name, count in counts.items() if trains(name, full=True)), total
+    return (adapter.count_weights(config) if adapter.source is None else None), total
 
 
 def _rows(recipe: Recipe) -> str:

@@ -116,6 +116,16 @@ class Recorder:
         with self.aside(), self._display.during(lambda: f"compiling {what}: {self._compilations.total - before} done"):
             yield
 
+    @contextmanager
+    def first(self, kind: str) -> Iterator[None]:
+        """Tells every few seconds of the first update or evaluation how many programs it has compiled."""
+        if kind in self._warmed_up:
+            yield
+            return
+        before = self._compilations.total
+        with self._display.during(lambda: f"the first {kind}: {self._compilations.total - before} programs compiled"):
+            yield
+
     def flush(self) -> None:
         """Completes and logs the row of the step last pushed; waits for the device."""
         if self._pending is None:

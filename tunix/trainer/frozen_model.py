@@ -34,10 +34,10 @@ class FrozenModel:
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self._scorer.logprobs(self.params, unreplayed(sequences), size, temperature)
+        return self.scorer.logprobs(self.params, unreplayed(sequences), size, temperature)
 
     @cached_property
-    def _scorer(self) -> Scorer:
+    def scorer(self) -> Scorer:
         return Scorer(self.model, self.microbatcher, self.length)
 
 

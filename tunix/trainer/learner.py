@@ -106,13 +106,13 @@ class Learner:
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self._scorer.logprobs(self.params, sequences, size, temperature)
+        return self.scorer.logprobs(self.params, sequences, size, temperature)
 
     def entropies(
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self._scorer.entropies(self.params, sequences, size, temperature)
+        return self.scorer.entropies(self.params, sequences, size, temperature)
 
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
@@ -122,7 +122,7 @@ class Learner:
         """
         if not self.spec.model.has_scalar_head:
             raise ValueError("there is no value head: build the model with has_scalar_head=True")
-        return self._scorer.values(self.params, sequences, size)
+        return self.scorer.values(self.params, sequences, size)
 
     def _evaluated(self, batches: List[Batch], loss: Loss, compiled: Callable) -> dict[str, float]:
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
@@ -183,7 +183,7 @@ class Learner:
         return jit(plain.evaluate, static_argnames="loss", options=self._options)
 
     @cached_property
-    def _scorer(self) -> Scorer:
+    def scorer(self) -> Scorer:
         return Scorer(self.spec.model, self.spec.microbatcher, self.spec.length)
 
     @cached_property

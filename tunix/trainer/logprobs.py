@@ -8,8 +8,8 @@ Axes: B rows, T time, S sequences, M micro-batches, R rows of a micro-batch.
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, overload
+from functools import cached_property
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
 from tunix.util.loops import loop
+
+Scores = Literal["logprobs", "entropies", "values"]
+"""What is computed of each token of a sequence."""
 
 
 class OnTheWay(List[np.ndarray]):
@@ -77,7 +80,7 @@ class Scorer:
             size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
-        return self._scored(partial(self._logprobs, temperature=temperature), params, sequences, size)
+        return self._scored(self._program("logprobs", temperature), params, sequences, size)
 
     def entropies(
         self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
@@ -90,7 +93,7 @@ class Scorer:
             size: as in `logprobs`.
             temperature: divides the logits.
         """
-        return self._scored(partial(self._logprobs, temperature=temperature, entropy=True), params, sequences, size)
+        return self._scored(self._program("entropies", temperature), params, sequences, size)
 
     def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of states: at t, of the state before token t, 0 for the first. Requires a value head.
@@ -100,15 +103,40 @@ class Scorer:
             sequences: at least one.
             size: as in `logprobs`.
         """
-        return self._scored(self._values, params, sequences, size)
+        return self._scored(self._program("values"), params, sequences, size)
+
+    def lowered(
+        self,
+        kind: Scores,
+        params: Params,
+        sequences: List[Sequence],
+        size: int | None = None,
+        temperature: float = 1.0,
+    ) -> jax.stages.Lowered:
+        """The program that the method called `kind` runs on such sequences, lowered but not compiled."""
+        compiled, static = self._program(kind, temperature)
+        with jax.set_mesh(self.microbatcher.mesh):
+            return compiled.lower(params, self.microbatcher.place(self._packed(sequences, size)), **static)
 
     def _scored(
-        self, compiled: Callable, params: Params, sequences: List[Sequence], size: int | None
+        self, program: tuple[Any, dict[str, Any]], params: Params, sequences: List[Sequence], size: int | None
     ) -> List[np.ndarray]:
-        how = {"multiple": self.microbatcher.multiple, "pictures": self.microbatcher.pictures}
-        batch = pack(sequences, size or len(sequences), self.length, packing=True, **how)
+        compiled, static = program
+        batch = self._packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
-            return OnTheWay(compiled(params, self.microbatcher.place(batch)), batch, len(sequences))
+            return OnTheWay(compiled(params, self.microbatcher.place(batch), **static), batch, len(sequences))
+
+    def _packed(self, sequences: List[Sequence], size: int | None) -> Batch:
+        shape = {"multiple": self.microbatcher.multiple, "pictures": self.microbatcher.pictures}
+        return pack(sequences, size or len(sequences), self.length, packing=True, **shape)
+
+    def _program(self, kind: Scores, temperature: float = 1.0) -> tuple[Any, dict[str, Any]]:
+        """A compiled function, and its static arguments."""
+        if kind == "values":
+            return self._values, {}
+        if kind == "logprobs":
+            return self._logprobs, {"temperature": temperature}
+        return self._logprobs, {"temperature": temperature, "entropy": True}
 
     def compute_logprobs(
         self, params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False

@@ -73,17 +73,41 @@ def step_bytes(spec: TrainerSpec, held: Held, remat: Remat) -> float:
     layers' kept results exist, in the second also the gradients.
     """
     config, shards = spec.model.config, spec.mesh.shape[str(RULES["ffn"])]
-    size = jnp.dtype(spec.model.dtype).itemsize
     tokens = spec.microbatcher.rows // row_shards(spec.mesh) * -(-spec.length // spec.mesh.shape["context"])
+    needed = activations(config, remat, jnp.dtype(spec.model.dtype).itemsize, tokens, spec.length, shards)
+    return held.weights + needed.kept + max(needed.head, held.gradients + needed.layer)
+
+
+class Activations(NamedTuple):
+    """Bytes on each device of what a step computes for a micro-batch."""
+
+    kept: float
+    """Of all layers, for the backward pass."""
+    head: float
+    """In the head."""
+    layer: float
+    """In the backward pass of one layer."""
+
+
+def activations(
+    config: DecoderConfig, remat: Remat, itemsize: int, tokens: int, length: int, shards: int = 1
+) -> Activations:
+    """What a step computes, by arithmetic.
+
+    Args:
+        itemsize: bytes of a number of the computation.
+        tokens: of a micro-batch, on each device.
+        length: T, the tokens of a row.
+        shards: devices that a layer's products are split over.
+    """
     counts = {mixer: per_token(config, mixer, shards) for mixer in config.mixers}
-    kept = size * tokens * sum(counts[kind.mixer].get(name, 0.0) for kind in config.kinds for name in KEEPS[remat])
+    kept = itemsize * tokens * sum(counts[kind.mixer].get(name, 0.0) for kind in config.kinds for name in KEEPS[remat])
     table = config.vocab_size * config.d_model / shards
-    head = 4 * table + TABLES * size * table + LOGITS * 4 * CHUNK_LOGITS_ELSEWHERE
+    head = 4 * table + TABLES * itemsize * table + LOGITS * 4 * CHUNK_LOGITS_ELSEWHERE
     # Of short rows all scores are written, and their gradient.
-    scores = 8 * tokens * config.num_heads / shards * spec.length if spec.length <= SHORT else 0
-    widest = size * tokens * max(sum(each.values()) for each in counts.values())
-    layer = held.gradients + LAYER * widest + scores
-    return held.weights + kept + max(head, layer)
+    scores = 8 * tokens * config.num_heads / shards * length if length <= SHORT else 0
+    widest = itemsize * tokens * max(sum(each.values()) for each in counts.values())
+    return Activations(kept, head, LAYER * widest + scores)
 
 
 def per_token(config: DecoderConfig, mixer: str, shards: int) -> Mapping[str, float]:

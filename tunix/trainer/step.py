@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ DROPOUT = 0xD0
 """Folded into a step's key for dropout, so that the noise of the embeddings shares nothing with it."""
 Sums = dict[str, "jax.Array | Peak"]
 Index = Int[Array, ""] | int
+described = no_type_check
+"""Of records of arrays: jax puts descriptions of arrays there too where a program is lowered and not called."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +57,7 @@ class Peak:
 
 
 @jax.tree_util.register_dataclass
+@described
 @dataclass(frozen=True)
 class TrainState:
     """Everything that training updates. Random numbers follow from the run's seed and `step`."""
@@ -70,6 +73,7 @@ class TrainState:
 
 
 @jax.tree_util.register_dataclass
+@described
 @dataclass(frozen=True)
 class Microbatches:
     """A batch split into micro-batches of equal shape."""
@@ -106,6 +110,7 @@ class Microbatches:
 
 
 @jax.tree_util.register_dataclass
+@described
 @dataclass(frozen=True)
 class TeacherStates:
     """A teacher's hidden states for one batch, on the student's mesh, and the head that maps them to logits."""

@@ -3,6 +3,9 @@ take the devices and seconds."""
 
 import os
 import re
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +60,76 @@ def check_driver(file: Path = DRIVER) -> None:
         f"the NVIDIA driver here is {version[1]}, and JAX's CUDA {cuda} wants {driver} or newer: update it{other}; "
         "JAX_PLATFORMS=cpu leaves the GPU out"
     )
+
+
+@dataclass(frozen=True)
+class Card:
+    """One of NVIDIA's GPUs, as its driver describes it."""
+
+    number: int
+    """In the order of the bus, e.g. 0."""
+    uuid: str
+    name: str
+    """e.g. `NVIDIA H100 80GB HBM3`."""
+    total: float
+    """Bytes of its memory, e.g. 85.5e9."""
+    free: float
+    """Bytes that nobody has taken."""
+
+
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
+"""Prints a line for each GPU; sizes in MiB."""
+
+
+@lru_cache
+def cards() -> tuple[Card, ...]:
+    """The GPUs that JAX would use, as they were when this was first asked; none where that is not known.
+
+    `CUDA_VISIBLE_DEVICES` may name them by numbers in an order that CUDA makes, so that of several kinds of GPU it is
+    not known which they are.
+    """
+    if not accelerated():
+        return ()
+    try:
+        told = subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
+        every = [_card(*line.split(", ")) for line in told.splitlines()]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        return ()
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return tuple(every)
+    wanted = visible.split(",")
+    if len({card.name for card in every}) == 1:
+        return tuple(card for card in every if {str(card.number), card.uuid} & set(wanted))
+    return tuple(card for card in every if card.uuid in wanted)
+
+
+def _card(number: str, uuid: str, name: str, total: str, free: str) -> Card:
+    return Card(int(number), uuid, name, float(total) * 2**20, float(free) * 2**20)
+
+
+TAKEN = 0.5
+"""The share of a GPU's memory that others may hold where JAX is to take most of it."""
+
+
+def check_cards() -> None:
+    """Refuses GPUs whose memory is mostly another's: JAX would read all weights before it ends for want of memory.
+
+    Whoever says how much memory JAX may take (`XLA_PYTHON_CLIENT_MEM_FRACTION`) or has it take no more than it needs
+    (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) is not refused.
+
+    Raises:
+        UserError: which GPU it is, and what to do.
+    """
+    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+        return
+    for card in () if "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ else cards():
+        if card.free < (1 - TAKEN) * card.total:
+            taken, total = ((x / 2**30) for x in (card.total - card.free, card.total))
+            raise UserError(
+                f"GPU {card.number} ({card.name}): other processes have taken {taken:.1f} of {total:.1f} GiB. End them "
+                "(nvidia-smi lists them), choose other GPUs with CUDA_VISIBLE_DEVICES, or take what is left with "
+                f"XLA_PYTHON_CLIENT_MEM_FRACTION={0.9 * card.free / card.total:.2f}"
+            )
 
 
 def installed(module: str) -> bool:

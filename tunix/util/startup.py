@@ -9,8 +9,10 @@ import os
 from pathlib import Path
 
 import jax
+from jax._src.distributed import global_state  # neither has a public name
+from jax._src.xla_bridge import backends_are_initialized
 
-from tunix.util.accelerators import check_driver
+from tunix.util.accelerators import check_cards, check_driver
 
 MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 FRACTION = 0.92
@@ -28,9 +30,12 @@ def prepare_jax() -> None:
     entry that another is still writing does not pass its checksum, and JAX warns and compiles.
 
     Raises:
-        UserError: the GPU's driver is too old for JAX's wheel.
+        UserError: the GPU's driver is too old for JAX's wheel, or others have taken most of its memory.
     """
     check_driver()
+    # What this process has taken is not another's; nor is what other processes of this run have, each on its own GPU.
+    if not backends_are_initialized() and global_state.num_processes in (None, 1):
+        check_cards()
     os.environ.setdefault(MEMORY, str(FRACTION))
     # The ignored rule: jax gives its config these names when it is imported, so pyright cannot know them.
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
+from tunix.mesh import compile_on
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.holdings import Holdings
@@ -55,7 +55,7 @@ class Warmth:
         """Compiles every program in every shape, as many at a time as this machine has cores."""
         state, calls = blank(self.model, self.sizes), list(self.calls())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiling = partial(_compile, jax.sharding.get_mesh())
+            compiling = partial(compile_on, jax.sharding.get_mesh())
             for waiting in [pool.submit(compiling, call.lowered(state)) for call in calls]:
                 waiting.result()
         for call in calls:
@@ -76,9 +76,3 @@ class Warmth:
         for length in sizes.pieces:
             yield Call(prefill, (self.model, self.weights), (Piece(holdings, length).inputs,))
         yield Call(copy_pages, (self.model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
-
-
-def _compile(mesh: Mesh, program: jax.stages.Lowered) -> None:
-    """Compiles a program as a call under this mesh would, which finds it then; threads have no mesh by themselves."""
-    with jax.set_mesh(mesh):
-        program.compile()

@@ -1,0 +1,241 @@
+"""A step of a run's algorithm on made-up rows: its programs are known, and compiled, before there is a rollout.
+
+Axes: T time.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tunix.algorithms.base import Algorithm
+from tunix.config import RowKind
+from tunix.data.config import DataConfig
+from tunix.data.sources import Rows
+from tunix.distributed import processes
+from tunix.hf.source import Source
+from tunix.mesh import compile_on
+from tunix.models.config import DecoderConfig
+from tunix.protocols import Saving
+from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import Collector, RolloutStream
+from tunix.rollout.parts import Judge
+from tunix.rollout.rewards.base import Score
+from tunix.run.inputs import Inputs
+from tunix.run.streams import open_stream
+from tunix.trainer.learner import Learner
+from tunix.trainer.logprobs import Scores
+from tunix.trainer.trainer import Trainer
+from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence, Workload
+
+
+class Rehearsal:
+    """What the clients of a rehearsal have in common: completions are made up, and nothing is trained."""
+
+    def __init__(self, recipe: Recipe):
+        """For one recipe without stages."""
+        self.recipe = recipe
+        self._random = np.random.default_rng(0)
+
+    def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
+        """Of a subclass."""
+        raise NotImplementedError
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
+        """Taken as a whole step, which needs as much at least."""
+        return self.step(batch, loss)
+
+    def optim_step(self) -> Metrics:
+        """Part of the step that `forward_backward` is taken as."""
+        return {}
+
+    def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
+        """Needs less than a step: left out."""
+        return {}
+
+    def sample(
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
+    ) -> list[list[Completion]]:
+        """Completions of made-up tokens, as long as can be."""
+        limit, played = self.recipe.data.max_length, self.recipe.rollout.environment is not None
+
+        def completed(prompt: np.ndarray) -> Completion:
+            room = limit - len(prompt)
+            number = max(room if played else min(sampling.max_tokens, room), 1)
+            tokens, zeros = np.ones(number, np.int32), np.zeros(number, np.float32)
+            return Completion(tokens, zeros, "length", tokens, sampling, ((0, number),))
+
+        return [[completed(prompt) for _ in range(n)] for prompt in prompts]
+
+    def publish(self) -> int:
+        """There are no weights to pass on."""
+        return 1
+
+    def warm(self, work: Workload) -> None:
+        """The sampler's programs are not rehearsed."""
+
+    def save(self, path: Path) -> Saving:
+        """Not in a rehearsal."""
+        raise NotImplementedError("a rehearsal saves nothing")
+
+    def load(self, path: Path) -> None:
+        """Not in a rehearsal."""
+        raise NotImplementedError("a rehearsal loads nothing")
+
+    def export(self, path: Path, adapter: bool = False) -> float | None:
+        """Not in a rehearsal."""
+        raise NotImplementedError("a rehearsal exports nothing")
+
+    def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
+        """The same for all: there are no weights."""
+        return "rehearsal"
+
+    def rewards(self, number: int) -> list[Score]:
+        """Random rewards, so that groups differ."""
+        return self._random.uniform(size=number).tolist()
+
+    def stream(self, algorithm: Algorithm, decoder: DecoderConfig, mesh: Mesh) -> Any:
+        """Steps of full rows, as the run's own stream makes them (`loop.Stream`)."""
+        recipe, data = self.recipe, self.recipe.data
+        sizes = {"max_length": data.max_length, "prompt_length": data.prompt_length}
+        made_up = DataConfig(
+            train="rehearsal",
+            format="tokens",
+            completion_length=data.completion_length,
+            packing=data.packing,
+            **sizes,
+        )
+        rows = Rows("rehearsal", [_row(data, decoder.vocab_size)] * recipe.batch_size)
+        judge = Judge("rehearsal", 1.0, 64, lambda prompts, completions, texts: partial(self.rewards, len(completions)))
+        stream = open_stream(
+            recipe.model_copy(update={"data": made_up, "epochs": None}),
+            Inputs(Source(decoder, None), rows, None),
+            algorithm,
+            Collector(None, algorithm.sampling, None, None, data.max_length, judge),
+            mesh,
+        )
+        if isinstance(stream, RolloutStream):
+            stream.like = replace(stream.like, mixed=recipe.rollout.max_staleness > 0)
+        return stream
+
+
+class Compiler(Rehearsal):
+    """Compiles every program that the algorithm asks for, at the same time, in the shapes of a full step."""
+
+    def __init__(self, recipe: Recipe, client: Trainer, pool: ThreadPoolExecutor):
+        """For the client that will run them; the pool has the threads."""
+        super().__init__(recipe)
+        self.waiting: list[Future[object]] = []
+        """The programs on their way."""
+        self._client, self._pool = client, pool
+        self._known = set[tuple[object, ...]]()
+
+    def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
+        """Compiles an update; its metrics are zeros of the right names."""
+        learner = self._client.learner if of == "policy" else self._critic
+        lowered = learner.lowered(batch, loss)
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        self._compile(lowered, learner.spec.mesh, of, loss, shapes)
+        return dict.fromkeys(lowered.out_info[1], 0.0)
+
+    def logprobs(
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference", "teacher"] = "policy",
+        temperature: float = 1.0,
+        size: int | None = None,
+    ) -> List[np.ndarray]:
+        """Compiles the scoring of sequences; their log-probs are zeros."""
+        learner = self._client.learner
+        frozen = {"policy": learner, "reference": learner.reference, "teacher": learner.teacher}[of]
+        assert frozen is not None, f"the algorithm reads a {of}: it has one"
+        return self._score("logprobs", frozen, sequences, size, temperature)
+
+    def entropies(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """Compiles the scoring of sequences; their entropies are zeros."""
+        return self._score("entropies", self._client.learner, sequences, size, temperature)
+
+    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
+        """Compiles the scoring of sequences; their values are zeros."""
+        return self._score("values", self._client.critic or self._client.learner, sequences, size)
+
+    @property
+    def _critic(self) -> Learner:
+        assert self._client.critic is not None, "the algorithm updates a critic: it has one"
+        return self._client.critic
+
+    def _score(
+        self, kind: Scores, model: Any, sequences: List[Sequence], size: int | None, temperature: float = 1.0
+    ) -> List[np.ndarray]:
+        lowered = model.scorer.lowered(kind, model.params, sequences, size, temperature)
+        self._compile(lowered, model.scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
+        return [np.zeros(len(x.tokens), np.float32) for x in sequences]
+
+    def _compile(self, lowered: jax.stages.Lowered, mesh: Mesh, *key: object) -> None:
+        """Compiles a program, unless the one of this key is on its way already."""
+        if key not in self._known:
+            self._known.add(key)
+            self.waiting.append(self._pool.submit(compile_on, mesh, lowered))
+
+
+def compiled_ahead(recipe: Recipe, algorithm: Algorithm, decoder: DecoderConfig, client: Trainer, mesh: Mesh) -> None:
+    """Compiles what the first update of a run will run, all programs at the same time; waits until they are.
+
+    Where that cannot be known before the first rollout, nothing happens, and they are compiled when they are called.
+    """
+    if not foreseen(recipe, algorithm, decoder):
+        return
+    state = algorithm.get_state()
+    with ThreadPoolExecutor() as pool:
+        compiler = Compiler(recipe, client, pool)
+        with closing(compiler.stream(algorithm, decoder, mesh)) as stream:
+            algorithm.update(compiler, next(stream))
+        for program in compiler.waiting:
+            program.result()
+    algorithm.set_state(state)
+
+
+def foreseen(recipe: Recipe, algorithm: Algorithm, decoder: DecoderConfig) -> bool:
+    """Whether a rehearsal has the shapes of the run: not of pictures, of experts that the sampler records, of a
+    teacher's states; nor of a class of the user's, whose `update` may do anything. Several processes have to run what
+    they run in one order."""
+    plain = decoder.vision is None and decoder.routed is None and algorithm.objective.divergence is None
+    shipped = type(algorithm).__module__.startswith("tunix.")
+    return plain and shipped and algorithm.train_on == RowKind.PROMPT and processes.number() == 1
+
+
+def _row(data: DataConfig, vocab: int) -> dict[str, Any]:
+    """A row of token ids of every kind, each as long as can be."""
+
+    def ids(number: int) -> list[int]:
+        return [token % (vocab - 1) + 1 for token in range(number)]
+
+    # Pairs share their prompt where the recipe bounds what differs.
+    side = data.completion_length or data.max_length // 2
+    prompt = ids(data.longest_prompt if data.completion_length or data.prompt_length else data.max_length - side)
+    whole = ids(data.max_length)
+    return {
+        "input_ids": whole,
+        "prompt_ids": prompt,
+        "completion_ids": ids(side),
+        "chosen_ids": ids(side),
+        "rejected_ids": ids(side)[::-1],
+        "label": True,
+    }
