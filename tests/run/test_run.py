@@ -280,9 +280,14 @@ def test_a_stage_starts_from_the_one_before_and_is_resumed_where_it_stopped(
     assert err.endswith(
         "stopped at step 1 of 4, with a checkpoint in run/1_Stopping. The same command goes on from there.\n"
     )
-    before = files(tmp_path / "run/0_Stopping")
+
+    def finished() -> dict[str, bytes]:
+        """What the first stage wrote, but for its log, in which each start says that it is finished."""
+        return {name: content for name, content in files(tmp_path / "run/0_Stopping").items() if name != "log.txt"}
+
+    before = finished()
     train("r.yaml")
-    assert files(tmp_path / "run/0_Stopping") == before
+    assert finished() == before
     for stage in ("0_Stopping", "1_Stopping"):
         assert lasting(f"run/{stage}") == lasting(f"whole/{stage}")
         assert files(tmp_path / f"run/{stage}/export") == files(tmp_path / f"whole/{stage}/export")
@@ -292,7 +297,7 @@ def test_a_stage_starts_from_the_one_before_and_is_resumed_where_it_stopped(
     assert "run/0_Stopping was asked for more steps, but run/1_Stopping has started" in capsys.readouterr().err
     train("r.yaml", "stages.1.steps=5")
     assert len(metrics("run/1_Stopping")) == 6
-    assert files(tmp_path / "run/0_Stopping") == before
+    assert finished() == before
 
 
 @pytest.mark.slow
