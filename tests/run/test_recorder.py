@@ -65,7 +65,12 @@ def test_a_long_compilation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch)
         jax.jit(lambda x: 3.7 * x).lower(1.0).compile()
         while not said.get(timeout=60).startswith("compiling the sampler: 1 done, "):
             pass
+    with recorder.first("update"):
+        assert said.get(timeout=60).startswith("the first update: 0 programs compiled, ")
     assert "progress" not in {thread.name for thread in threading.enumerate()}
+    recorder.push(1, Update({}, ()), Accounting())
+    with recorder.first("update"):
+        assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_fill_counts_the_rows_of_micro_batches(monkeypatch: pytest.MonkeyPatch):

@@ -175,3 +175,9 @@ def test_a_slice_of_several_hosts_is_one_group():
     assert len(groups_of([Device(i, i // 4, "tpu") for i in range(8)])) == 1
     # Hosts of different sizes.
     assert len(groups_of(gpus(2)[:12])) == 1
+
+
+def test_devices_of_two_kinds_are_refused_with_their_numbers():
+    mixed = [Device(0, 0, device_kind="NVIDIA H100"), Device(1, 0, device_kind="NVIDIA H100"), Device(2, 0)]
+    with pytest.raises(UserError, match="these are 2 x NVIDIA H100 and 1 x fake: choose those of one kind, GPUs with"):
+        build_mesh(MeshConfig(fsdp=3), mixed)

@@ -1,12 +1,14 @@
-"""What is asked of this machine before JAX is: whether the driver of its GPU is new enough."""
+"""What is asked of this machine before JAX is: whether its GPUs' driver is new enough, and their memory free."""
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tunix.errors import UserError
 from tunix.util import accelerators
-from tunix.util.accelerators import check_driver
+from tunix.util.accelerators import cards, check_cards, check_driver
 
 SAYS = {
     "closed": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed Oct 25 07:26:31 UTC 2023\nGCC version:  gcc 12",
@@ -16,7 +18,9 @@ SAYS = {
 
 @pytest.fixture(autouse=True)
 def _as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JAX_PLATFORMS")
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
 
 
@@ -59,3 +63,76 @@ def test_whoever_leaves_the_gpu_out_or_skips_the_check_is_not_refused(tmp_path, 
             check_driver(old)
     with pytest.raises(UserError, match="CUDA 12 wants 525"):
         check_driver(old)
+
+
+TWO = """0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 81000
+1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 9000
+"""
+KINDS = TWO.replace("1, GPU-bb, NVIDIA H100 80GB HBM3", "1, GPU-bb, NVIDIA L4")
+
+
+@pytest.fixture
+def smi(monkeypatch: pytest.MonkeyPatch):
+    """`nvidia-smi` as it answers on a machine with GPUs."""
+
+    def answers(text: str, **env: str) -> None:
+        cards.cache_clear()
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(accelerators, "accelerated", lambda: True)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=text))
+
+    yield answers
+    cards.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "expected"),
+    [
+        (TWO, None, [0, 1]),
+        (TWO, "1", [1]),
+        (TWO, "GPU-aa", [0]),
+        (TWO, "", []),
+        (KINDS, None, [0, 1]),
+        # CUDA numbers the fastest first, nvidia-smi by the bus.
+        (KINDS, "0", []),
+        (KINDS, "GPU-bb", [1]),
+        (TWO, "MIG-cc", []),
+        ("No devices were found\n", None, []),
+        ("0, GPU-aa, NVIDIA GB10, [N/A], [N/A]\n", None, []),
+    ],
+)
+def test_the_gpus_that_jax_would_use_are_those_of_nvidia_smi(smi, text, visible, expected):
+    smi(text, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    assert [card.number for card in cards()] == expected
+
+
+def test_a_gpu_that_others_have_taken_is_refused_before_jax_takes_it(smi):
+    smi(TWO)
+    words = r"GPU 1 \(NVIDIA H100 80GB HBM3\): other processes have taken 70.9 of 79.6 GiB.*MEM_FRACTION=0.10$"
+    with pytest.raises(UserError, match=words):
+        check_cards()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"},
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    ],
+)
+def test_whoever_chooses_another_gpu_or_takes_less_is_not_refused(smi, env):
+    smi(TWO, **env)
+    check_cards()
+
+
+def test_without_nvidia_smi_nothing_is_known_and_nothing_refused(smi, monkeypatch):
+    smi(TWO)
+
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert cards() == ()
+    check_cards()

@@ -71,7 +71,7 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     Raises:
         UserError: a local file of rows or the model's config.json is missing or broken.
     """
-    config, label = model_of(recipe)
+    config, label = _model(recipe)
     parts = [f"{label}, {_weights(recipe, config)} on {_rows(recipe)}"]
     if alone and not accelerated():
         parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")
@@ -79,7 +79,7 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     return f"toy ({', '.join(recipe.replaced) or 'sizes'}): {line}" if tiny else line
 
 
-def model_of(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
+def _model(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
     """The model's config and its name; None where the config would have to be fetched."""
     model = recipe.model
     if model.path is None:
