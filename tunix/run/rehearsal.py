@@ -46,7 +46,7 @@ class Rehearsal:
         self._random = np.random.default_rng(0)
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
-        """Of a subclass."""
+        """Takes an update, of which a subclass makes what it is for."""
         raise NotImplementedError
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:

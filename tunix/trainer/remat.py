@@ -82,11 +82,11 @@ class Activations(NamedTuple):
     """Bytes on each device of what a step computes for a micro-batch."""
 
     kept: float
-    """Of all layers, for the backward pass."""
+    """What all layers keep for the backward pass."""
     head: float
-    """In the head."""
+    """What the head takes."""
     layer: float
-    """In the backward pass of one layer."""
+    """What the backward pass of one layer takes."""
 
 
 def activations(

@@ -37,7 +37,7 @@ DROPOUT = 0xD0
 Sums = dict[str, "jax.Array | Peak"]
 Index = Int[Array, ""] | int
 described = no_type_check
-"""Of records of arrays: jax puts descriptions of arrays there too where a program is lowered and not called."""
+"""Marks records of arrays into which jax puts descriptions of arrays too, where a program is lowered and not called."""
 
 
 @jax.tree_util.register_dataclass
