@@ -62,13 +62,15 @@ def compile_pieces_for(topology: str) -> None:
     print(json.dumps({"tokens": sizes.piece * sizes.shards, "flops": cost["flops"], "sent": sent}))
 
 
-def compile_sampler_for(topology: str, layers: str, *names: str) -> None:
+def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> None:
     """Compiles programs of a sampler, all where no name is told, and prints what they hold; called in a process of its
-    own."""
+    own. Kinds: `windows` in one of two layers, `experts`, `deltanet` in three of four."""
     import jax
 
     from tunix.config import MeshConfig
     from tunix.mesh import build_mesh
+    from tunix.models.config import EXPERTS, Experts
+    from tunix.models.families.table import FAMILIES
     from tunix.models.model import Model
     from tunix.plan import programs
     from tunix.plan import topology as topologies
@@ -78,11 +80,14 @@ def compile_sampler_for(topology: str, layers: str, *names: str) -> None:
 
     topologies.prepare()
     mesh = build_mesh(MeshConfig(), topologies.devices_of(topology))
-    # A window in one of two layers; the other has a kind of pages of its own.
-    model = Model(
-        replace(CONFIG, num_layers=int(layers), window=512, local_layers=(True, False) * (int(layers) // 2)),
-        dtype="bfloat16",
-    )
+    number = int(layers)
+    configs = {
+        # The other of two layers has a kind of pages of its own.
+        "windows": replace(CONFIG, num_layers=number, window=512, local_layers=(True, False) * (number // 2)),
+        "experts": replace(CONFIG, num_layers=number, ffn=512, experts=Experts(8, 2), feed_forward=EXPERTS),
+        "deltanet": replace(FAMILIES["qwen3_5"].small, vocab_size=4096),
+    }
+    model = Model(configs[kinds], dtype="bfloat16")
     sizes = Engine(model, mesh, slots=64, length=2048).sizes
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
     state, answer = programs.state_of(model, mesh, sizes), []
@@ -156,7 +161,7 @@ def check_loops(programs: list[dict[str, Any]]) -> None:
 
 def test_pages_are_copied_in_their_places_without_a_loop():
     """32 pages of a layer at a time, however many layers there are: 128 tokens of 8 heads, keys and values."""
-    copying = told("compile_sampler_for", "h100:1", "8", "copy_pages")
+    copying = told(compile_sampler_for, "h100:1", "windows", "8", "copy_pages")
     check_loops(copying["programs"])
     (program,) = copying["programs"]
     assert program["aliased"] >= copying["cache"]
@@ -164,13 +169,19 @@ def test_pages_are_copied_in_their_places_without_a_loop():
 
 
 @pytest.mark.slow
-def test_no_program_of_a_sampler_loops_over_data_but_over_tokens():
-    """Pieces write and read pages where they are: nothing as large as a layer's is there beside them."""
-    sampler = told("compile_sampler_for", "h100:1", "2")
+def test_pieces_write_and_read_pages_where_they_are():
+    """Nothing as large as a layer's pages is there beside them, and no program loops over data but over tokens."""
+    sampler = told(compile_sampler_for, "h100:1", "windows", "2")
     check_loops(sampler["programs"])
     assert {program["name"] for program in sampler["programs"]} == {"prefill", "copy_pages", "decode"}
     assert all(program["aliased"] >= sampler["cache"] for program in sampler["programs"])
     assert all(program["temporary"] < 0.1 * sampler["cache"] for program in sampler["programs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["experts", "deltanet"])
+def test_no_program_of_a_sampler_loops_over_data_but_over_tokens(kinds: str):
+    check_loops(told(compile_sampler_for, "h100:1", kinds, "2")["programs"])
 
 
 @pytest.mark.slow
