@@ -63,6 +63,6 @@ def trained() -> int:
 @pytest.mark.parametrize("topology", ["h100:1", "v5p:1x1x1"])
 def test_a_mixture_compiles_with_its_kernels(topology: str):
     """Widths that no 128 divides: Triton's kernels on an H100, beside attention's Mosaic kernels of 16 bits."""
-    kernels = compiled_for(topology, "experts")["kernels"]
+    kernels = compiled_for(topology, topology, "experts")["kernels"]
     expected = ("xla.gpu.triton", "mosaic") if topology == "h100:1" else ("tpu_custom_call",)
     assert all(any(name in kernel for kernel in kernels) for name in expected), kernels

@@ -30,6 +30,8 @@ BETWEEN_HOSTS = 50e9
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")}
 """Modules of which one has the compiler of a platform."""
 
+EFFORT = "jax_exec_time_optimization_effort"
+
 
 def prepare() -> None:
     """Lets this process compile for devices that are not here; it computes on its CPU."""
@@ -41,10 +43,10 @@ def hasten(platform: str) -> None:
     """Lets a TPU's compiler spend less on this process's programs: a fifth of the time or less.
 
     Their memory is the same to two percent, products and exchanges are the same; what is left out is prefetching
-    and the last search for a faster schedule (docs/log.md).
+    and the last search for a faster schedule (docs/log.md). jax 0.12 has no such setting any more.
     """
-    if platform == "tpu":
-        jax.config.update("jax_exec_time_optimization_effort", -1.0)
+    if platform == "tpu" and hasattr(jax.config, EFFORT):
+        jax.config.update(EFFORT, -1.0)
 
 
 def devices_of(topology: str) -> list[Any]:

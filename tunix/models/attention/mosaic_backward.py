@@ -12,6 +12,7 @@ log-sum-exp. Two warpgroups of a program multiply, each its half of a tile, and 
 Axes: B rows, T time, N query heads, K kv heads, H head dim.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -41,11 +42,18 @@ LOG2_E = math.log2(math.e)
 _TILED, _ROW, _COLUMN = gpu.Layout.WGMMA, gpu.Layout.WGMMA.reduce(1), gpu.Layout.WGMMA.reduce(0)
 
 
+def load(ref: Any, index: tuple[Any, ...], *, layout: Any) -> Array:
+    """Numbers of memory in registers, by `gpu.load`: with jax 0.12 an index belongs to the reference."""
+    if "idx" in inspect.signature(gpu.load).parameters:
+        return gpu.load(ref, index, layout=layout, optimized=False)
+    return gpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
+
+
 class Machine(NamedTuple):
     """The operations of a kernel for which jax's interpreter, on a CPU, needs other ones."""
 
-    load: Callable[..., Array] = partial(gpu.load, optimized=False)
-    """Called as `load(ref, index, layout=...)`: numbers of memory in registers."""
+    load: Callable[..., Array] = load
+    """Called as `load(ref, index, layout=...)`."""
     iota: Callable[..., Array] = gpu.broadcasted_iota
     """Called as `iota(dtype, shape, axis, layout=...)`."""
     multiply: Callable[..., None] = gpu.wgmma
