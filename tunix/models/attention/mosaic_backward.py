@@ -44,9 +44,10 @@ _TILED, _ROW, _COLUMN = gpu.Layout.WGMMA, gpu.Layout.WGMMA.reduce(1), gpu.Layout
 
 def load(ref: Any, index: tuple[Any, ...], *, layout: Any) -> Array:
     """Numbers of memory in registers, by `gpu.load`: with jax 0.12 an index belongs to the reference."""
+    read: Callable[..., Array] = partial(gpu.load, layout=layout, optimized=False)
     if "idx" in inspect.signature(gpu.load).parameters:
-        return gpu.load(ref, index, layout=layout, optimized=False)
-    return gpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
+        return read(ref, index)
+    return read(ref.at[index] if index else ref)
 
 
 class Machine(NamedTuple):
