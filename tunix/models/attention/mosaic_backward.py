@@ -44,7 +44,7 @@ _TILED, _ROW, _COLUMN = gpu.Layout.WGMMA, gpu.Layout.WGMMA.reduce(1), gpu.Layout
 
 def load(ref: Any, index: tuple[Any, ...], *, layout: Any) -> Array:
     """Numbers of memory in registers, by `gpu.load`: with jax 0.12 an index belongs to the reference."""
-    read: Callable[..., Array] = partial(gpu.load, layout=layout, optimized=False)
+    read: Any = partial(gpu.load, layout=layout, optimized=False)
     if "idx" in inspect.signature(gpu.load).parameters:
         return read(ref, index)
     return read(ref.at[index] if index else ref)
