@@ -14,6 +14,8 @@ from tests.marks import slow
 from tests.run.test_ahead_run import APART
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train
+from tunix.algorithms.base import Algorithm
+from tunix.recipe.recipe import Recipe
 from tunix.run import build
 from tunix.run.rehearsal import compiled_ahead
 
@@ -33,8 +35,10 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     """The counts when programs have been compiled ahead, of each run."""
     counts: list[Counter[str]] = []
 
-    def counting(*arguments: Any) -> None:
-        compiled_ahead(*arguments)
+    def counting(recipe: Recipe, algorithm: Algorithm, *rest: Any) -> None:
+        before = algorithm.get_state()
+        compiled_ahead(recipe, algorithm, *rest)
+        assert algorithm.get_state() == before, "a rehearsal is no step"
         counts.append(compiled(caplog.records))
 
     monkeypatch.setattr(build, "compiled_ahead", counting)
