@@ -193,7 +193,8 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
 def test_preferences(tmp_path: Path):
     cells = executed("04", ROOT, PREFERENCES.format(output=tmp_path / "preferences"))
     printed = "".join(output.text for output in cells["train"].outputs if output.get("name") == "stdout")
-    first, *_, last = map(literal_eval, printed.splitlines())
+    # Rows of metrics, after the run's first lines for people.
+    first, *_, last = (literal_eval(line) for line in printed.splitlines() if line.startswith("{"))
     assert (first["step"], last["step"]) == (0, 4)
     # ln 2: at first the policy is the reference.
     assert (first["eval/loss"], first["eval/rewards/margin"]) == (0.693, 0.0)
