@@ -15,6 +15,8 @@ from tunix.commands import plan as command
 from tunix.errors import UserError
 from tunix.plan.ask import Plan
 from tunix.util import accelerators
+from tunix.util.accelerators import Card
+from tunix.util.startup import MEMORY
 
 GIB = 2**30
 
@@ -168,6 +170,19 @@ def test_only_a_new_run_on_an_accelerator_is_planned(monkeypatch: pytest.MonkeyP
     assert len(calls) == 2
     assert asked(monkeypatch, Plan([verdict(False)]), here=False) == []
     command.require_fit(recipe(), fresh=True)
+
+
+@pytest.mark.parametrize(("free", "share", "planned"), [(80e9, None, False), (80e9, "0.0001", True), (5e6, None, True)])
+def test_a_run_is_not_planned_where_what_jax_may_take_is_ample(
+    monkeypatch: pytest.MonkeyPatch, free: float, share: str | None, planned: bool
+):
+    calls = asked(monkeypatch, Plan([verdict(True)]))
+    monkeypatch.setattr(command, "cards", lambda: (Card(0, "GPU-aa", "NVIDIA H100", 85e9, free),))
+    monkeypatch.delenv(MEMORY, raising=False)
+    if share is not None:
+        monkeypatch.setenv(MEMORY, share)
+    command.require_fit(recipe(), fresh=False)
+    assert bool(calls) == planned
 
 
 def test_a_run_that_cannot_be_planned_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

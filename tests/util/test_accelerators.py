@@ -80,6 +80,7 @@ def smi(monkeypatch: pytest.MonkeyPatch):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(accelerators, "accelerated", lambda: True)
+        monkeypatch.setattr(accelerators, "installed", lambda module: module == "jax_plugins.xla_cuda13")
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=text))
 
     yield answers
@@ -134,5 +135,12 @@ def test_without_nvidia_smi_nothing_is_known_and_nothing_refused(smi, monkeypatc
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
+    assert cards() == ()
+    check_cards()
+
+
+def test_a_jax_for_cpus_does_not_mind_who_has_the_gpu(smi, monkeypatch):
+    smi(TWO)
+    monkeypatch.setattr(accelerators, "installed", lambda module: False)
     assert cards() == ()
     check_cards()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,9 +71,11 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.ample import ample  # loads jax
+    from tunix.plan.ample import ample  # these load jax
+    from tunix.util.startup import FRACTION, MEMORY
 
-    if (here := cards()) and ample(recipe, min(card.total for card in here)):
+    share = float(os.environ.get(MEMORY, FRACTION))
+    if cards() and ample(recipe, min(min(share * card.total, card.free) for card in cards())):
         return
     refuse_misfit(recipe, None, "`tunix run --no-plan` tries it all the same.")
 

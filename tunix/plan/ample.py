@@ -24,7 +24,7 @@ def ample(recipe: Recipe, memory: float) -> bool:
     user's, a critic, a teacher, a reward model, pictures.
 
     Args:
-        memory: bytes of the smallest device.
+        memory: bytes that JAX may take of the smallest device.
     """
     try:
         config = structure(recipe.model, recipe.data.pictures is not None).decoder

@@ -133,7 +133,11 @@ class Recorder:
         (step, update, accounting, speed), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
         _check(step, values)
-        values |= _accounting(update, accounting) | _roofline(values)
+        values |= _accounting(update, accounting)
+        read, most = values.get("perf/rollout_bytes_per_second"), bandwidth(jax.devices()[0])
+        if read is not None and most is not None:
+            # The share of the memory's bandwidth that the sampler's reads took at least.
+            values["perf/rollout_roofline"] = read / most
         if step % self._every == 0 or self._extra:
             values |= speed or self._speed()
             self._write(step, values)
@@ -227,12 +231,6 @@ def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
         **({"data/noted": float(sum(counted.notes.values()))} if counted.notes else {}),
         "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
     }
-
-
-def _roofline(values: Mapping[str, float]) -> dict[str, float]:
-    """The share of the memory's bandwidth that the sampler's reads took at least, where both are known."""
-    read, most = values.get("perf/rollout_bytes_per_second"), bandwidth(jax.devices()[0])
-    return {} if read is None or most is None else {"perf/rollout_roofline": read / most}
 
 
 _DIGITS = str.maketrans("", "", "0123456789.")

@@ -30,6 +30,7 @@ from tunix.rollout.collect import Collector, RolloutStream
 from tunix.rollout.parts import Judge
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs
+from tunix.run.loop import Stream
 from tunix.run.streams import open_stream
 from tunix.trainer.learner import Learner
 from tunix.trainer.logprobs import Scores
@@ -109,8 +110,8 @@ class Rehearsal:
         """Random rewards, so that groups differ."""
         return self._random.uniform(size=number).tolist()
 
-    def stream(self, algorithm: Algorithm, decoder: DecoderConfig, mesh: Mesh) -> Any:
-        """Steps of full rows, as the run's own stream makes them (`loop.Stream`)."""
+    def stream(self, algorithm: Algorithm, decoder: DecoderConfig, mesh: Mesh) -> Stream:
+        """Steps of full rows, as the run's own stream makes them."""
         recipe, data = self.recipe, self.recipe.data
         sizes = {"max_length": data.max_length, "prompt_length": data.prompt_length}
         made_up = DataConfig(

@@ -80,7 +80,7 @@ class Scorer:
             size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
-        return self._scored(self._program("logprobs", temperature), params, sequences, size)
+        return self._scored("logprobs", params, sequences, size, temperature)
 
     def entropies(
         self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
@@ -93,7 +93,7 @@ class Scorer:
             size: as in `logprobs`.
             temperature: divides the logits.
         """
-        return self._scored(self._program("entropies", temperature), params, sequences, size)
+        return self._scored("entropies", params, sequences, size, temperature)
 
     def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of states: at t, of the state before token t, 0 for the first. Requires a value head.
@@ -103,7 +103,7 @@ class Scorer:
             sequences: at least one.
             size: as in `logprobs`.
         """
-        return self._scored(self._program("values"), params, sequences, size)
+        return self._scored("values", params, sequences, size)
 
     def lowered(
         self,
@@ -119,9 +119,9 @@ class Scorer:
             return compiled.lower(params, self.microbatcher.place(self._packed(sequences, size)), **static)
 
     def _scored(
-        self, program: tuple[Any, dict[str, Any]], params: Params, sequences: List[Sequence], size: int | None
+        self, kind: Scores, params: Params, sequences: List[Sequence], size: int | None, temperature: float = 1.0
     ) -> List[np.ndarray]:
-        compiled, static = program
+        compiled, static = self._program(kind, temperature)
         batch = self._packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
             return OnTheWay(compiled(params, self.microbatcher.place(batch), **static), batch, len(sequences))
@@ -130,7 +130,7 @@ class Scorer:
         shape = {"multiple": self.microbatcher.multiple, "pictures": self.microbatcher.pictures}
         return pack(sequences, size or len(sequences), self.length, packing=True, **shape)
 
-    def _program(self, kind: Scores, temperature: float = 1.0) -> tuple[Any, dict[str, Any]]:
+    def _program(self, kind: Scores, temperature: float) -> tuple[Any, dict[str, Any]]:
         """A compiled function, and its static arguments."""
         if kind == "values":
             return self._values, {}

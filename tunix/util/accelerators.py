@@ -83,17 +83,21 @@ QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "
 
 @lru_cache
 def cards() -> tuple[Card, ...]:
-    """The GPUs that JAX would use, as they were when this was first asked; none where that is not known.
+    """The GPUs that JAX would use, as they were when this was first asked; none where that is not known, or where JAX
+    has no support for them.
 
     `CUDA_VISIBLE_DEVICES` may name them by numbers in an order that CUDA makes, so that of several kinds of GPU it is
     not known which they are.
     """
-    if not accelerated():
+    if not accelerated() or not any(map(installed, OLDEST_DRIVERS)):
         return ()
     try:
-        told = subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
-        every = [_card(*line.split(", ")) for line in told.splitlines()]
-    except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+        answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
+        every = []
+        for line in answer.splitlines():
+            number, uuid, name, total, free = line.split(", ")
+            every.append(Card(int(number), uuid, name, float(total) * 2**20, float(free) * 2**20))
+    except (OSError, subprocess.SubprocessError, ValueError):
         return ()
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return tuple(every)
@@ -101,10 +105,6 @@ def cards() -> tuple[Card, ...]:
     if len({card.name for card in every}) == 1:
         return tuple(card for card in every if {str(card.number), card.uuid} & set(wanted))
     return tuple(card for card in every if card.uuid in wanted)
-
-
-def _card(number: str, uuid: str, name: str, total: str, free: str) -> Card:
-    return Card(int(number), uuid, name, float(total) * 2**20, float(free) * 2**20)
 
 
 TAKEN = 0.5
@@ -120,9 +120,10 @@ def check_cards() -> None:
     Raises:
         UserError: which GPU it is, and what to do.
     """
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
+    sparing = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
+    if sparing or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ:
         return
-    for card in () if "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ else cards():
+    for card in cards():
         if card.free < (1 - TAKEN) * card.total:
             taken, total = ((x / 2**30) for x in (card.total - card.free, card.total))
             raise UserError(
