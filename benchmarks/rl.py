@@ -9,9 +9,10 @@ runs that are equal to the bit take turns: one begins rewards while others sampl
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -81,9 +82,24 @@ def stream(sampling: Sampling, scorer: Scorer, shape: Shape, together: int, leng
 
 
 def measure(
-    steps: int, *, lora: bool, kl: float, shape: Shape = SHAPES["small"], sizes: Sizes = SIZES
+    steps: int,
+    *,
+    lora: bool,
+    kl: float,
+    shape: Shape = SHAPES["small"],
+    sizes: Sizes = SIZES,
+    after: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each step and of its parts, after two steps that compile."""
+    """Seconds of each step and of its parts, after two steps that compile.
+
+    Args:
+        steps: how many are measured.
+        lora: whether an adapter is trained.
+        kl: weight of the divergence from the reference; 0 keeps none.
+        shape: the model.
+        sizes: the prompts and completions.
+        after: called at the end with what computes another step, e.g. a profiler.
+    """
     sampling = Sampling(max_tokens=sizes.new)
     longest, answers = sizes.length + sizes.new, sizes.prompts * sizes.group
     together, length = shape.together(sizes.group, sizes.prompts, longest, sizes.new)
@@ -100,6 +116,8 @@ def measure(
                 seconds["step"].append(time.perf_counter() - start)
                 for part in PARTS:
                     seconds[part].append(rollouts.clock[part])
+        if after is not None:
+            after(partial(algorithm.update, client, next(data)))
         data.close()
     return seconds
 

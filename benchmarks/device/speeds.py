@@ -261,7 +261,10 @@ def grpo(case: str, setting: Setting) -> Iterator[Row]:
     sizes = rl.Sizes() if setting.small else rl.Sizes(prompts=prompts, group=group, length=256, new=256)
     longest, answers = sizes.length + sizes.new, sizes.prompts * sizes.group
     shape = Shape(name, config, rows=answers, length=longest, dtype=setting.dtype)
-    found = rl.measure(3, lora=False, kl=0.0, shape=shape, sizes=sizes)
+    profiles: list[Profile | None] = []
+    found = rl.measure(
+        3, lora=False, kl=0.0, shape=shape, sizes=sizes, after=lambda work: profiles.append(profile(work))
+    )
     parts = ", ".join(f"{part} {np.median(found[part]):.3f} s" for part in rl.PARTS)
     flops, numbers = rollout.decoding(config, sizes.length, sizes.new, answers)
     size, update = jnp.dtype(setting.dtype).itemsize, shape.flops()
@@ -273,6 +276,7 @@ def grpo(case: str, setting: Setting) -> Iterator[Row]:
         tokens=answers * sizes.new,
         flops=update + prefill + float(flops.sum()),
         work=(Work(prefill, 0.0), Work(float(flops.sum()), size * float(numbers.sum())), Work(update, 0.0)),
+        profile=profiles[0],
     )
 
 
