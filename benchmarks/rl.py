@@ -33,7 +33,7 @@ from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.streams import MISMATCH
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Sampling, Workload
 
 PARTS = ("rollout", "reward", "update")
 
@@ -107,6 +107,7 @@ def measure(
     client = shape.trainer(LORA if lora else None, **rows, reference=bool(kl))
     algorithm = GRPO(GRPOConfig(group_size=sizes.group, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
+    client.warm(Workload(answers, sizes.prompts, sizes.length, longest))
     with Scorer([even]) as scorer:
         data = stream(sampling, scorer, shape, together, length, sizes)
         for step in range(steps + 2):

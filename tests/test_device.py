@@ -18,6 +18,7 @@ import pytest
 from benchmarks.device import __main__ as command
 from benchmarks.device import torch_loop
 from benchmarks.device.__main__ import Late, Stopped, lines
+from benchmarks.device.checks import KINDS
 from benchmarks.device.parts import PARTS
 from benchmarks.device.report import Report
 from benchmarks.device.rows import Machine, Row, Setting, Work, attempt, check
@@ -77,20 +78,20 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPat
     programs = {"machine": f"print({FOUND!r})", "peaks": broken, "kernels": FINE}
     monkeypatch.setattr(command, "process_of", lambda name, *_: [sys.executable, "-c", programs[name]])
     monkeypatch.setattr(sys, "argv", ["device", "--out", str(tmp_path), "--parts", "peaks", "kernels"])
-    with pytest.raises(SystemExit, match="1 of 6 rows failed: peaks"):
+    with pytest.raises(SystemExit, match="1 of 18 rows failed: peaks"):
         command.main()
     (file,) = tmp_path.glob("*.json")
     rows = [(row["part"], row["status"], row["message"]) for row in json.loads(file.read_text())["rows"]]
     error = "ended with 1: MemoryError: no room"
-    assert rows == [*[("kernels", "ok", "")] * 4, ("peaks", "ok", ""), ("peaks", "failed", error)]
+    assert rows == [*[("kernels", "ok", "")] * 16, ("peaks", "ok", ""), ("peaks", "failed", error)]
 
 
 def test_checks_run_at_once_and_before_what_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each check of kernels waits until all four have begun; what is timed finds them ended."""
+    """Each check of kernels waits until all have begun; what is timed finds them ended."""
     begun = f"import pathlib, sys, time; here = pathlib.Path({str(tmp_path)!r})"
-    waits = f"{begun}; (here / sys.argv[1]).touch()\nwhile len(list(here.iterdir())) < 4: time.sleep(0.01)\n{FINE}"
-    ended = f"{begun}; assert len(list(here.iterdir())) == 4\n{FINE}"
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    waits = f"{begun}; (here / sys.argv[1]).touch()\nwhile len(list(here.iterdir())) < 16: time.sleep(0.01)\n{FINE}"
+    ended = f"{begun}; assert len(list(here.iterdir())) == 16\n{FINE}"
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(
         command,
         "process_of",
@@ -99,7 +100,7 @@ def test_checks_run_at_once_and_before_what_is_timed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Report, "write", lambda *_: None)
     found = report()
     command.run(found, tmp_path, ["peaks", "kernels"], Setting(True, "cpu"), time.monotonic() + 60.0)
-    assert [(part, row.status) for part, row in found.ordered] == [*[("kernels", "ok")] * 4, ("peaks", "ok")]
+    assert [(part, row.status) for part, row in found.ordered] == [*[("kernels", "ok")] * 16, ("peaks", "ok")]
 
 
 def test_a_part_is_late_by_its_own_deadline_and_skipped_by_that_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -209,7 +210,10 @@ def test_without_a_card_torch_is_left_out(case: str):
 
 
 def test_the_cases_are_all_that_there_are():
-    assert {*PARTS["kernels"].cases, "einsum"} == {implementation.name for implementation in IMPLEMENTATIONS}
+    names = {implementation.name for implementation in IMPLEMENTATIONS} - {"einsum"}
+    assert set(PARTS["kernels"].cases) == {f"{name}, {kind}" for name in names for kind in KINDS}
+    (case,) = PARTS["attention"].cases
+    assert {*case.split(", ")} == {*names, "cudnn"}
     assert set(PARTS["mismatch"].cases) == FAMILIES.keys()
     assert {case for part in PARTS.values() if part.function == "step" for case in part.cases} == STEPS.keys()
 

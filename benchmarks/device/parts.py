@@ -21,10 +21,16 @@ ALONE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """Of a process that has the device to itself: JAX takes three quarters of a GPU's memory otherwise."""
 TOGETHER = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Of processes that share the device."""
+UNTUNED = "--xla_gpu_autotune_level=0"
+"""Takes the first kernel for a product in place of the fastest of dozens, each of which is compiled: on an H200's 16
+cores three processes took 113 s until their first product in float32."""
 STORED: tuple[str, ...] = tuple(json.loads((Path(__file__).parent / "reference.json").read_text()))
 """The models of which numbers are stored: every family, and a second one of Gemma 4."""
 
 
+KERNELS = ("mosaic", "tokamax", "splash", "chunked")
+KINDS = ("packed", "windowed", "soft-capped", "shared prompts")
+"""Of attention, `checks.KINDS`."""
 XPROF = ("xprof", "xprof.cli", "xprof.cli.tools", "xprof.cli.tools.get_kernel_stats_tool")
 """Modules that tokamax imports only to measure its kernels, which nothing here does: they do not travel."""
 
@@ -45,7 +51,7 @@ class Part(NamedTuple):
 
 
 PARTS: dict[str, Part] = {
-    "kernels": Part("checks", "kernels", ("mosaic", "tokamax", "splash", "chunked"), 150),
+    "kernels": Part("checks", "kernels", tuple(f"{name}, {kind}" for name in KERNELS for kind in KINDS), 150),
     "parity": Part("parity", "rows", STORED, 150),
     "mismatch": Part("checks", "trainer_and_sampler", tuple(x for x in STORED if x != "gemma4_moe"), 180),
     "resume": Part("resume", "rows", ("killed",), 150),
@@ -86,6 +92,8 @@ def main() -> None:
     measures = arguments.name != "machine" and PARTS[arguments.name].measures
     for variable, value in (ALONE if measures else TOGETHER).items():
         os.environ.setdefault(variable, value)
+    if arguments.platform == "gpu" and not measures:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNTUNED}"
     if importlib.util.find_spec("xprof") is None:
         sys.modules.update({name: ModuleType(name) for name in XPROF})
     if arguments.name == "machine":

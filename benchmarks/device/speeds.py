@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -125,6 +126,15 @@ def timed(work: Callable[[], Any]) -> list[float]:
     return seconds
 
 
+@contextmanager
+def cache() -> Iterator[None]:
+    """What is compiled here ahead is found when it is called."""
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        yield
+
+
 def profile(work: Callable[[], Any]) -> Profile | None:
     """Where the device's time goes in a turn of some work; None on a CPU, which has no kernels."""
     if platform() == "cpu":
@@ -197,9 +207,7 @@ def step(case: str, setting: Setting) -> Iterator[Row]:
     def turn() -> Any:
         return trainer.step(batch, LOSS), trainer.state
 
-    with tempfile.TemporaryDirectory() as cache:
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    with cache():
         start = time.perf_counter()
         compiled = trainer.learner.lowered(batch, LOSS).compile()
         took, flops = time.perf_counter() - start, shape.flops(settings.adapter)
@@ -262,9 +270,10 @@ def grpo(case: str, setting: Setting) -> Iterator[Row]:
     longest, answers = sizes.length + sizes.new, sizes.prompts * sizes.group
     shape = Shape(name, config, rows=answers, length=longest, dtype=setting.dtype)
     profiles: list[Profile | None] = []
-    found = rl.measure(
-        3, lora=False, kl=0.0, shape=shape, sizes=sizes, after=lambda work: profiles.append(profile(work))
-    )
+    with cache():
+        found = rl.measure(
+            3, lora=False, kl=0.0, shape=shape, sizes=sizes, after=lambda work: profiles.append(profile(work))
+        )
     parts = ", ".join(f"{part} {np.median(found[part]):.3f} s" for part in rl.PARTS)
     flops, numbers = rollout.decoding(config, sizes.length, sizes.new, answers)
     size, update = jnp.dtype(setting.dtype).itemsize, shape.flops()
