@@ -25,7 +25,7 @@ SEEN = for name in $(CANDIDATES); do command -v $$name >/dev/null && \
 	echo "  $$name is $$($$name --version 2>&1 || echo not runnable)"; done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-slow test-newest lint format docs notebooks peers device-wheels
+.PHONY: help quickstart test test-slow test-newest lint format house docs notebooks peers device-wheels
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make test-newest  kernels, programs and tiny runs with the newest Python here, jax and tokamax (minutes)"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
+	@echo "make house        how much of the package a reader has to hold, in numbers"
 	@echo "make docs         the pages as a site in build/site; a warning is an error"
 	@echo "make notebooks    executes the notebooks and stores what they show (half an hour); ARGS=\"01 03\" for some of them"
 	@echo "make peers        the libraries that benchmarks/peers measures beside ours, in environments of their own"
@@ -88,6 +89,10 @@ lint: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# How much of the package a reader has to hold; ARGS=once, lonely, bundled or banned lists the places.
+house: $(VENV)/installed-test
+	$(BIN)/python -m tests.house $(ARGS)
 
 # Read from the sources: nothing of tunix is imported, and nothing is fetched. The variable silences an advertisement.
 docs: $(VENV)/installed-docs

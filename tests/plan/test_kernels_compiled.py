@@ -160,8 +160,9 @@ def test_a_step_has_its_kernels_and_no_square_of_a_row(topology: str, kinds: str
     assert found["largest"] < LENGTH**2 / 4
     assert found["peak"] < 2**30
     # Each turn of such a loop costs a GPU a round trip to the host: they are of few turns, which multiply by the whole
-    # vocabulary.
-    assert all(re.search(f"{SCOPE}([0-9]+)", loop) for loop in found["loops"]), found["loops"]
+    # vocabulary. The text of a TPU's program has no trip counts.
+    if chip_of(topology).platform == "gpu":
+        assert all(re.search(f"{SCOPE}([0-9]+)", loop) for loop in found["loops"]), found["loops"]
 
 
 @pytest.mark.slow
