@@ -4,6 +4,7 @@ Read from the source with `ast`: names are compared as words, so that a method a
 """
 
 import ast
+import inspect
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -96,9 +97,7 @@ def used_once(files: list[Source]) -> list[str]:
         f"{file.path.relative_to(ROOT)}:{function.lineno} {function.name}"
         for file in files
         for function in file.functions
-        if counts[function.name] == 1
-        and not function.decorator_list
-        and file.code_lines(function) <= SHORT_FUNCTION
+        if counts[function.name] == 1 and not function.decorator_list and file.code_lines(function) <= SHORT_FUNCTION
     ]
 
 
@@ -193,7 +192,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _declared(section: type[BaseModel], name: str) -> type:
     """The class in which a field is first declared."""
-    return next(kind for kind in reversed(section.__mro__) if name in kind.__dict__.get("__annotations__", {}))
+    return next(kind for kind in reversed(section.__mro__) if name in inspect.get_annotations(kind))
 
 
 def numbers() -> dict[str, int | float]:
