@@ -96,6 +96,7 @@ def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
         "peak": getattr(memory, "peak_memory_in_bytes", 0) or held,
         "temporary": memory.temp_size_in_bytes,
         "copies": found.copied(LARGE),
+        "largest copy": max(found.copies, default=0),
         "sent": sum(one.bytes * one.times for one in inside),
         "large": sorted({one.bytes for one in inside if one.kind == "all-gather" and one.bytes > LARGE}),
     }

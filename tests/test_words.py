@@ -5,11 +5,9 @@ Everything is read from the source with `ast`; the list of axis letters is that 
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tunix"
@@ -113,19 +111,28 @@ def test_the_list_of_axes_is_read():
     assert len(set(listed().values())) == len(listed()), "two letters mean the same"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_letter_means_one_thing(module: str):
-    wrong = [item for item in legend(ast.get_docstring(tree(module)) or "") if item not in listed().items()]
-    assert not wrong, f"{module}: not as in tunix/types.py: {wrong}"
+def wrong(faults: Callable[[str], Iterable[str | tuple[str, str]]], files: Iterable[str] = MODULES) -> dict[str, list]:
+    """The faults of each file that has some."""
+    return {file: those for file in files if (those := sorted(faults(file)))}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_axes_are_those_of_the_list(module: str):
-    shapes = [shape for text in docstrings(tree(module)) for shape in SHAPE.findall(text)]
-    in_shapes = {letter for shape in shapes for letter in re.findall(r"\b[A-Z][a-z]?\b", shape)} - listed().keys()
-    in_names = {letter for suffix in named(tree(module)) for letter in LETTER.findall(suffix)} - listed().keys()
-    in_annotations = {letter for axes in annotated(tree(module)) for letter in unlisted(axes)}
-    assert (in_annotations, in_shapes, in_names) == (set(), set(), set())
+def test_a_letter_means_one_thing():
+    def faults(module: str) -> Iterator[tuple[str, str]]:
+        docstring = ast.get_docstring(tree(module)) or ""
+        return (item for item in legend(docstring) if item not in listed().items())
+
+    assert wrong(faults) == {}, "not as in tunix/types.py"
+
+
+def test_axes_are_those_of_the_list():
+    def faults(module: str) -> set[str]:
+        shapes = [shape for text in docstrings(tree(module)) for shape in SHAPE.findall(text)]
+        in_shapes = {letter for shape in shapes for letter in re.findall(r"\b[A-Z][a-z]?\b", shape)}
+        in_names = {letter for suffix in named(tree(module)) for letter in LETTER.findall(suffix)}
+        in_annotations = {letter for axes in annotated(tree(module)) for letter in unlisted(axes)}
+        return (in_shapes | in_names | in_annotations) - listed().keys()
+
+    assert wrong(faults) == {}
 
 
 def test_every_listed_letter_is_in_a_legend():
@@ -144,26 +151,26 @@ def test_wrong_axes_would_be_found():
     assert list(named(code)) == ["PG"]
 
 
-@pytest.mark.parametrize(("name", "annotation", "said"), FIELDS, ids=[name for name, _, _ in FIELDS])
-def test_a_record_gives_examples(name: str, annotation: str, said: str):
-    assert said, f"{name} has no docstring"
-    explains_itself = annotation == "bool" or annotation.startswith("Callable")
-    assert explains_itself or "e.g." in said, f"{name}: give an example value"
-
-
-def test_the_records_are_read():
+def test_a_record_gives_examples():
+    assert [name for name, _, said in FIELDS if not said] == [], "without a docstring"
+    explained = (name for name, annotation, _ in FIELDS if annotation == "bool" or annotation.startswith("Callable"))
+    assert {name for name, _, said in FIELDS if "e.g." not in said} - set(explained) == set(), "give an example value"
     assert ("Sequence.weight", "float") in [(name, annotation) for name, annotation, _ in FIELDS]
     assert {name.partition(".")[0] for name, _, _ in FIELDS} > {"Batch", "Term", "Sampling", "Completion", "Workload"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_docstrings_stand_alone(module: str):
-    leaning = [text.split("\n")[0] for text in docstrings(tree(module)) if text.startswith(OPENINGS)]
-    assert not leaning, f"{module}: {leaning}"
+def test_docstrings_stand_alone():
+    def faults(module: str) -> Iterator[str]:
+        return (text.split("\n")[0] for text in docstrings(tree(module)) if text.startswith(OPENINGS))
+
+    assert wrong(faults) == {}
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_plain_technical_english(text: str):
+def test_plain_technical_english():
     """Line ends, and the marks of comments after them, part no phrase."""
-    said = re.sub(r"\s+(# )?", " ", (ROOT / text).read_text()).lower()
-    assert [phrase for phrase in PHRASES if phrase in said] == []
+
+    def faults(file: str) -> Iterator[str]:
+        said = re.sub(r"\s+(# )?", " ", (ROOT / file).read_text()).lower()
+        return (phrase for phrase in PHRASES if phrase in said)
+
+    assert wrong(faults, TEXTS) == {}

@@ -15,6 +15,7 @@ import pytest
 
 from tests.plan.test_kernels_compiled import installed, unknown_loops
 from tests.trainers import PLAIN
+from tunix.plan.chips import chip_of
 
 CODE = "import sys; from importlib import import_module as read; getattr(read(sys.argv[1]), sys.argv[2])(*sys.argv[3:])"
 SIZES: Mapping[str, Any] = {"d_model": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 2048}
@@ -124,6 +125,13 @@ def told(function: Callable[..., None], topology: str, *words: str) -> dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def check_copies(topology: str, program: dict[str, Any]) -> None:
+    """No pages are copied. A TPU lays out the weights of q, k and v anew once a dispatch, and what sampling sorts."""
+    assert program["largest copy"] < 0.1 * program["cache"]
+    if chip_of(topology).platform == "gpu":
+        assert program["copies"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["whole", "windows"])
 @pytest.mark.parametrize("topology", READERS)
@@ -132,7 +140,7 @@ def test_a_dispatch_reads_pages_in_their_places(topology: str, kinds: str):
     program = found(topology, kinds=kinds)
     assert program["reader"] == READERS[topology]
     assert program["temporary"] < 0.1 * program["cache"]
-    assert program["copies"] == 0
+    check_copies(topology, program)
 
 
 @pytest.mark.slow
@@ -141,7 +149,7 @@ def test_numbers_of_8_bits_are_read_in_their_places(topology: str, cache: str):
     program = found(topology, cache=cache)
     assert program["reader"] == READERS[topology]
     assert program["temporary"] < 0.1 * program["cache"]
-    assert program["copies"] == 0
+    check_copies(topology, program)
 
 
 @pytest.mark.slow

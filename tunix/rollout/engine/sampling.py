@@ -93,10 +93,12 @@ def transformed(logits: Float[Array, "B V"], settings: Transform, live: Bool[Arr
     temperature = jnp.where(settings.temperature == 0, 1.0, settings.temperature)
     scores = logits / temperature[:, None]
     sorts = jnp.any(live & ((settings.top_k > 0) | (settings.top_p < 1)))
-    scores = jax.lax.cond(sorts, _truncated, lambda scores, *_: scores, scores, settings.top_k, settings.top_p)
+    # Two numbers a row, not scores: a branch that cuts nothing would copy them.
+    least, last = jax.lax.cond(sorts, _truncated, _whole, scores, settings.top_k, settings.top_p)
+    kept = (scores > least) | ((scores == least) & (jnp.arange(scores.shape[1]) <= last))
     # The most likely id is always kept, so masses relative to its own do not depend on what was cut before.
     floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
-    return jnp.where(scores >= floor, scores, -jnp.inf)
+    return jnp.where(kept & (scores >= floor), scores, -jnp.inf)
 
 
 def logprobs(logits: Float[Array, "B V"], targets: Int[Array, "B"], settings: Transform) -> Float[Array, "B"]:
@@ -128,8 +130,11 @@ def _walk(mass: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "
     return jnp.min(jnp.where(reached > goal[:, None], jnp.arange(size), size - 1), axis=-1)
 
 
-def _truncated(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]) -> Float[Array, "B V"]:
-    """Applies top-k and then top-p; of equal scores the lower id counts as the more likely one."""
+def _truncated(
+    scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
+) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
+    """The score and the id of the least likely id that top-k and then top-p keep; of equal scores the lower id counts as
+    the more likely one."""
     vocab = scores.shape[1]
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)
@@ -138,9 +143,14 @@ def _truncated(scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float
     before = jnp.cumsum(mass, axis=-1) - mass
     # At top_p = 1 rounding must not cut the tail.
     kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    # Mapped over rows, so that each stays with the devices that hold it.
-    back = jax.vmap(lambda kept, order: jnp.zeros(vocab, bool).at[order].set(kept, unique_indices=True))
-    return jnp.where(back(kept, order), scores, -jnp.inf)
+    least = jnp.sum(kept, axis=-1, keepdims=True) - 1
+    return jnp.take_along_axis(ranked, least, axis=-1), jnp.take_along_axis(order, least, axis=-1)
+
+
+def _whole(scores: Float[Array, "B V"], *_: jax.Array) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
+    """The same where nothing is cut."""
+    rows, vocab = scores.shape
+    return jnp.full((rows, 1), -jnp.inf, scores.dtype), jnp.full((rows, 1), vocab - 1, jnp.int32)
 
 
 def _most_likely(scores: Float[Array, "B V"], asked: Bool[Array, ""]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
