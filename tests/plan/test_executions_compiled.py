@@ -19,12 +19,13 @@ STACKED = 7
 compiler multiplies k and v at once, and cuts one off: a copy more."""
 EXPECTED = {
     # Attention forwards, backwards for the queries, backwards for keys and values. What is kept is written once; of it
-    # q, k and v are read by kernels, which want them in one piece; each matrix has a gradient.
-    "step": (3 * LAYERS, LAYERS * (STACKED + 1 + 3 + MATRICES)),
+    # q, k and v are read by kernels, which want them in one piece; each matrix has a gradient. jax 0.12 transposes what
+    # attention mixed, of all layers at once.
+    "step": (3 * LAYERS, LAYERS * (STACKED + 1 + 3 + MATRICES) + 1),
     # Weights in the dtype of the computation are cut from their stack.
     "scoring": (LAYERS, LAYERS * (MATRICES + 1)),
-    # The engine's weights are in no stack.
-    "prefill": (LAYERS, LAYERS),
+    # Attention within the piece, and to the pages before it. The engine's weights are in no stack.
+    "prefill": (2 * LAYERS, LAYERS),
     # A token's step: pages are read in their places.
     "decode": (LAYERS, 0),
 }
