@@ -20,8 +20,8 @@ from tests.tiny_runs import lines, losses, model_folder, train, write_recipe, wr
 from tests.trainers import trainer
 from tunix.cli import main
 from tunix.errors import UserError
-from tunix.hf.compressed_tensors import unfolded, words
 from tunix.hf.model_folder import save_folder
+from tunix.hf.packed_weights import unfolded, words
 from tunix.hf.source import loaded, pretrained
 from tunix.models.on_grid import rounded
 from tunix.models.quantization.fake_quant import simulated

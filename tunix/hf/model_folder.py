@@ -1,42 +1,45 @@
 """Reads and writes Hugging Face model folders, tensor by tensor.
 
 Reading: every tensor that the config requires is looked up and its shape checked before anything is read. Then
-`tensor_loading` brings them to the devices, a few at a time; a matrix that is quantized is rounded on the way, so that
+`tensor_transfer` brings them to the devices, a few at a time; a matrix that is quantized is rounded on the way, so that
 the unrounded model is never in memory. Writing: the same way back, into an atomic folder.
+
+A written folder gets the generation_config.json of the folder which training started from, with all ids at which the
+trained turns end: transformers and vLLM stop at its `eos_token_id`, and read that of config.json only where there is no
+such file. Tensors of that folder that nothing here computes with (`FamilyText.passengers`, such as the head of Qwen 3.5
+that drafts several tokens, `mtp.`) are taken along as they were.
+
+A reward model's folder is transformers' sequence classifier with a single label. transformers scores the rightmost
+token that is not padding, so the padding id must be one that no sequence ends with: where a folder pads with its
+end-of-text token, as many do, the score would be that of the token before it. `padding` chooses another id, and
+`write_padding` sets it in the tokenizer's files too.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType
+from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
-from tunix.hf.compressed_tensors import VALUES, entries, unpacked
-from tunix.hf.expert_stacks import apart, hint, together
-from tunix.hf.generation_config import write_generation_config
-from tunix.hf.mxfp4 import with_blocks
-from tunix.hf.passengers import as_it_is, passenger_fields, passengers
+from tunix.hf.packed_weights import VALUES, apart, entries, hint, together, unpacked, with_blocks
 from tunix.hf.picture_settings import write_settings
-from tunix.hf.remote_folder import local_copy
-from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_folder, write_shards
-from tunix.hf.sending import sent, sent_scales, sent_values
-from tunix.hf.tensor_loading import load, reads_of
-from tunix.hf.tensor_names import rename, spelling
-from tunix.models.config import DecoderConfig
+from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
+from tunix.hf.tensor_transfer import load, reads_of, sent, sent_scales, sent_values
+from tunix.models.config import DecoderConfig, Stops
 from tunix.models.families.base import SCORE
-from tunix.models.families.table import FAMILIES, tensors_of, to_hf
+from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
@@ -45,6 +48,164 @@ from tunix.models.quantization.modules import BANKS, modules_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
+
+
+def write_generation_config(
+    folder: Path, sources: Sequence[Path | None], stops: Sequence[int], special: Stops = ()
+) -> None:
+    """Writes a source's generation_config.json with every other field unchanged; only its `eos_token_id` grows.
+
+    Args:
+        folder: where it is written.
+        sources: folders, of which the first that has the file is taken.
+        stops: ids at which completions ended while the model was trained; without any the file is copied as it is.
+        special: fields of config.json that the file begins with where no source has one, since nothing reads them
+            there any more, e.g. `(("pad_token_id", 0),)`.
+
+    Raises:
+        UserError: the source's file is damaged.
+    """
+    files = [source / GENERATION_CONFIG for source in sources if source is not None]
+    file = next((file for file in files if file.is_file()), None)
+    fields = {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in special}
+    if file is not None:
+        fields = read_json(file)
+    eos = eos_ids(fields, str(file))
+    if file is not None and set(stops) <= set(eos):
+        shutil.copyfile(file, folder / GENERATION_CONFIG)
+    elif stops:
+        ids = list(dict.fromkeys((*eos, *stops)))
+        fields["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+        (folder / GENERATION_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+LABEL = "reward"
+
+
+class Padding(NamedTuple):
+    """The token that fills up the shorter sequences of a batch."""
+
+    id: int | None
+    """Its id, e.g. 0; None where no token is suitable: transformers then scores one sequence at a time."""
+    token: str | None = None
+    """Its text, e.g. `<pad>`, where the tokenizer's files contain it."""
+
+
+def require_classifier(config: DecoderConfig) -> None:
+    """Refuses a reward model of a family that transformers could not load.
+
+    Raises:
+        UserError: transformers has no sequence classifier for the family.
+    """
+    if FAMILIES[config.family].classifier is None:
+        raise UserError(
+            f"model.path: transformers has no sequence classifier for {config.family}, so that nothing could load a "
+            "reward model of it: train one of another family"
+        )
+
+
+def classifier_fields(config: DecoderConfig, padding: Padding) -> dict[str, Any]:
+    """The fields of config.json that make a folder a classifier instead of a language model."""
+    return {
+        "architectures": [FAMILIES[config.family].classifier],
+        "id2label": {"0": LABEL},
+        "label2id": {LABEL: 0},
+        "pad_token_id": padding.id,
+    }
+
+
+def padding(config: DecoderConfig, files: Path | None) -> Padding:
+    """The padding of a reward model: the first that no sequence ends with of the folder's padding id, the tokenizer's
+    padding token, any added token with `pad` in its name, and BOS.
+
+    Args:
+        config: has the special ids of the folder's config.json.
+        files: folder of the tokenizer's files, or None.
+    """
+    stops = dict(config.stops)
+    eos = stops.get("eos_token_id")
+    ends = set(eos if isinstance(eos, tuple) else (eos,))
+    added = _added_tokens(files)
+    padded = added.get(str(_text(_tokenizer_config(files).get("pad_token"))))
+    named = [number for token, number in added.items() if "pad" in token.lower()]
+    candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
+    chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
+    return Padding(chosen, next((token for token, number in added.items() if number == chosen), None))
+
+
+def write_padding(folder: Path, padding: Padding) -> None:
+    """Sets the padding token of the tokenizer in `folder`, if there is one."""
+    raw = _tokenizer_config(folder)
+    if raw and padding.token is not None:
+        changed = {**raw, "pad_token": padding.token}
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _tokenizer_config(files: Path | None) -> dict[str, Any]:
+    known = files is not None and (files / TOKENIZER_CONFIG).is_file()
+    return read_json(files / TOKENIZER_CONFIG) if files is not None and known else {}
+
+
+def _added_tokens(files: Path | None) -> dict[str, int]:
+    """Special and added tokens of a tokenizer.json -> ids."""
+    if files is None or not (files / TOKENIZER).is_file():
+        return {}
+    return {token["content"]: token["id"] for token in read_json(files / TOKENIZER).get("added_tokens", [])}
+
+
+def _text(token: str | Mapping[str, Any] | None) -> str | None:
+    """The text of a token, which older folders write as an object and newer ones as text."""
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
+    """A tensor's name by the first of these prefixes that it has; None where it belongs to a part that is left out."""
+    for theirs, ours in prefixes:
+        if key.startswith(theirs):
+            return None if ours is None else ours + key.removeprefix(theirs)
+    return key
+
+
+def spelling(config: DecoderConfig, base: Path | None) -> Callable[[str], str]:
+    """How an export calls the tensors of a model, from the names that the tables of its family have.
+
+    Args:
+        config: the model's.
+        base: the folder that the weights were loaded from, whose names a multimodal export keeps; None for none.
+
+    Raises:
+        UserError: a file of its weights is missing or damaged.
+    """
+    vision = FAMILIES[config.family].vision
+    if config.vision is None or vision is None:
+        return lambda name: name
+    keys = () if base is None else tensors_of_folder(base)
+    known = {rename(key, vision.prefixes): key for key in keys}
+    return lambda name: known.get(name) or str(rename(name, vision.written))
+
+
+def passengers(base: Path, family: str) -> list[Stored]:
+    """The tensors of a folder that an export takes along.
+
+    Raises:
+        UserError: a file of its weights is missing or damaged.
+    """
+    prefixes = FAMILIES[family].passengers
+    return [one for key, one in tensors_of_folder(base).items() if key.startswith(prefixes)] if prefixes else []
+
+
+def passenger_fields(base: Path, family: str) -> dict[str, Any]:
+    """What a folder's config.json says about these tensors."""
+    raw = read_json(base / "config.json")
+    raw = raw.get("text_config", raw)
+    return {name: raw[name] for name in FAMILIES[family].passenger_fields if name in raw}
+
+
+def as_it_is(stored: Stored) -> Entry:
+    """A tensor of another folder, to be written with the same name and bytes."""
+    return Entry(stored.key, stored.shape, stored.dtype, lambda: stored.read)
+
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -23,12 +23,10 @@ from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import FILE, named_base
-from tunix.hf.generation_config import write_generation_config
-from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer
+from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer, rename, write_generation_config
 from tunix.hf.peft_config import CONFIG, described, text
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_file, write_share
-from tunix.hf.sending import sent
-from tunix.hf.tensor_names import rename
+from tunix.hf.tensor_transfer import sent
 from tunix.lora.adapt import plain_pairs, tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig

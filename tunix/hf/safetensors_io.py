@@ -4,6 +4,10 @@ The safetensors library checks a file. Its tensors are read by ranges of rows, i
 would be read one by one, and count as this process's memory until the file is closed. Writing streams: the header needs
 only shapes; while one tensor is written, a few others are on their way from the device, bounded in bytes (format:
 https://huggingface.co/docs/safetensors, 8 bytes of header length, a JSON header, then the bytes in order).
+
+A model folder on an object store is read as a local one: its small files are copied into the user's cache folder, at a
+path that says the address, and its weights stay where they are. In the copy a file of weights is its header, and a hole
+as long as the rest: so it is checked as any other, and its tensors are read from the store, by ranges.
 """
 
 import json
@@ -13,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +29,59 @@ from safetensors import SafetensorError, safe_open
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import SharedFolder
 from tunix.errors import UserError
-from tunix.hf.remote_folder import address_of
 from tunix.models.families.table import read_json
 from tunix.util.ahead import ahead, limit_of
-from tunix.util.atomic_io import refuse_foreign
-from tunix.util.object_store import read
+from tunix.util.atomic_io import refuse_foreign, replacing
+from tunix.util.object_store import files_of, read
+
+COPIES = Path("~/.cache/tunix/folders")
+"""Where the copies are; deleted at any time, they are made again."""
+LONGEST_HEADER = 100_000_000
+"""Bytes above which safetensors refuses a header."""
+
+
+def local_copy(url: str, wanted: Sequence[str]) -> Path:
+    """Copies the files of a folder but no tensors of its safetensors files, or brings an earlier copy up to date.
+
+    Args:
+        url: e.g. `gs://bucket/model`.
+        wanted: patterns of the files' names.
+
+    Raises:
+        UserError: there is no such folder, or the store cannot be reached.
+    """
+    sizes = {name: size for name, size in files_of(url).items() if any(fnmatch(name, one) for one in wanted)}
+    if not sizes:
+        raise UserError(f"{url}: there is no such folder, or no model in it.")
+    folder = COPIES.expanduser() / url.replace("://", "/")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in sizes:
+            file.unlink()
+    for name, size in sizes.items():
+        end = _header_end(f"{url}/{name}", size) if name.endswith(".safetensors") else size
+        content = read(f"{url}/{name}", 0, end)
+        with replacing(folder / name) as file:
+            file.write(content)
+            file.truncate(size)
+    return folder
+
+
+def address_of(file: Path) -> str | None:
+    """The address of a file in the store that a local one is the copy of; None for a file of its own."""
+    root = COPIES.expanduser()
+    if not file.is_relative_to(root):
+        return None
+    scheme, *rest = file.relative_to(root).parts
+    return f"{scheme}://{'/'.join(rest)}"
+
+
+def _header_end(url: str, size: int) -> int:
+    """The byte at which the header of a safetensors file ends."""
+    begin = read(url, 0, min(size, 8))
+    (length,) = struct.unpack("<Q", begin) if len(begin) == 8 else (0,)
+    return min(size, 8 + length if length <= LONGEST_HEADER else 8)
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}

@@ -1,14 +1,21 @@
 """Where weights come from: a Hugging Face folder, a hub id, a finished run, or random initialisation.
 
 A run's folder stands for what it exported. An adapter on a base, whether exported by a run or given in addition, is
-merged while the weights are loaded.
+merged while the weights are loaded. With `adapter: {from: FOLDER}` training continues from an existing adapter: its
+settings (rank, alpha, targets, ...) are read from its folder, and training starts from its A and B; the base stays the
+base: it is frozen, it is the reference, and the export names it.
+
+A folder's config.json is checked against the headers of its weights: a size that contradicts the files is refused at
+the cost of reading headers, where with a billion layers even a list of the missing tensors would take minutes.
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +29,35 @@ from tunix.data.sources import Rows, texts
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
-from tunix.hf.checked_config import read_folder
-from tunix.hf.classifier_folder import TOKENIZER_CONFIG
-from tunix.hf.generation_config import write_generation_config
-from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
+from tunix.hf.model_folder import (
+    TOKENIZER_CONFIG,
+    has_score,
+    load_params,
+    named_tensors,
+    resolve_folder,
+    reward_model,
+    write_generation_config,
+)
 from tunix.hf.peft_adapter import HEAD, load_adapter
 from tunix.hf.peft_config import CONFIG, described
 from tunix.hf.picture_settings import with_reader
 from tunix.hf.run_export import exported
+from tunix.hf.safetensors_io import Stored, check_tensors, some
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import FAMILIES, preset, small, with_sizes, with_vision
+from tunix.models.families.table import (
+    FAMILIES,
+    axes_of,
+    family_of,
+    from_hf,
+    preset,
+    read_json,
+    small,
+    tensors_of,
+    with_sizes,
+    with_vision,
+)
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_own, trains
 from tunix.models.quantization.fake_quant import simulated, supported
@@ -41,6 +65,70 @@ from tunix.models.quantization.formats import SCALE, Quantization, check_support
 from tunix.models.quantization.rules import Rules, read_rules
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
+    """The structure of the model in a folder with weights.
+
+    Args:
+        folder: has config.json and safetensors.
+        pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
+
+    Raises:
+        UserError: config.json is missing, broken or not supported; there are no weights, or a file of them is damaged;
+            or the two disagree about a size.
+    """
+    file = folder / "config.json"
+    raw = read_json(file)
+    family = family_of(raw, file)
+    stored = named_tensors(folder, family)
+    _check_layers(raw, stored, file)
+    config = from_hf(raw, file, pictures)
+    stored = stored if config.vision is None else named_tensors(folder, family, pictures=True)
+    sizes, wanted = axes_of(config), {}
+    for tensor in tensors_of(config).values():
+        shape = tuple(sizes[axis] for axis in tensor.ours.split())
+        keys = {key for layer in config.layers_with(tensor.mixer) for key in tensor.keys(layer, shape)}
+        wanted |= dict.fromkeys(keys & stored.keys(), tensor.their_shape(shape))
+    check_tensors(stored, dict(sorted(wanted.items())), folder)
+    return config
+
+
+def _check_layers(raw: Mapping[str, Any], stored: Mapping[str, Stored], file: Path) -> None:
+    """Refuses more layers than the files have; no other size of config.json becomes the length of a list."""
+    text = raw.get("text_config")
+    layers = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
+    there = len({at[1] for name in stored if (at := LAYER.match(name))})
+    if isinstance(layers, int) and layers > there:
+        raise UserError(
+            f"{file}: num_hidden_layers = {layers}, but the files beside it have {there} layers: "
+            f"model.layers.{there}. and what follows are missing. Download the folder again, or correct the number."
+        )
+
+
+def check_tokens(key: str, name: str, theirs: Tokenizer, mine: Tokenizer) -> None:
+    """Refuses another model's tokenizer if its vocabulary differs from that of the model that trains.
+
+    Args:
+        key: the recipe's key that names the other model, e.g. `teacher.path`.
+        name: the other model's path or hub id.
+        theirs: its tokenizer.
+        mine: the tokenizer of the model that trains.
+
+    Raises:
+        UserError: an id stands for another token there; the message names the first such id.
+    """
+    there, here = ({i: token for token, i in tokenizer.hf.get_vocab().items()} for tokenizer in (theirs, mine))
+    place = next((i for i in range(max(*there, *here) + 1) if there.get(i) != here.get(i)), None)
+    if place is not None:
+        other, own = (repr(side[place]) if place in side else "no token" for side in (there, here))
+        raise UserError(
+            f"{key}: {name} has another vocabulary than the model that trains: id {place} is {other} there and {own} "
+            "here. Probabilities of ids are compared: take a model with the same tokenizer"
+        )
+
 
 TOKENIZER = "tokenizer"
 """Folder within a run folder, with the tokenizer that the run made or changed."""
@@ -407,3 +495,104 @@ def listed_ids(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
 def _family(config: ModelConfig) -> str:
     assert config.family is not None  # the recipe is checked
     return config.family
+
+
+KEY = "adapter.from"
+
+
+def settled(adapter: AdapterConfig | None, source: Source) -> tuple[AdapterConfig | None, Source]:
+    """The complete adapter section once `from` has been read, and the source of the base under that adapter.
+
+    Args:
+        adapter: the recipe's section; without a `from` it is returned unchanged.
+        source: the model's; where it ends in the same adapter that `from` names, its base is returned.
+
+    Raises:
+        UserError: there is no such adapter, tunix does not support its kind, it belongs to another base, or the section
+            contradicts it.
+    """
+    if adapter is None or adapter.source is None:
+        return adapter, source
+    folder = _folder(adapter.source)
+    if source.merged is not None:
+        if source.merged.resolve() != folder.resolve():
+            raise UserError(
+                f"{KEY}: model.path ends in the adapter {source.merged}, which would be merged below {folder}: name "
+                "the base as model.path, or the same adapter in both places"
+            )
+        source = replace(source, merged=None, rounding=None)
+    assert source.folder is not None, "the recipe is checked: there is a model.path"
+    # Checked before the base's numbers are read, because it costs nothing.
+    whole = _with_settings(adapter, folder, source.decoder)
+    if doubt := foreign_base(folder, source.name, source.folder, source.decoder):
+        print(doubt, file=sys.stderr)
+    return whole, source
+
+
+def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained: DType, mesh: Mesh) -> Params:
+    """The weights that train: the adapter's A and B, and its tables and scalar head where its folder has them.
+
+    Args:
+        adapter: the section that `settled` returned.
+        model: the model with that adapter.
+        fresh: initial weights of everything that trains; those that the folder does not have are kept.
+        trained: dtype of the weights that train.
+        mesh: where they are placed.
+
+    Raises:
+        UserError: its tensors are damaged or do not fit the model.
+    """
+    folder = Path(str(adapter.source))
+    _, arrays = load_adapter(folder, model.config)
+    if model.has_lm_head and HEAD in arrays:
+        raise reward_model(folder)
+    if foreign := sorted(set(arrays) - set(model.shapes)):
+        raise UserError(f"{KEY}: {folder} brings {some(foreign)}, which the model that trains does not have")
+    places = model.shardings(mesh)
+    given = {name: jax.device_put(jnp.asarray(array, trained), places[name]) for name, array in arrays.items()}
+    return {**fresh, **given}
+
+
+def _folder(path: str) -> Path:
+    """The PEFT folder that a folder, a hub id or a run stands for."""
+    local = Path(path).expanduser()
+    try:
+        folder = exported(local) if (local / "recipe.yaml").is_file() else resolve_folder(path)
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from error
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{KEY}: {folder} holds no {CONFIG}, so no adapter; `tunix export RUN OUT --adapter` writes that of a run"
+        )
+    return folder
+
+
+def _with_settings(section: AdapterConfig, folder: Path, config: DecoderConfig) -> AdapterConfig:
+    """The settings in the folder, with those of the section that a folder does not record (dropout, rounding)."""
+    theirs = described(folder / CONFIG, config.tied).adapter
+    given = section.model_fields_set
+    for key in ("rank", "alpha", "ranks", "alphas", "targets", "rslora", "dora", "also"):
+        mine = getattr(section, key)
+        if key in given and _differs(theirs, key, mine, config):
+            raise UserError(
+                f"adapter.{key}: {mine} contradicts {folder}, which {KEY} names: its {key} is "
+                f"{getattr(theirs, key)}. Leave {key} out"
+            )
+    rounding, asked = rounding_of(folder), quantization(section)
+    if rounding is not None and "kind" in given and asked != rounding:
+        raise UserError(
+            f"adapter.kind: {folder} was trained on a base in {rounding.base} (tile {rounding.tile}): leave kind, base "
+            "and tile out, or say the same"
+        )
+    base = {"kind": section.kind, "base": section.base, "tile": section.tile}
+    if rounding is not None:
+        base = {"kind": "qlora", "base": rounding.base, "tile": rounding.tile}
+    return theirs.model_copy(update={**base, "dropout": section.dropout, "source": str(folder)})
+
+
+def _differs(theirs: AdapterConfig, key: str, mine: object, config: DecoderConfig) -> bool:
+    """Whether this value of a key would change the adapter; different patterns may select the same modules."""
+    if key in ("rslora", "dora", "also"):
+        return getattr(theirs, key) != mine
+    other = theirs.model_copy(update={key: mine})
+    return other.modules_of(config) != theirs.modules_of(config)

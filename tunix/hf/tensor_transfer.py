@@ -1,4 +1,5 @@
-"""Brings tensors from files onto a mesh, each byte read once, several tensors ahead of the one that is placed.
+"""Brings tensors from files onto a mesh, each byte read once, several tensors ahead of the one that is placed; and
+sends them back to the host, some time before they are written, in the layout of a file.
 
 Every device reads an equal run of a tensor's rows, so that files are read in long pieces by all hosts together,
 whatever axis a weight is split along. The rows become one array over all devices; one compiled program for each kind of
@@ -20,14 +21,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType
-from tunix.hf.expert_stacks import Turns
-from tunix.hf.safetensors_io import WRITTEN, Stored
+from tunix.distributed.global_arrays import everywhere
+from tunix.hf.packed_weights import Turns
+from tunix.hf.safetensors_io import WRITTEN, Sent, Stored
 from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import tensors_of
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize
+from tunix.models.quantization.schemes import Packing
 from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
@@ -303,3 +306,50 @@ def _written(stack: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
     # As bits: XLA's CPU compiler would widen the whole bfloat16 stack, and narrow it again.
     bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, whole)]
     return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(bits[0], bits[1], start), stack.dtype)
+
+
+def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
+    """Sends one tensor of a stack to the host.
+
+    Args:
+        array: the stack, or a table.
+        place: index of the tensor in it.
+        write: lays it out as in a file.
+        dtype: in which it is sent.
+    """
+    there = everywhere(_taken(array, place).astype(dtype))
+    there.copy_to_host_async()
+    return lambda: write(np.asarray(there))
+
+
+def sent_values(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
+    """Sends the rounded values of a layer's matrix."""
+    values = everywhere(_rounded(array, place, tensor, how)[0])
+    values.copy_to_host_async()
+    return lambda: tensor.write(np.asarray(values))
+
+
+def sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
+    """Sends the scales of a layer's rounded matrix."""
+    scales = everywhere(_rounded(array, place, tensor, how)[1])
+    scales.copy_to_host_async()
+    runs = tensor.order_of_runs(array.shape[len(place) :])
+
+    def there() -> np.ndarray:
+        outputs = np.asarray(scales).reshape(len(scales), -1).T
+        return outputs if runs is None else outputs.take(runs, axis=0)
+
+    return there
+
+
+def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of a layer's matrix."""
+    assert how.rule.weights is not None
+    rounding = Quantization(how.rule.weights, how.tile)
+    return jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
+
+
+def _taken(array: jax.Array, place: Place) -> jax.Array:
+    for index in place:
+        array = jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
+    return array
