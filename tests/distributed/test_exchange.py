@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.pretended import pretended
 from tunix.data.accounting import Dropped, Kept
-from tunix.data.divided import SHARE, Divided
+from tunix.data.pipeline import SHARE, Divided
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder

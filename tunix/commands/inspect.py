@@ -19,10 +19,9 @@ from rich.text import Text
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
-from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
 from tunix.data.packing import waste
-from tunix.data.pipeline import Layout
+from tunix.data.pipeline import Layout, Whole, cutter, grouped
 from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
@@ -106,7 +105,7 @@ def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[l
         parts: list[Kept | Dropped] = []
         finished = False
         while not finished:
-            if given and given % size == 0 and cut.gives(example):
+            if given and given % size == 0 and cut.has_target(example):
                 cut.new_batch()
             taken = cut.take(example)
             finished = taken.finished

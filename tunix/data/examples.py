@@ -3,8 +3,8 @@
 The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with
 `labels`, `loss_mask` or `loss_weights`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled
 completions a `label`, and both may be given as ids too. Where the policy samples the completions (`RowKind.PROMPT`)
-only the prompt of a row is read. `shapes.rendering` derives the shape from a row, `to_example` renders it (`rendered`,
-`pairs`) and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows.
+only the prompt of a row is read. `shapes.rendering` derives the shape from a row, `to_example` renders it (`rendered`)
+and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ from tunix.data.accounting import (
     Refused,
 )
 from tunix.data.chat import Rendered
-from tunix.data.columns import Row, as_label, as_margin, as_weight, column, refuse_half_texts
 from tunix.data.packing import shared_tokens
-from tunix.data.pairs import render_pair
 from tunix.data.picture_reader import PictureReader
 from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.rendered import render_row
-from tunix.data.shapes import SHAPES, Rendering
-from tunix.data.token_rows import given_weights
+from tunix.data.rendered import given_weights, render_pair, render_row
+from tunix.data.shapes import SHAPES, Rendering, Row, as_label, as_margin, as_weight, column, refuse_half_texts
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import Sequence

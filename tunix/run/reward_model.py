@@ -15,13 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType
-from tunix.data.columns import as_messages
 from tunix.data.config import DataConfig
 from tunix.data.rendered import asked, render_completion
-from tunix.data.scored import with_spare
-from tunix.data.shapes import Rendering
+from tunix.data.shapes import Rendering, as_messages
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Prompt
+from tunix.data.types import Prompt, with_spare
 from tunix.errors import UserError
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained
 from tunix.models.model import Params
