@@ -19,7 +19,7 @@ from jaxtyping import Float
 from tunix.errors import UserError
 from tunix.hf.model_folder import named_tensors
 from tunix.hf.peft_config import CONFIG
-from tunix.hf.safetensors_io import DTYPES, Stored
+from tunix.hf.safetensors_io import DTYPES
 from tunix.lora.adapt import quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
@@ -97,53 +97,50 @@ def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) 
         UserError: it belongs to weights that have nothing in common with these.
     """
     known = _fingerprint_of(adapter)
-    here = None if known.numbers is None else _numbers(folder, config)
+    numbers = None if known.numbers is None else _numbers(folder, config)
     # Where the shapes differ, loading reports which of the two does not fit.
-    if known.numbers is None or here is None or here.shape != known.numbers.shape:
-        return _foreign_name(adapter, known.base, name)
-    apart = distance(known.numbers, here)
-    if apart <= SAME:
+    if known.numbers is None or numbers is None or numbers.shape != known.numbers.shape:
+        # Names are compared by their last part: folders are often moved, but rarely renamed.
+        if not known.base or Path(known.base).name == Path(name).name:
+            return ""
+        return (
+            f"note: {adapter} was trained on {known.base} and is put on {name}: their shapes fit, their weights may not"
+        )
+    moved = distance(known.numbers, numbers)
+    if moved <= SAME:
         return ""
     now = f"is put on {name}" if known.base != name else "its weights are others now"
-    if apart < UNRELATED:
-        return f"note: {adapter} was trained on {known.base} and {now}: the matrices have moved by {apart:.0%}"
+    if moved < UNRELATED:
+        return f"note: {adapter} was trained on {known.base} and {now}: the matrices have moved by {moved:.0%}"
     raise UserError(
         f"{adapter} was trained on {known.base} and {now}: the shapes fit, but the matrices have nothing in common. "
         f"Give it the base that it was trained on; if these weights are meant, remove {adapter / FILE}"
     )
 
 
-def distance(one: Numbers, other: Numbers) -> float:
+def distance(a: Numbers, b: Numbers) -> float:
     """Mean over the matrices of `|a - b| / max(|a|, |b|)`: 0 for equal bases, about 1.2 for independent ones."""
-    size = np.maximum(np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1))
-    return float(np.mean(np.linalg.norm(one - other, axis=1) / np.maximum(size, np.finfo(np.float32).tiny)))
-
-
-def _foreign_name(adapter: Path, named: str, name: str) -> str:
-    """A note where the names differ in their last part: folders are often moved, but rarely renamed."""
-    if not named or Path(named).name == Path(name).name:
-        return ""
-    return f"note: {adapter} was trained on {named} and is put on {name}: their shapes fit, their weights may not"
+    size = np.maximum(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+    return float(np.mean(np.linalg.norm(a - b, axis=1) / np.maximum(size, np.finfo(np.float32).tiny)))
 
 
 def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
-    """A few numbers of every matrix, from the files; None where a matrix is missing or unusual (loading reports it)."""
+    """A few numbers of every matrix's middle row, evenly spaced, from the files; None where a matrix is missing or
+    unusual (loading reports it)."""
     stored, table = named_tensors(folder, config.family), FAMILIES[config.family].tensors
     wanted = [table["embed/w"].name]
     # Without those of experts, which are most of a mixture's tensors.
-    names = [f"layers/{one}/w" for ours in projections_of(config).values() for one in ours if one not in BANKS]
+    names = [f"layers/{name}/w" for ours in projections_of(config).values() for name in ours if name not in BANKS]
     matrices = [table[name] for name in names if name in table]
-    wanted += [one.key(n) for n in range(config.num_layers) for one in matrices if n in config.layers_with(one.mixer)]
+    wanted += [x.key(n) for n in range(config.num_layers) for x in matrices if n in config.layers_with(x.mixer)]
     if not all(key in stored and len(stored[key].shape) == 2 and stored[key].dtype in DTYPES for key in wanted):
         return None
-    return np.stack([_some(stored[key]) for key in wanted])
-
-
-def _some(stored: Stored) -> Float[np.ndarray, "8"]:
-    """Some values of a matrix's middle row, evenly spaced."""
-    rows, columns = stored.shape
-    (row,) = stored.read(rows // 2, rows // 2 + 1)
-    return row[np.linspace(0, columns - 1, VALUES).astype(int)].astype(np.float32)
+    numbers = []
+    for key in wanted:
+        rows, columns = stored[key].shape
+        (row,) = stored[key].read(rows // 2, rows // 2 + 1)
+        numbers.append(row[np.linspace(0, columns - 1, VALUES).astype(int)].astype(np.float32))
+    return np.stack(numbers)
 
 
 def _fingerprint_of(adapter: Path) -> BaseFingerprint:
@@ -153,7 +150,7 @@ def _fingerprint_of(adapter: Path) -> BaseFingerprint:
     try:
         numbers = np.frombuffer(base64.b64decode(content["numbers"], validate=True), ml_dtypes.bfloat16)
         rounded = content.get("rounded")
-        rounding = None if rounded is None else quantization(AdapterConfig(kind="qlora", **rounded))
+        rounding = None if rounded is None else quantization(AdapterConfig.model_validate({"kind": "qlora", **rounded}))
         return BaseFingerprint(str(content["base"]), rounding, numbers.astype(np.float32).reshape(-1, VALUES))
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise UserError(f"{adapter / FILE} is damaged ({error}): copy the adapter again, or remove this file") from None

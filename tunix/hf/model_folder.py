@@ -11,14 +11,14 @@ that drafts several tokens, `mtp.`) are taken along as they were.
 
 A reward model's folder is transformers' sequence classifier with a single label. transformers scores the rightmost
 token that is not padding, so the padding id must be one that no sequence ends with: where a folder pads with its
-end-of-text token, as many do, the score would be that of the token before it. `padding` chooses another id, and
-`write_padding` sets it in the tokenizer's files too.
+end-of-text token, as many do, the score would be that of the token before it. `padding` chooses another id, which
+is set in the tokenizer's files too.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,10 @@ from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.packed_weights import VALUES, apart, entries, hint, together, unpacked, with_blocks
+from tunix.hf.packed_weights import VALUES, entries, hint, unpacked, with_blocks
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, reads_of, sent, sent_scales, sent_values
+from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
 from tunix.models.config import DecoderConfig, Stops
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -105,16 +105,6 @@ def require_classifier(config: DecoderConfig) -> None:
         )
 
 
-def classifier_fields(config: DecoderConfig, padding: Padding) -> dict[str, Any]:
-    """The fields of config.json that make a folder a classifier instead of a language model."""
-    return {
-        "architectures": [FAMILIES[config.family].classifier],
-        "id2label": {"0": LABEL},
-        "label2id": {LABEL: 0},
-        "pad_token_id": padding.id,
-    }
-
-
 def padding(config: DecoderConfig, files: Path | None) -> Padding:
     """The padding of a reward model: the first that no sequence ends with of the folder's padding id, the tokenizer's
     padding token, any added token with `pad` in its name, and BOS.
@@ -126,37 +116,21 @@ def padding(config: DecoderConfig, files: Path | None) -> Padding:
     stops = dict(config.stops)
     eos = stops.get("eos_token_id")
     ends = set(eos if isinstance(eos, tuple) else (eos,))
-    added = _added_tokens(files)
-    padded = added.get(str(_text(_tokenizer_config(files).get("pad_token"))))
+    added: dict[str, int] = {}
+    if files is not None and (files / TOKENIZER).is_file():
+        tokens = read_json(files / TOKENIZER).get("added_tokens", [])
+        added = {token["content"]: token["id"] for token in tokens}
+    pad = _tokenizer_config(files).get("pad_token")
+    padded = added.get(str(pad["content"] if isinstance(pad, Mapping) else pad))  # older folders write an object
     named = [number for token, number in added.items() if "pad" in token.lower()]
     candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
     chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
     return Padding(chosen, next((token for token, number in added.items() if number == chosen), None))
 
 
-def write_padding(folder: Path, padding: Padding) -> None:
-    """Sets the padding token of the tokenizer in `folder`, if there is one."""
-    raw = _tokenizer_config(folder)
-    if raw and padding.token is not None:
-        changed = {**raw, "pad_token": padding.token}
-        (folder / TOKENIZER_CONFIG).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
 def _tokenizer_config(files: Path | None) -> dict[str, Any]:
     known = files is not None and (files / TOKENIZER_CONFIG).is_file()
     return read_json(files / TOKENIZER_CONFIG) if files is not None and known else {}
-
-
-def _added_tokens(files: Path | None) -> dict[str, int]:
-    """Special and added tokens of a tokenizer.json -> ids."""
-    if files is None or not (files / TOKENIZER).is_file():
-        return {}
-    return {token["content"]: token["id"] for token in read_json(files / TOKENIZER).get("added_tokens", [])}
-
-
-def _text(token: str | Mapping[str, Any] | None) -> str | None:
-    """The text of a token, which older folders write as an object and newer ones as text."""
-    return token["content"] if isinstance(token, Mapping) else token
 
 
 def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
@@ -165,46 +139,6 @@ def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
         if key.startswith(theirs):
             return None if ours is None else ours + key.removeprefix(theirs)
     return key
-
-
-def spelling(config: DecoderConfig, base: Path | None) -> Callable[[str], str]:
-    """How an export calls the tensors of a model, from the names that the tables of its family have.
-
-    Args:
-        config: the model's.
-        base: the folder that the weights were loaded from, whose names a multimodal export keeps; None for none.
-
-    Raises:
-        UserError: a file of its weights is missing or damaged.
-    """
-    vision = FAMILIES[config.family].vision
-    if config.vision is None or vision is None:
-        return lambda name: name
-    keys = () if base is None else tensors_of_folder(base)
-    known = {rename(key, vision.prefixes): key for key in keys}
-    return lambda name: known.get(name) or str(rename(name, vision.written))
-
-
-def passengers(base: Path, family: str) -> list[Stored]:
-    """The tensors of a folder that an export takes along.
-
-    Raises:
-        UserError: a file of its weights is missing or damaged.
-    """
-    prefixes = FAMILIES[family].passengers
-    return [one for key, one in tensors_of_folder(base).items() if key.startswith(prefixes)] if prefixes else []
-
-
-def passenger_fields(base: Path, family: str) -> dict[str, Any]:
-    """What a folder's config.json says about these tensors."""
-    raw = read_json(base / "config.json")
-    raw = raw.get("text_config", raw)
-    return {name: raw[name] for name in FAMILIES[family].passenger_fields if name in raw}
-
-
-def as_it_is(stored: Stored) -> Entry:
-    """A tensor of another folder, to be written with the same name and bytes."""
-    return Entry(stored.key, stored.shape, stored.dtype, lambda: stored.read)
 
 
 TOKENIZER_FILES = (
@@ -225,6 +159,8 @@ HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|m
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 """What is taken of a folder from elsewhere: neither pickles nor code."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""Begins the names of a layer's tensors."""
 STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 TIE_CHUNK = 1 << 24
 """Elements compared at a time where a folder with tied embeddings also contains a head."""
@@ -246,26 +182,22 @@ def resolve_folder(path: str) -> Path:
         raise UserError(f"{path} is a file; a model is a folder with config.json and safetensors.")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
         raise UserError(f"{path}: there is no such folder.")
-    return _download(path)
-
-
-def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=["*/*"]))
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=WANTED, ignore_patterns=["*/*"]))
     except GatedRepoError as error:
         raise UserError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`."
+            f"{path} is gated: accept its terms at https://huggingface.co/{path}, then `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"{name} is neither a folder here nor a model on the hub. Check the name; if private, `hf auth login`."
+            f"{path} is neither a folder here nor a model on the hub. Check the name; if private, `hf auth login`."
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
-            f"{name} is no folder here and the hub cannot be reached ({type(error).__name__}). "
+            f"{path} is no folder here and the hub cannot be reached ({type(error).__name__}). "
             "Download it where there is a network and give the folder's path."
         ) from error
 
@@ -283,8 +215,39 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     Raises:
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
-    stored = named_tensors(folder, model.config.family, pictures=model.config.vision is not None)
-    _check(model, stored, dtypes, folder)
+    config, family = model.config, FAMILIES[model.config.family]
+    stored = named_tensors(folder, config.family, pictures=config.vision is not None)
+    if model.has_lm_head and SCORE in stored:
+        raise reward_model(folder)
+    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
+    wanted = expected(config, {name: shape for name, shape in unscaled.items() if name in dtypes or not is_own(name)})
+    check_tensors(stored, wanted, folder, hint(family))
+    extra = [name for name in stored if name not in wanted]
+    embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
+    if not model.has_lm_head:  # a language model's head is not needed for scores
+        extra = [name for name in extra if name != head]
+    if config.tied and head in extra:
+        a, b = stored[head], stored[embed]
+        equal = a.shape == b.shape
+        if equal:
+            rows = max(TIE_CHUNK // a.shape[1], 1)
+            starts = range(0, a.shape[0], rows)
+            equal = all(np.array_equal(a.read(i, i + rows), b.read(i, i + rows)) for i in starts)
+        if not equal:
+            raise UserError(
+                f"{a.file}: {head} differs from {embed}, although config.json ties them. "
+                "Set tie_word_embeddings to false there, or remove the tensor."
+            )
+        extra = [name for name in extra if name != head]
+    if extra := [name for name in extra if not family.spare(config, name)]:
+        layers = (int(at[1]) for name in extra if (at := LAYER.match(name)))
+        reason = ""
+        if any(layer >= config.num_layers for layer in layers):
+            reason = f"The files have more layers than num_hidden_layers = {config.num_layers}."
+        raise UserError(
+            f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. "
+            f"{reason}".rstrip()
+        )
     return load(reads_of(model, stored, dtypes, mesh))
 
 
@@ -323,7 +286,7 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     for key, tensor in unpacked(with_blocks(tensors_of_folder(folder))).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
-            named |= dict(apart(name, tensor, FAMILIES[family]))
+            named |= dict(split_experts(name, tensor, FAMILIES[family]))
     return named
 
 
@@ -339,49 +302,6 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
         else:
             wanted[table[name].name] = table[name].their_shape(shape)
     return wanted
-
-
-def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
-    if model.has_lm_head and SCORE in stored:
-        raise reward_model(folder)
-    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
-    base = {name: shape for name, shape in unscaled.items() if name in asked or not is_own(name)}
-    wanted = expected(model.config, base)
-    check_tensors(stored, wanted, folder, hint(FAMILIES[model.config.family]))
-    extra = [name for name in stored if name not in wanted]
-    if not model.has_lm_head:  # a language model's head is not needed for scores
-        extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
-    _check_extra(model.config, extra, stored, folder)
-
-
-def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, Stored], folder: Path) -> None:
-    head, embed = (FAMILIES[config.family].tensors[name].name for name in ("head/w", "embed/w"))
-    if config.tied and head in extra:
-        if not _equal(stored[head], stored[embed]):
-            raise UserError(
-                f"{stored[head].file}: {head} differs from {embed}, although config.json ties them. "
-                "Set tie_word_embeddings to false there, or remove the tensor."
-            )
-        extra = [name for name in extra if name != head]
-    extra = [name for name in extra if not FAMILIES[config.family].spare(config, name)]
-    if not extra:
-        return
-    beyond = [
-        name for name in extra if (at := re.match(r"model\.layers\.(\d+)\.", name)) and int(at[1]) >= config.num_layers
-    ]
-    reason = f"The files have more layers than num_hidden_layers = {config.num_layers}." if beyond else ""
-    raise UserError(
-        f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. {reason}".rstrip()
-    )
-
-
-def _equal(a: Stored, b: Stored) -> bool:
-    """Whether two tensors hold the same values, compared a few rows at a time."""
-    if a.shape != b.shape:
-        return False
-    rows = max(TIE_CHUNK // a.shape[1], 1)
-    spans = [(start, start + rows) for start in range(0, a.shape[0], rows)]
-    return all(np.array_equal(a.read(*span), b.read(*span)) for span in spans)
 
 
 def save_folder(
@@ -421,24 +341,44 @@ def save_folder(
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
+    family = FAMILIES[config.family]
     with shared_folder(path) as folder:
-        packing = _packing(config, params, rules) if packed else {}
-        along = [] if base is None or scores else passengers(base, config.family)
+        packing: dict[str, Packing] = {}
+        if packed:
+            assert rules is not None, "packing follows rules"
+            check_packs(rules)
+            for ours, simulation in simulated(rules):
+                name = f"layers/{ours}/w"
+                if name not in params:
+                    continue  # a matrix of another family
+                outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
+                assert simulation.weights is not None
+                tile = tile_of(inputs, simulation.weights.tile)
+                packing[ours] = Packing(rules.modules[ours], (outputs, inputs), tile)
+        along: list[Stored] = []
+        if base is not None and not scores and family.passengers:
+            along = [x for key, x in tensors_of_folder(base).items() if key.startswith(family.passengers)]
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
             if base is not None and along:
+                raw = read_json(base / "config.json")
+                raw = raw.get("text_config", raw)
                 inside = fields if config.vision is None else fields["text_config"]
-                inside |= passenger_fields(base, config.family)
+                inside |= {name: raw[name] for name in family.passenger_fields if name in raw}
             if processes.lead():
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
-                    write_settings(folder.path, config.vision, [one for one in (source, base) if one is not None])
-        called = spelling(config, base)
-        ours = (replace(entry, key=called(entry.key)) for entry in _entries(config, params, dtype, packing))
-        if FAMILIES[config.family].writes_stacked:
-            ours = together(ours, FAMILIES[config.family])
-        whole = [*ours, *map(as_it_is, along)]
-        write_shards(folder, whole, max_shard_bytes)
+                    write_settings(folder.path, config.vision, [x for x in (source, base) if x is not None])
+        ours = _entries(config, params, dtype, packing)
+        if config.vision is not None and family.vision is not None:
+            # A multimodal export keeps the names of the folder that the weights were loaded from.
+            keys, written = () if base is None else tensors_of_folder(base), family.vision.written
+            theirs = {rename(key, family.vision.prefixes): key for key in keys}
+            ours = (replace(x, key=theirs.get(x.key) or str(rename(x.key, written))) for x in ours)
+        if family.writes_stacked:
+            ours = stack_experts(ours, family)
+        unchanged = (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
+        write_shards(folder, [*ours, *unchanged], max_shard_bytes)
 
 
 def write_beside(
@@ -469,13 +409,24 @@ def write_beside(
     write_generation_config(folder, (source, base), stops, config.stops)
     if scores:
         pad = padding(config, source)
-        fields |= classifier_fields(config, pad)
-        write_padding(folder, pad)
+        fields |= {
+            "architectures": [FAMILIES[config.family].classifier],
+            "id2label": {"0": LABEL},
+            "label2id": {LABEL: 0},
+            "pad_token_id": pad.id,
+        }
+        if (raw := _tokenizer_config(folder)) and pad.token is not None:
+            text = json.dumps({**raw, "pad_token": pad.token}, indent=2, ensure_ascii=False) + "\n"
+            (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
     if rules is not None:
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), _modules(config))
+        table = tensors_of(config)
+        modules = {name: ours for name, ours in modules_of(config).items() if not set(ours) & set(BANKS)}
+        for name in BANKS if config.experts else ():  # under its name in a folder
+            modules[table[f"layers/{name}/w"].name.partition("{layer}.")[2].removesuffix(f".{VALUES}")] = (name,)
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), modules)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -486,46 +437,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _modules(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-    """`modules_of`, with each matrix of experts under its name in a folder."""
-    table, names = tensors_of(config), modules_of(config)
-    dense = {name: ours for name, ours in names.items() if not set(ours) & set(BANKS)}
-    banks = {name: table[f"layers/{name}/w"].name.partition("{layer}.")[2] for name in BANKS if config.experts}
-    return dense | {called.removesuffix(f".{VALUES}"): (name,) for name, called in banks.items()}
-
-
-def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
-    """How each of the layers' matrices is packed, by our short names."""
-    assert rules is not None, "packing follows rules"
-    check_packs(rules)
-    table, found = FAMILIES[config.family].tensors, {}
-    for ours, how in simulated(rules):
-        name = f"layers/{ours}/w"
-        if name not in params:
-            continue  # a matrix of another family
-        outputs, inputs = table[name].outputs_first.their_shape(params[name].shape[1:])
-        assert how.weights is not None
-        found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
-    return found
-
-
 def _entries(
     config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
 ) -> Iterator[Entry]:
     """The tensors to write in the order of the model: embedding, layer by layer, norm, head."""
-    table, packed = tensors_of(config), {f"layers/{ours}/w": how for ours, how in packing.items()}
+    table, packed = tensors_of(config), {f"layers/{ours}/w": packing[ours] for ours in packing}
 
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         for number, key in enumerate(tensor.keys(layer, shape)):
-            own = (*place, number) if tensor.by_expert else place
+            index = (*place, number) if tensor.by_expert else place
             if name in packed:
-                about = (params[name], own, tensor.outputs_first, packed[name])
-                parts = (partial(send, *about) for send in (sent_values, sent_scales))
-                yield from entries(key.removesuffix(VALUES), packed[name], *parts)
+                values, scales = sent_rounded(params[name], index, tensor.outputs_first, packed[name])
+                yield from entries(key.removesuffix(VALUES), packed[name], values, scales)
             else:
-                send = partial(sent, params[name], own, tensor.write, written)
+                send = partial(sent, params[name], index, tensor.write, written)
                 yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
 
     ends = {name: array.shape for name, array in params.items() if not table[name].layered}

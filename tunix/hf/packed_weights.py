@@ -46,19 +46,19 @@ def entries(module: str, packing: Packing, values: Callable[[], Sent], scales: C
         scales: the same of its scales, `[O I/tile]`.
     """
     assert packing.rule.weights is not None
-    # Rounded once for the values and again for the scales: kept in between, all matrices would be on the host at once.
     (outputs, inputs), kind = packing.shape, packing.rule.weights
     if format_of(packing.rule) == WORDS:
         packed = (outputs, -(-inputs * BITS[kind] // 32))
-        yield Entry(module + PACKED, packed, "I32", lambda: partial(_words_of, values(), BITS[kind]))
+
+        def send() -> Sent:
+            arriving = values()
+            return lambda: words(arriving(), BITS[kind])
+
+        yield Entry(module + PACKED, packed, "I32", send)
         yield Entry(module + SHAPE, (2,), "I64", lambda: partial(np.array, packing.shape))
     else:
         yield Entry(module + VALUES, packing.shape, "F8_E4M3" if kind == "fp8" else "I8", values)
     yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", scales)
-
-
-def _words_of(values: Sent, bits: int) -> np.ndarray:
-    return words(values(), bits)
 
 
 def words(values: Int[np.ndarray, "O I"], bits: int) -> Int[np.ndarray, "O words"]:
@@ -107,21 +107,21 @@ def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     Raises:
         UserError: a part is missing, or the parts do not fit each other.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     for key in (key for key in stored if key.endswith(f".{SCALES}")):
-        module, scales = key.removesuffix(SCALES), found.pop(key)
-        held = next((found.pop(module + part) for part in (PACKED, VALUES) if module + part in found), None)
+        module, scales = key.removesuffix(SCALES), tensors.pop(key)
+        held = next((tensors.pop(module + part) for part in (PACKED, VALUES) if module + part in tensors), None)
         if held is None:
             raise UserError(f"{scales.file}: {key} is there without {module}{PACKED}. Download the folder again.")
         packed = held.key.endswith(PACKED)
-        shape = _shape(found.pop(module + SHAPE, None), held) if packed else held.shape
+        shape = _shape(tensors.pop(module + SHAPE, None), held) if packed else held.shape
         if len(scales.shape) != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
             raise UserError(
                 f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
                 f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
             )
-        found[module + VALUES] = Rounded(held.file, held.key, shape, "F32", held.begin, held, scales, packed)
-    return found
+        tensors[module + VALUES] = Rounded(held.file, held.key, shape, "F32", held.begin, held, scales, packed)
+    return tensors
 
 
 def _shape(stored: Stored | None, packed: Stored) -> tuple[int, ...]:
@@ -180,8 +180,8 @@ class OfExpert(Stored):
 
     def read_into(self, rows: Shaped[np.ndarray, "rows columns"], start: int) -> None:
         """Fills `rows`, bfloat16, from row `start` on."""
-        blocks, scales = (one.read(start, start + len(rows)) for one in (self.blocks, self.scales))
-        rows[...] = dequantized(blocks, scales)
+        stop = start + len(rows)
+        rows[...] = dequantized(self.blocks.read(start, stop), self.scales.read(start, stop))
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,10 @@ def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     Raises:
         UserError: a part is missing, or the parts do not fit each other.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     for key in (key for key in stored if key.endswith(BLOCKS)):
-        name, blocks = key.removesuffix(BLOCKS), found.pop(key)
-        scales = found.pop(name + BLOCK_SCALES, None)
+        name, blocks = key.removesuffix(BLOCKS), tensors.pop(key)
+        scales = tensors.pop(name + BLOCK_SCALES, None)
         if scales is None:
             raise UserError(f"{blocks.file}: {key} is there without {name}{BLOCK_SCALES}. Download the folder again.")
         fits = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, 16)
@@ -218,8 +218,8 @@ def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             )
         number, rows, groups = scales.shape
         shape = (number, 32 * groups, rows)
-        found[name] = OfAll(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
-    return found
+        tensors[name] = OfAll(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
+    return tensors
 
 
 WHOLE = ("F32", "BF16")
@@ -229,7 +229,7 @@ WHOLE = ("F32", "BF16")
 @dataclass(frozen=True)
 class Turns(Stored):
     """A matrix, or a bias, whose outputs take turns in a file with those of others. Not read by itself: all of them are
-    read together, each byte once, and taken apart where they belong (`tensor_loading.py`)."""
+    read together, each byte once, and taken apart where they belong (`tensor_transfer.py`)."""
 
     whole: Stored
     """What they take turns in."""
@@ -243,7 +243,7 @@ class Turns(Stored):
         raise AssertionError(f"{self.key} is read with what takes turns in it")
 
 
-def apart(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stored]]:
+def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stored]]:
     """A tensor under its name, or the matrices of all experts that it holds, each at its place in the file.
 
     Args:
@@ -255,81 +255,75 @@ def apart(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stor
     end = next((end for end in family.stacked if name.endswith(end)), None)
     if end is None or len(tensor.shape) != (2 if family.stacked[end][0].endswith(".bias") else 3):
         return [(name, tensor)]
-    parts, stem = family.stacked[end], name.removesuffix(end)
-    if tensor.shape[-1 if family.alternate else 1] % len(parts):
+    parts, stem, number = family.stacked[end], name.removesuffix(end), len(family.stacked[end])
+    if tensor.shape[-1 if family.alternate else 1] % number:
         return [(name, tensor)]
-    return [
-        (f"{stem}.{expert}{own}", _part(tensor, expert, place, len(parts), family.alternate))
-        for expert in range(tensor.shape[0])
-        for place, own in enumerate(parts)
-    ]
+    matrices: list[tuple[str, Stored]] = []
+    for expert in range(tensor.shape[0]):
+        whole = tensor.part(expert)
+        sizes = list(whole.shape)
+        sizes[-1 if family.alternate and not whole.turned else 0] //= number
+        shape, begin, size = tuple(sizes), whole.begin, whole.size // number
+        for place, part in enumerate(parts):
+            if number == 1:
+                matrix = whole
+            elif family.alternate:
+                matrix = Turns(
+                    whole.file, whole.key, shape, whole.dtype, begin, whole, place, number, turned=whole.turned
+                )
+            else:
+                matrix = replace(whole, shape=shape, begin=begin + place * size)
+            matrices.append((f"{stem}.{expert}{part}", matrix))
+    return matrices
 
 
-def _part(tensor: Stored, expert: int, place: int, number: int, alternate: bool) -> Stored:
-    """One matrix of an expert, which has so many in a tensor."""
-    whole = tensor.part(expert)
-    if number == 1:
-        return whole
-    shape = list(whole.shape)
-    shape[-1 if alternate and not whole.turned else 0] //= number
-    if not alternate:
-        return replace(whole, shape=tuple(shape), begin=whole.begin + place * whole.size // number)
-    about = (whole.file, whole.key, tuple(shape), whole.dtype, whole.begin)
-    return Turns(*about, whole, place, number, turned=whole.turned)
-
-
-def together(entries: Iterable[Entry], family: FamilyText) -> Iterator[Entry]:
-    """Tensors to write, those of each expert as one of all experts; the inverse of `apart`.
+def stack_experts(entries: Iterable[Entry], family: FamilyText) -> Iterator[Entry]:
+    """Tensors to write, those of each expert as one of all experts; the inverse of `split_experts`.
 
     Rounded matrices, which have scales of their own beside them, stay each for itself.
 
     Args:
         family: whose folder is written.
     """
-    whole = {own: (end, place) for end, parts in family.stacked.items() for place, own in enumerate(parts)}
+    whole = {part: (end, place) for end, parts in family.stacked.items() for place, part in enumerate(parts)}
     stacks: dict[str, dict[tuple[int, int], Entry]] = {}
     for entry in entries:
-        if entry.dtype not in WHOLE or (found := _of_an_expert(family, entry.key)) is None:
+        if entry.dtype not in WHOLE or (match := _of_an_expert(family, entry.key)) is None:
             yield entry
             continue
-        end, place = whole[found[3]]
-        stacks.setdefault(found[1] + end, {})[int(found[2]), place] = entry
+        end, place = whole[match[3]]
+        stacks.setdefault(match[1] + end, {})[int(match[2]), place] = entry
     for key, parts in stacks.items():
         ordered, number = [parts[at] for at in sorted(parts)], 1 + max(place for _, place in parts)
-        shape, axis = list(ordered[0].shape), -1 if family.alternate else 0
-        shape[axis] *= number
-        send = partial(_sent, ordered, (len(parts) // number, *shape), number if family.alternate else 1)
-        yield Entry(key, (len(parts) // number, *shape), ordered[0].dtype, send)
+        sizes, axis = list(ordered[0].shape), -1 if family.alternate else 0
+        sizes[axis] *= number
+        shape, turns = (len(parts) // number, *sizes), number if family.alternate else 1
+
+        def send(ordered: list[Entry] = ordered, shape: tuple[int, ...] = shape, turns: int = turns) -> Sent:
+            arriving = [entry.send() for entry in ordered]
+
+            def laid() -> np.ndarray:
+                arrays = [wait() for wait in arriving]
+                groups = [np.stack(arrays[at : at + turns], axis=-1) for at in range(0, len(arrays), turns)]
+                return np.concatenate([group.reshape(-1) for group in groups]).reshape(shape)
+
+            return laid
+
+        yield Entry(key, shape, ordered[0].dtype, send)
 
 
 def _of_an_expert(family: FamilyText, name: str) -> re.Match[str] | None:
     """The parts of an expert's name: what is before its number, the number, and which of its matrices or biases."""
-    ends = "|".join(re.escape(own) for parts in family.stacked.values() for own in parts)
+    ends = "|".join(re.escape(part) for parts in family.stacked.values() for part in parts)
     return re.fullmatch(rf"(.*)\.(\d+)({ends})", name) if ends else None
-
-
-def _sent(entries: list[Entry], shape: tuple[int, ...], turns: int) -> Sent:
-    """Sends the tensors of each expert, which are one in the file.
-
-    Args:
-        turns: how many of them take turns along the last axis.
-    """
-    there = [entry.send() for entry in entries]
-
-    def laid() -> np.ndarray:
-        arrays = [one() for one in there]
-        groups = [np.stack(arrays[at : at + turns], axis=-1) for at in range(0, len(arrays), turns)]
-        return np.concatenate([group.reshape(-1) for group in groups]).reshape(shape)
-
-    return laid
 
 
 def hint(family: FamilyText) -> str:
     """What an error about tensors of each expert adds where a folder may have one of all experts."""
     axes = "inputs, outputs" if family.alternate else "rows, columns"
     named = (
-        f"one that ends in {end} [experts, {axes}] holds {' and '.join(own)}"
-        for end, own in family.stacked.items()
+        f"one that ends in {end} [experts, {axes}] holds {' and '.join(parts)}"
+        for end, parts in family.stacked.items()
         if not end.endswith("_bias")
     )
     return f"Of all experts of a layer {', '.join(named)}." if family.stacked else ""

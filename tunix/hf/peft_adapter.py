@@ -97,13 +97,32 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
             not fit the model.
     """
     adapter, scores = described(folder / CONFIG, config.tied)
-    stored = _stored(folder, config)
+    if not (folder / WEIGHTS).is_file():
+        remedy = (
+            "tunix loads no pickles: save it again with safe_serialization"
+            if (folder / PICKLE).is_file()
+            else "is it whole?"
+        )
+        raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
+    family = FAMILIES[config.family]
+    stored = {
+        rename(key.removeprefix(PREFIX), family.prefixes) or key: tensor
+        for key, tensor in tensors_of_file(folder / WEIGHTS).items()
+    }
     parts = _parts(adapter, config)
     whole = _whole(adapter, config, scores)
     wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
     for tensor, shape in parts.values():
         wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in config.layers_with(tensor.mixer)}
-    _drop_copy(stored, wanted, adapter, config, folder)
+    embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
+    if config.tied and adapter.also and head in stored:
+        # A tied table may be there twice, as embedding and as head.
+        copy = stored.pop(head)
+        table = stored.setdefault(embed, copy)
+        if table is not copy and (table.shape != copy.shape or not np.array_equal(table.read(), copy.read())):
+            raise UserError(
+                f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
+            )
     hint = f"Is this the base of the adapter? It names {named_base(folder) or 'none'}."
     check_tensors(stored, wanted, folder / WEIGHTS, hint)
     extra = sorted(set(stored) - set(wanted))
@@ -114,42 +133,6 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in config.layers_with(tensor.mixer)]
         arrays[name] = np.stack(layers)
     return adapter, arrays
-
-
-def _stored(folder: Path, config: DecoderConfig) -> dict[str, Stored]:
-    """The tensors of a PEFT folder by their names in a text-only model."""
-    if not (folder / WEIGHTS).is_file():
-        remedy = (
-            "tunix loads no pickles: save it again with safe_serialization"
-            if (folder / PICKLE).is_file()
-            else "is it whole?"
-        )
-        raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
-    prefixes = FAMILIES[config.family].prefixes
-    return {
-        rename(key.removeprefix(PREFIX), prefixes) or key: tensor
-        for key, tensor in tensors_of_file(folder / WEIGHTS).items()
-    }
-
-
-def _drop_copy(
-    stored: dict[str, Stored],
-    wanted: Mapping[str, tuple[int, ...]],
-    adapter: AdapterConfig,
-    config: DecoderConfig,
-    folder: Path,
-) -> None:
-    """Removes one of a tied table's two copies (embedding and head) in the file, after checking that they are equal."""
-    table = FAMILIES[config.family].tensors
-    embed, head = table["embed/w"].name, table["head/w"].name
-    if not (config.tied and adapter.also) or head not in stored:
-        return
-    if embed not in stored:
-        stored[embed] = stored.pop(head)
-        return
-    if stored[embed].shape != stored[head].shape or not np.array_equal(stored[embed].read(), stored[head].read()):
-        raise UserError(f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them.")
-    del stored[head]
 
 
 def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
@@ -163,49 +146,46 @@ Place = tuple[Tensor, tuple[int, ...]]
 def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     """The tensors of A, B and magnitudes. The layouts of A and B follow from that of the weight: its input axes are the
     last group of PEFT's layout."""
-    family, found = FAMILIES[config.family], {}
+    family, tensors = FAMILIES[config.family], {}
     sizes = family.axes(config)
-    for name, low in adapter.modules_of(config).items():
+    modules = adapter.modules_of(config)
+    for name, low in modules.items():
         if name in BANKS:
             continue
         base = family.tensors[f"layers/{name}/w"]
         output, inputs = re.findall(AXES, base.theirs)
         stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
-        tensors = {
+        layouts = {
             "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r", base.mixer),
             "b": Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {of_y}", base.mixer, base.runs),
         }
         if adapter.dora:
-            tensors["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y, base.mixer, base.runs)
-        for letter, tensor in tensors.items():
+            layouts["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y, base.mixer, base.runs)
+        for letter, tensor in layouts.items():
             shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
-            found[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
-    return found | _parts_of_experts(adapter, config, sizes)
-
-
-def _parts_of_experts(adapter: AdapterConfig, config: DecoderConfig, sizes: Mapping[str, int]) -> dict[str, Place]:
-    """The tensors of A and B of experts. PEFT wraps the parameters of a module one after the other, down last."""
-    lows, found, sizes = adapter.modules_of(config), {}, {**sizes, "F": config.ffn, "2": 2}
-    inner = "base_layer." if "gates" in lows and "downs" in lows else ""
-    both = "(F 2)" if FAMILIES[config.family].alternate else "(2 F)"
-    layouts = {
+            tensors[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
+    # PEFT wraps the parameters of a module of experts one after the other, down last.
+    sizes = {**sizes, "F": config.ffn, "2": 2}
+    inner = "base_layer." if "gates" in modules and "downs" in modules else ""
+    both = "(F 2)" if family.alternate else "(2 F)"
+    of_experts = {
         "gates": (inner, {"A": ("(E r) D", "E D r"), "B": (f"{both} (r E)", "E r 2 F")}),
         "downs": ("", {"A": ("(E r) F", "E F r"), "B": ("D (r E)", "E r D")}),
     }
-    for name, (wrapper, layout) in layouts.items():
-        for letter, (theirs, ours) in layout.items() if name in lows else ():
+    for name, (wrapper, layout) in of_experts.items():
+        for letter, (theirs, ours) in layout.items() if name in modules else ():
             stem = f"model.layers.{{layer}}.{config.experts_module}"
             tensor = Tensor(f"{stem}.{wrapper}lora_{letter}.weight", theirs, ours)
-            shape = tuple({**sizes, "r": lows[name].rank}[axis] for axis in ours.split())
-            found[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
-    return found
+            shape = tuple({**sizes, "r": modules[name].rank}[axis] for axis in ours.split())
+            tensors[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
+    return tensors
 
 
 def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
     """The tensors that are saved whole: tables that train, and a reward model's head."""
     table = FAMILIES[config.family].tensors
-    found = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
-    return found | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
+    tensors = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
+    return tensors | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
 
 
 def _entries(
@@ -216,7 +196,6 @@ def _entries(
     def entry(name: str, tensor: Tensor, layer: int | None) -> Entry:
         array = params[name]
         shape = array.shape if layer is None else array.shape[1:]
-
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         send = partial(sent, array, place, tensor.write, str(array.dtype))
         key = tensor.key(layer)
@@ -229,5 +208,6 @@ def _entries(
             yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
     parts = _parts(adapter, config)
     for layer in range(config.num_layers):
-        here = {name: tensor for name, (tensor, _) in parts.items() if layer in config.layers_with(tensor.mixer)}
-        yield from (entry(name, tensor, layer) for name, tensor in here.items())
+        for name, (tensor, _) in parts.items():
+            if layer in config.layers_with(tensor.mixer):
+                yield entry(name, tensor, layer)

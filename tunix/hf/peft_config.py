@@ -145,19 +145,50 @@ def described(file: Path, tied: bool) -> Described:
     for name, kinds in (("r", int), ("lora_alpha", int | float)):
         if not _positive(raw.get(name), kinds):
             raise refuse(name, "must be a positive number.")
-    parameters = _parameters(raw.get("target_parameters"), refuse)
-    modules = _targets(raw.get("target_modules"), refuse) if raw.get("target_modules") or not parameters else ()
+    # Matrices of experts are parameters, which PEFT finds by the ends of their names.
+    ends = raw.get("target_parameters") or []
+    experts = {name: f"model.layers.0.mlp.{name}" for name in PROJECTIONS if name.startswith(EXPERTS)}
+    if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
+        raise refuse("target_parameters", "must be a list of names of parameters.")
+    foreign = sorted(end for end in ends if not any(name.endswith(f".{end}") for name in experts.values()))
+    if foreign:
+        raise refuse("target_parameters", f"has {some(foreign)}; tunix adapts only {', '.join(experts)}.")
+    parameters = tuple(x for x, name in experts.items() if any(name.endswith(f".{end}") for end in ends))
+    modules: tuple[str, ...] = ()
+    asked = raw.get("target_modules")
+    if asked or not parameters:
+        patterns = [".*"] if asked == "all-linear" else [asked] if isinstance(asked, str) else asked
+        if not isinstance(patterns, list) or not patterns or not all(isinstance(name, str) for name in patterns):
+            raise refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
+        if asked is patterns and (foreign := sorted(set(patterns) - set(PROJECTIONS) - set(MODULES))):
+            raise refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
+        try:
+            adapted = {name for pattern in patterns for name in matched(pattern)}
+        except ValueError as error:
+            raise refuse("target_modules", f"is not supported: {error}.") from None
+        modules = tuple(name for name in PROJECTIONS if name in adapted and not name.startswith(EXPERTS))
     targets = modules + parameters
     scores = raw.get("task_type") == TASKS[True]
+    ranks = _pattern(raw.get("rank_pattern"), "rank_pattern", int, targets, refuse)
+    alphas = _pattern(raw.get("alpha_pattern"), "alpha_pattern", int | float, targets, refuse)
+    # The tables that it saves whole; PEFT itself adds `model.embed_tokens` where the head is tied to it.
+    saved = {name.split(".")[-1] for name in raw.get("modules_to_save") or ()}
+    if scores and not saved & set(HEADS):
+        raise refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
+    if not saved <= {*TABLES, *(HEADS if scores else ())}:
+        raise refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
+    tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
+    if tied and not raw.get("ensure_weight_tying") and len(tables) == 1 and not scores:
+        raise refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
     adapter = AdapterConfig(
         rank=raw["r"],
         alpha=float(raw["lora_alpha"]),
-        ranks=_pattern(raw.get("rank_pattern"), "rank_pattern", int, targets, refuse),
-        alphas=_pattern(raw.get("alpha_pattern"), "alpha_pattern", int | float, targets, refuse),
+        ranks=ranks,
+        alphas=alphas,
         rslora=bool(raw.get("use_rslora", False)),
         dora=bool(raw.get("use_dora", False)),
         targets=targets,
-        also=_whole(raw.get("modules_to_save"), scores, tied and not raw.get("ensure_weight_tying"), refuse),
+        also=tables,
     )
     return Described(adapter, scores)
 
@@ -166,10 +197,10 @@ def _positive(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
 
 
-def _pattern(given: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
+def _pattern(patterns: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
     """The patterns that match an adapted module; PEFT ignores others."""
-    found = {}
-    for pattern, value in (given or {}).items():
+    kept = {}
+    for pattern, value in (patterns or {}).items():
         if not _positive(value, kinds):
             raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
         try:
@@ -177,52 +208,9 @@ def _pattern(given: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse
         except ValueError as error:
             raise refuse(name, f"is not supported: {error}.") from None
         if set(means) & set(targets):
-            found[pattern] = value
+            kept[pattern] = value
         # A pattern of ours does not take `down_proj` for that of experts.
-        for expert in (one for one in targets if one.startswith(EXPERTS) and one not in means):
+        for expert in (name for name in targets if name.startswith(EXPERTS) and name not in means):
             if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
-                found.setdefault(expert, value)
-    return found
-
-
-def _targets(modules: Any, refuse: Refuse) -> tuple[str, ...]:
-    """The adapted modules in our order."""
-    named = [".*"] if modules == "all-linear" else [modules] if isinstance(modules, str) else modules
-    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
-        raise refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
-    if modules is named:
-        foreign = sorted(set(named) - set(PROJECTIONS) - set(MODULES))
-        if foreign:
-            raise refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
-    try:
-        found = {name for pattern in named for name in matched(pattern)}
-    except ValueError as error:
-        raise refuse("target_modules", f"is not supported: {error}.") from None
-    # Parameters of experts are no modules.
-    return tuple(name for name in PROJECTIONS if name in found and not name.startswith(EXPERTS))
-
-
-def _parameters(given: Any, refuse: Refuse) -> tuple[str, ...]:
-    """The adapted matrices of experts, which PEFT finds by the ends of their names, in our order."""
-    named, ours = given or [], {name: f"model.layers.0.mlp.{name}" for name in PROJECTIONS if name.startswith(EXPERTS)}
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise refuse("target_parameters", "must be a list of names of parameters.")
-    foreign = sorted(one for one in named if not any(name.endswith(f".{one}") for name in ours.values()))
-    if foreign:
-        raise refuse("target_parameters", f"has {some(foreign)}; tunix adapts only {', '.join(ours)}.")
-    return tuple(one for one, name in ours.items() if any(name.endswith(f".{end}") for end in named))
-
-
-def _whole(modules: Any, scores: bool, untied: bool, refuse: Refuse) -> tuple[Table, ...]:
-    """The tables that the adapter saves whole."""
-    # PEFT itself adds `model.embed_tokens` where the head is tied to it.
-    saved = [name.split(".")[-1] for name in modules or ()]
-    known = {*TABLES, *(HEADS if scores else ())}
-    if scores and not set(saved) & set(HEADS):
-        raise refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
-    if not set(saved) <= known:
-        raise refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
-    tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
-    if untied and len(tables) == 1 and not scores:
-        raise refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
-    return tables
+                kept.setdefault(expert, value)
+    return kept

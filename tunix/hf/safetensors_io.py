@@ -50,7 +50,7 @@ def local_copy(url: str, wanted: Sequence[str]) -> Path:
     Raises:
         UserError: there is no such folder, or the store cannot be reached.
     """
-    sizes = {name: size for name, size in files_of(url).items() if any(fnmatch(name, one) for one in wanted)}
+    sizes = {name: size for name, size in files_of(url).items() if any(fnmatch(name, pattern) for pattern in wanted)}
     if not sizes:
         raise UserError(f"{url}: there is no such folder, or no model in it.")
     folder = COPIES.expanduser() / url.replace("://", "/")
@@ -59,28 +59,16 @@ def local_copy(url: str, wanted: Sequence[str]) -> Path:
         if file.is_file() and file.name not in sizes:
             file.unlink()
     for name, size in sizes.items():
-        end = _header_end(f"{url}/{name}", size) if name.endswith(".safetensors") else size
+        end = size
+        if name.endswith(".safetensors"):  # no more than its header
+            begin = read(f"{url}/{name}", 0, min(size, 8))
+            (length,) = struct.unpack("<Q", begin) if len(begin) == 8 else (0,)
+            end = min(size, 8 + length if length <= LONGEST_HEADER else 8)
         content = read(f"{url}/{name}", 0, end)
         with replacing(folder / name) as file:
             file.write(content)
             file.truncate(size)
     return folder
-
-
-def address_of(file: Path) -> str | None:
-    """The address of a file in the store that a local one is the copy of; None for a file of its own."""
-    root = COPIES.expanduser()
-    if not file.is_relative_to(root):
-        return None
-    scheme, *rest = file.relative_to(root).parts
-    return f"{scheme}://{'/'.join(rest)}"
-
-
-def _header_end(url: str, size: int) -> int:
-    """The byte at which the header of a safetensors file ends."""
-    begin = read(url, 0, min(size, 8))
-    (length,) = struct.unpack("<Q", begin) if len(begin) == 8 else (0,)
-    return min(size, 8 + length if length <= LONGEST_HEADER else 8)
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -228,10 +216,12 @@ def tensors_of_file(file: Path) -> dict[str, Stored]:
     """
     refuse_foreign(file.parent, file.name)
     _check_file(file)
-    header, begins = _header(file)
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
     return {
-        key: Stored(file, key, tuple(held["shape"]), held["dtype"], begins + held["data_offsets"][0])
+        key: Stored(file, key, tuple(held["shape"]), held["dtype"], 8 + length + held["data_offsets"][0])
         for key, held in header.items()
     }
 
@@ -255,9 +245,9 @@ def check_tensors(
         )
     wrong = [name for name, shape in wanted.items() if stored[name].laid != shape]
     if wrong:
-        found = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].laid}" for name in wrong[:3])
+        shapes = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].laid}" for name in wrong[:3])
         raise UserError(
-            f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {found}. {hint}".rstrip()
+            f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {shapes}. {hint}".rstrip()
         )
     foreign = [name for name in wanted if stored[name].dtype not in DTYPES]
     if foreign:
@@ -293,21 +283,16 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the byte at which the first tensor begins."""
-    with open(file, "rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        return json.loads(opened.read(length)), 8 + length
-
-
 def read_range(file: Path, begin: int, into: memoryview) -> None:
     """Fills `into` with the bytes of a file from `begin` on; those of a copy come from the object store.
 
     Raises:
         UserError: the file cannot be read, or ends before.
     """
-    if url := address_of(file):
-        data = read(url, begin, begin + len(into))
+    copies = COPIES.expanduser()
+    if file.is_relative_to(copies):
+        scheme, *rest = file.relative_to(copies).parts
+        data = read(f"{scheme}://{'/'.join(rest)}", begin, begin + len(into))
         into[: len(data)] = data
         into = into[len(data) :]
     else:

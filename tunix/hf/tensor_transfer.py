@@ -133,7 +133,12 @@ def load(reads: Sequence[Read]) -> Params:
     with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
         try:
             for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
-                stacks = _stacks(read, loaded)
+                # The stacks to be written into, taken out of what is loaded, or new ones; none for a table.
+                kinds = zip(read.names, read.target.stacked, read.target.places, strict=True) if read.place else ()
+                stacks = tuple(
+                    loaded.pop(name) if name in loaded else jnp.zeros(stack.shape, stack.dtype, device=where)
+                    for name, stack, where in kinds
+                )
                 stacks = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
                 # Without waiting, what was read would be held until the device gets to it.
                 loaded |= zip(read.names, jax.block_until_ready(stacks), strict=True)
@@ -154,20 +159,21 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
     together = dict[Any, list[tuple[str, Stored, Place]]]()
     for name in (name for name in dtypes if not is_scale(name)):
         for key, place in _places(model.config, table[name], model.shapes[name]).items():
-            own = stored[key]
-            together.setdefault(own.whole if isinstance(own, Turns) else (name, key), []).append((name, own, place))
+            tensor = stored[key]
+            whole = tensor.whole if isinstance(tensor, Turns) else (name, key)
+            together.setdefault(whole, []).append((name, tensor, place))
     targets, reads = dict[Any, Target](), list[Read]()
     for parts in together.values():
-        names, (_, own, place) = tuple(name for name, _, _ in parts), parts[0]
-        taken = tuple(one.place for _, one, _ in parts if isinstance(one, Turns))
-        kind = names, own.turned, taken
+        names, (_, first, place) = tuple(name for name, _, _ in parts), parts[0]
+        taken = tuple(x.place for _, x, _ in parts if isinstance(x, Turns))
+        kind = names, first.turned, taken
         if kind not in targets:
-            tensor = table[names[0]].turned if own.turned else table[names[0]]
-            number = own.number if isinstance(own, Turns) else 1
+            layout = table[names[0]].turned if first.turned else table[names[0]]
+            number = first.number if isinstance(first, Turns) else 1
             wanted: dict[str, DType] = {name: dtypes[name] for name in names}
-            targets[kind] = _target_of(model, wanted, tensor, len(place), mesh, taken, number)
-        stacks = tuple(one for name in names for one in _stacks_of(model, name))
-        reads.append(Read(stacks, own.whole if isinstance(own, Turns) else own, targets[kind], place))
+            targets[kind] = _target_of(model, wanted, layout, len(place), mesh, taken, number)
+        stacks = tuple(stack for name in names for stack in _stacks_of(model, name))
+        reads.append(Read(stacks, first.whole if isinstance(first, Turns) else first, targets[kind], place))
     return reads
 
 
@@ -178,8 +184,8 @@ def _places(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> di
     keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
     return {
         key: (place, expert) if tensor.by_expert else (place,)
-        for place, found in keys.items()
-        for expert, key in enumerate(found)
+        for place, tensors in keys.items()
+        for expert, key in enumerate(tensors)
     }
 
 
@@ -212,14 +218,14 @@ def _target_of(
     read = plain.turned if turned else plain
     if taken:
         read, shape, axes = read.in_turns(number), (number, *shape), (None, *axes)
-    stacks = [(one, dtype) for own, dtype in wanted.items() for one in _stacks_of(model, own)]
+    stacks = [(stack, dtype) for parameter, dtype in wanted.items() for stack in _stacks_of(model, parameter)]
     return Target(
         read,
         turned,
         shape,
         sharding(axes, shape, mesh),
-        tuple(sharding(model.axes[one], model.shapes[one], mesh) for one, _ in stacks),
-        tuple(jax.ShapeDtypeStruct(model.shapes[one], model.kinds.get(one, dtype)) for one, dtype in stacks),
+        tuple(sharding(model.axes[stack], model.shapes[stack], mesh) for stack, _ in stacks),
+        tuple(jax.ShapeDtypeStruct(model.shapes[stack], model.kinds.get(stack, dtype)) for stack, dtype in stacks),
         model.rounding(name) if name in model.quantized else None,
         taken,
     )
@@ -233,9 +239,8 @@ def _host_turns(mesh: Mesh) -> bool:
 def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
     """The parts of this host's devices, being read."""
     target = read.target
-    found = target.spread.addressable_devices_indices_map(target.read_shape)
     parts: dict[Any, Part] = {}
-    for device, index in found.items():
+    for device, index in target.spread.addressable_devices_indices_map(target.read_shape).items():
         assert index is not None, "a device of this host"
         start, stop, _ = index[target.axis].indices(target.read_shape[target.axis])
         # Made here, since malloc keeps memory for each thread that asks for some.
@@ -244,7 +249,7 @@ def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
         array[there:] = 0  # rows beyond the last
         step = max(PIECE * len(array) // max(array.nbytes, 1), 1)
         pieces = [(array[at : min(at + step, there)], start + at) for at in range(0, there, step)]
-        parts[device] = array, [pool.submit(read.stored.read_into, *piece) for piece in pieces]
+        parts[device] = array, [pool.submit(read.stored.read_into, rows, begin) for rows, begin in pieces]
     return parts
 
 
@@ -258,17 +263,6 @@ def _whole(read: Read, parts: dict[Any, Part]) -> jax.Array:
     parts.clear()
     shape, place = read.target.read_shape, read.target.spread
     return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)
-
-
-def _stacks(read: Read, loaded: Params) -> tuple[jax.Array, ...]:
-    """The stacks to be written into, taken out of what is loaded, or new ones; none for a table, which is no stack."""
-    if not read.place:
-        return ()
-    kinds = zip(read.names, read.target.stacked, read.target.places, strict=True)
-    return tuple(
-        loaded.pop(name) if name in loaded else jnp.zeros(one.shape, one.dtype, device=place)
-        for name, one, place in kinds
-    )
 
 
 def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -287,9 +281,9 @@ def _put(target: Target) -> Callable[..., tuple[jax.Array, ...]]:
         there = jax.lax.slice_in_dim(read, 0, target.rows, axis=target.axis)
         there = jax.lax.with_sharding_constraint(there, NamedSharding(target.single.mesh, target.split))
         weight = target.tensor.read(there, target.shape)
-        weights = [weight[one] for one in target.taken] if target.taken else [weight]
-        parts = [part for one in weights for part in (quantize(one, *target.rounding) if target.rounding else (one,))]
-        cast = [part.astype(one.dtype) for part, one in zip(parts, target.stacked, strict=True)]
+        weights = [weight[i] for i in target.taken] if target.taken else [weight]
+        parts = [part for x in weights for part in (quantize(x, *target.rounding) if target.rounding else (x,))]
+        cast = [part.astype(stack.dtype) for part, stack in zip(parts, target.stacked, strict=True)]
         if not stacks:
             return tuple(cast)
         return tuple(_written(stack, part, place) for stack, part in zip(stacks, cast, strict=True))
@@ -322,31 +316,36 @@ def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarra
     return lambda: write(np.asarray(there))
 
 
-def sent_values(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
-    """Sends the rounded values of a layer's matrix."""
-    values = everywhere(_rounded(array, place, tensor, how)[0])
-    values.copy_to_host_async()
-    return lambda: tensor.write(np.asarray(values))
+def sent_rounded(
+    array: jax.Array, place: Place, tensor: Tensor, packing: Packing
+) -> tuple[Callable[[], Sent], Callable[[], Sent]]:
+    """How the rounded values of a layer's matrix are sent, and how their scales are.
 
+    The matrix is rounded once for each: kept in between, all matrices would be on the host at once.
+    """
 
-def sent_scales(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> Sent:
-    """Sends the scales of a layer's rounded matrix."""
-    scales = everywhere(_rounded(array, place, tensor, how)[1])
-    scales.copy_to_host_async()
-    runs = tensor.order_of_runs(array.shape[len(place) :])
+    def rounded(part: int) -> jax.Array:
+        assert packing.rule.weights is not None
+        rounding = Quantization(packing.rule.weights, packing.tile)
+        arrays = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
+        arriving = everywhere(arrays[part])
+        arriving.copy_to_host_async()
+        return arriving
 
-    def there() -> np.ndarray:
-        outputs = np.asarray(scales).reshape(len(scales), -1).T
-        return outputs if runs is None else outputs.take(runs, axis=0)
+    def values() -> Sent:
+        arriving = rounded(0)
+        return lambda: tensor.write(np.asarray(arriving))
 
-    return there
+    def scales() -> Sent:
+        arriving, runs = rounded(1), tensor.order_of_runs(array.shape[len(place) :])
 
+        def laid() -> np.ndarray:
+            outputs = np.asarray(arriving).reshape(len(arriving), -1).T
+            return outputs if runs is None else outputs.take(runs, axis=0)
 
-def _rounded(array: jax.Array, place: Place, tensor: Tensor, how: Packing) -> tuple[jax.Array, jax.Array]:
-    """Values and scales of a layer's matrix."""
-    assert how.rule.weights is not None
-    rounding = Quantization(how.rule.weights, how.tile)
-    return jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
+        return laid
+
+    return values, scales
 
 
 def _taken(array: jax.Array, place: Place) -> jax.Array:
