@@ -88,15 +88,12 @@ def differences(config: DecoderConfig) -> Iterator[str]:
         )
     if family in ("gemma2", "gemma3") and config.norm_eps != GEMMAS_EPS:
         yield f"rms_norm_eps = {config.norm_eps}, and MaxText's {family} has {GEMMAS_EPS} in its code"
-    if family == "gemma3" and config.scale not in (config.head_dim**-0.5, _wide_scale(config)):
+    wide = (config.d_model // config.num_heads) ** -0.5
+    if family == "gemma3" and config.scale not in (config.head_dim**-0.5, wide):
         yield (
             f"query_pre_attn_scalar is neither head_dim = {config.head_dim} nor hidden_size // num_attention_heads, "
             "and MaxText's gemma3 has no other"
         )
-    yield from _ropes(config)
-
-
-def _ropes(config: DecoderConfig) -> Iterator[str]:
     rope, local = config.rope, config.rope_local
     if rope.kind not in ("default", "linear") and not neighbours(config):
         yield f"a rope of the type {rope.kind} is not one that we know MaxText's {config.family} to compute"
@@ -109,9 +106,9 @@ def _ropes(config: DecoderConfig) -> Iterator[str]:
         )
     if local is not None and local.kind != "default":
         yield f"the rope of its local layers is stretched, which that of MaxText's {config.family} is not"
-    for one in (rope, local):
-        if one is not None and one.theta % 1:
-            yield f"rope_theta = {one.theta} is no whole number, which MaxText's has to be"
+    for each in (rope, local):
+        if each is not None and each.theta % 1:
+            yield f"rope_theta = {each.theta} is no whole number, which MaxText's has to be"
 
 
 def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str, str | int | float | bool]:
@@ -122,12 +119,17 @@ def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str,
         rows: of MaxText's embedding.
         scanned: whether layers are stacked.
     """
+    name = NAMES[config.family]
+    if neighbours(config):
+        name = STRETCHED
+    elif config.family == "gemma3" and config.scale != config.head_dim**-0.5:
+        name = WIDE_SCORES
     in_one = 2 if config.family == "gemma2" else 1
     local = {} if config.window is None else {"sliding_window_size": config.window}
     if config.rope_local is not None:
         local["local_rope_max_timescale"] = int(config.rope_local.theta)
     return {
-        "model_name": _name(config),
+        "model_name": name,
         "override_model_config": True,
         "scan_layers": scanned,
         "base_num_decoder_layers": config.num_layers // in_one,
@@ -148,18 +150,6 @@ def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str,
         "final_logits_soft_cap": config.logit_softcap or 0.0,
         **local,
     }
-
-
-def _name(config: DecoderConfig) -> str:
-    if neighbours(config):
-        return STRETCHED
-    if config.family == "gemma3" and config.scale != config.head_dim**-0.5:
-        return WIDE_SCORES
-    return NAMES[config.family]
-
-
-def _wide_scale(config: DecoderConfig) -> float:
-    return (config.d_model // config.num_heads) ** -0.5
 
 
 Array = Float32[np.ndarray, "..."]
@@ -233,30 +223,27 @@ def table_of(config: DecoderConfig, names: Sequence[str], where: str) -> Table:
     Raises:
         UserError: MaxText's mapping has no such family, or the model differs from what MaxText computes.
     """
-    found = TABLES.get(config.family)
-    if found is None:
+    table = TABLES.get(config.family)
+    if table is None:
         raise UserError(
             f"{where}: {config.family} has no table for MaxText, whose mapping we know of {', '.join(TABLES)}; "
             "a new one is a line of tunix/interop/maxtext.py"
         )
-    lost = [name for name in names if name not in found.leaves]
+    lost = [name for name in names if name not in table.leaves]
     if lost:
         raise UserError(f"{where}: MaxText's {config.family} has no place for {', '.join(lost)} of this model")
     for difference in differences(config):
         raise UserError(f"{where}: {difference}")
-    return found
+    return table
 
 
-def _same(x: Array, config: DecoderConfig) -> Array:
-    return x
+def _embedding(kind: type) -> Change:
+    """The embedding times sqrt(D), which is rounded to this type."""
 
+    def factor(config: DecoderConfig) -> np.float32:
+        return np.float32(kind(config.d_model**0.5))
 
-def _divided(x: Array, config: DecoderConfig) -> Array:
-    return x * np.float32(config.scale)
-
-
-def _multiplied(x: Array, config: DecoderConfig) -> Array:
-    return x * np.float32(1 / config.scale)
+    return Change(lambda x, c: x * factor(c), lambda x, c: x / factor(c))
 
 
 def _interleaved(x: Array, config: DecoderConfig) -> Array:
@@ -270,17 +257,8 @@ def _halved(x: Array, config: DecoderConfig) -> Array:
     return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if neighbours(config) else x
 
 
-def _embedding(kind: type) -> Change:
-    """The embedding times sqrt(D), which is rounded to this type."""
-
-    def factor(config: DecoderConfig) -> np.float32:
-        return np.float32(kind(config.d_model**0.5))
-
-    return Change(lambda x, c: x * factor(c), lambda x, c: x / factor(c))
-
-
-MOVED = Change(_same, _same)
-SCALED = Change(_divided, _multiplied)
+MOVED = Change(lambda x, c: x, lambda x, c: x)
+SCALED = Change(lambda x, c: x * np.float32(c.scale), lambda x, c: x * np.float32(1 / c.scale))
 ROTATED = Change(_interleaved, _halved)
 OFFSET = Change(lambda x, c: x + np.float32(1), lambda x, c: x - np.float32(1))
 
@@ -390,7 +368,7 @@ class Slot:
     stacked: bool
     shape: tuple[int, ...]
     """In the checkpoint, e.g. `[D L N H]`."""
-    own: tuple[int, ...]
+    ours: tuple[int, ...]
     """Shape of the weight here, in one layer, e.g. `[D N H]`."""
 
 
@@ -402,20 +380,20 @@ def slots(config: DecoderConfig, table: Table, scanned: bool) -> dict[str, Slot]
         table: of its family.
         scanned: whether layers are stacked.
     """
-    found: dict[str, Slot] = {}
+    arrays: dict[str, Slot] = {}
     for name, shape in Model(config).shapes.items():
         leaf = table.leaves[name]
         if not name.startswith("layers/"):
             there = (table.rows(config), *shape[1:]) if name in TABLES_OF_WORDS else shape
-            found[leaf.path] = Slot(name, (None,), leaf, False, there[::-1] if leaf.turned else there, shape)
+            arrays[leaf.path] = Slot(name, (None,), leaf, False, there[::-1] if leaf.turned else there, shape)
             continue
         for block in table.blocks(config.num_layers, scanned):
             first, _, rest = leaf.path.partition("/")
-            own = shape[1:]
-            whole = (own[0], len(block.layers), *own[1:]) if block.stacked else own
+            ours = shape[1:]
+            whole = (ours[0], len(block.layers), *ours[1:]) if block.stacked else ours
             path = f"decoder/{block.prefix}/{first}{block.suffix}/{rest}"
-            found[path] = Slot(name, block.layers, leaf, block.stacked, whole, own)
-    return found
+            arrays[path] = Slot(name, block.layers, leaf, block.stacked, whole, ours)
+    return arrays
 
 
 def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
@@ -451,20 +429,25 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
     with atomic_folder(out) as folder:
         write_beside(folder, config, {**to_hf(config), "dtype": "float32"}, source)
         write_step(folder, {**nested(arrays), "step": 0, "opt_state": {}})
-    return _shell_settings(config, out, scanned)
+    settings = {
+        "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
+        **settings_of(config, TABLES[config.family].rows(config), scanned),
+    }
+    return " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
+    )
 
 
 def _stack(slot: Slot, config: DecoderConfig, stored: Mapping[str, Stored]) -> Array:
     """An array of a checkpoint, from the tensors of a model folder."""
-    found = np.zeros(slot.shape, np.float32)
+    array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
     for place, layer in enumerate(slot.layers):
-        tensor = _tensor(config, slot)
-        read = tensor.read(stored[tensor.key(layer)].read(), slot.own)
+        read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
         ours = slot.leaf.change.there(read.astype(np.float32), config)
-        there = found[:, place] if slot.stacked else found.T if slot.leaf.turned else found
+        there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
         rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
         there[:rows] = ours[:rows]
-    return found
+    return array
 
 
 def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: DType | None = None) -> None:
@@ -493,17 +476,8 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
     if not any(path.startswith(ROOT) for path in arrays.shapes):
         tops = some(sorted({path.partition("/")[0] for path in arrays.shapes})) or "nothing"
         raise UserError(f"{arrays.folder} holds {tops}, and no {ROOT}: it is no train state of MaxText")
-    scanned = any(path.startswith(tuple(ROOT + one for one in STACKS)) for path in arrays.shapes)
+    scanned = any(path.startswith(tuple(ROOT + stack for stack in STACKS)) for path in arrays.shapes)
     wanted = slots(config, table, scanned)
-    _check(arrays, wanted, like)
-    written = dtype or str(arrays.dtypes[ROOT + table.leaves["embed/w"].path])
-    with shared_folder(out) as folder:
-        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
-        write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
-
-
-def _check(arrays: Arrays, wanted: Mapping[str, Slot], like: Path) -> None:
-    """Raises UserError unless the arrays are those of the model, in their shapes and in a dtype that weights have."""
     there = {
         path.removeprefix(ROOT): shape
         for path, shape in arrays.shapes.items()
@@ -514,71 +488,44 @@ def _check(arrays: Arrays, wanted: Mapping[str, Slot], like: Path) -> None:
         raise UserError(f"{arrays.folder}: {len(missing)} array(s) are missing: {some(missing)}. {reads}")
     if extra := sorted(path for path in there if path not in wanted):
         raise UserError(f"{arrays.folder}: {len(extra)} array(s) have no place in the model: {some(extra)}. {reads}")
-    wrong = [path for path, slot in wanted.items() if not _fits(slot, there[path])]
-    if wrong:
-        found = "; ".join(f"{path} expected {wanted[path].shape}, found {there[path]}" for path in wrong[:3])
-        raise UserError(f"{arrays.folder}: {len(wrong)} array(s) have another shape: {found}. {reads}")
-    foreign = [path for path in wanted if str(arrays.dtypes[ROOT + path]) not in STORED_DTYPE]
-    if foreign:
+    # A vocabulary may also be as long as the model's own.
+    longer = {
+        path: slot.ours[::-1] if slot.leaf.turned else slot.ours
+        for path, slot in wanted.items()
+        if slot.name in TABLES_OF_WORDS
+    }
+    if wrong := [path for path, slot in wanted.items() if there[path] not in (slot.shape, longer.get(path))]:
+        shapes = "; ".join(f"{path} expected {wanted[path].shape}, found {there[path]}" for path in wrong[:3])
+        raise UserError(f"{arrays.folder}: {len(wrong)} array(s) have another shape: {shapes}. {reads}")
+    if foreign := [path for path in wanted if str(arrays.dtypes[ROOT + path]) not in STORED_DTYPE]:
         kind = arrays.dtypes[ROOT + foreign[0]]
         raise UserError(
             f"{arrays.folder}: {len(foreign)} array(s) are {kind}: {some(foreign)}. Only {', '.join(STORED_DTYPE)} are "
             "read"
         )
-
-
-def _fits(slot: Slot, shape: tuple[int, ...]) -> bool:
-    """Whether an array has its shape; a vocabulary may also be as long as the model's own."""
-    longer = slot.own[::-1] if slot.leaf.turned else slot.own
-    return shape == slot.shape or (slot.name in TABLES_OF_WORDS and shape == longer)
+    written = dtype or str(arrays.dtypes[ROOT + table.leaves["embed/w"].path])
+    with shared_folder(out) as folder:
+        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
+        write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
 
 
 def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, dtype: DType | None) -> Iterator[Entry]:
     """The tensors to write, array by array: each is read once and let go of before the next."""
-    reader = _OneAtATime(arrays)
+    held: dict[str, np.ndarray] = {}
+
+    def tensor_of(path: str, slot: Slot, place: int, tensor: Tensor, kind: str) -> np.ndarray:
+        if path not in held:
+            held.clear()  # let go of before the next is read
+            held[path] = arrays.read(ROOT + path)
+        whole, rows = held[path], slot.ours[0]
+        layer = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
+        ours = slot.leaf.change.back(layer.astype(np.float32), config)
+        if len(ours) != rows:
+            ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
+        return tensor.write(ours).astype(kind)
+
     for path, slot in wanted.items():
-        kind = dtype or str(arrays.dtypes[ROOT + path])
-        tensor = _tensor(config, slot)
+        kind, tensor = dtype or str(arrays.dtypes[ROOT + path]), FAMILIES[config.family].tensors[slot.name]
         for place, layer in enumerate(slot.layers):
-            make = partial(_single, reader, path, slot, place, config, kind)
-            shape = tensor.their_shape(slot.own)
-            yield Entry(tensor.key(layer), shape, STORED_DTYPE[kind], partial(partial, make))
-
-
-def _single(reader: "_OneAtATime", path: str, slot: Slot, place: int, config: DecoderConfig, kind: str) -> np.ndarray:
-    """A tensor of a model folder, from an array of a checkpoint."""
-    whole = reader.read(ROOT + path)
-    own = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
-    ours = slot.leaf.change.back(own.astype(np.float32), config)
-    rows = slot.own[0]
-    if len(ours) != rows:
-        ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
-    return _tensor(config, slot).write(ours).astype(kind)
-
-
-class _OneAtATime:
-    """Reads arrays, and keeps the last one: the tensors of its layers are asked for one after the other."""
-
-    def __init__(self, arrays: Arrays):
-        self._arrays, self._path, self._value = arrays, "", np.empty(0)
-
-    def read(self, path: str) -> np.ndarray:
-        if path != self._path:
-            self._value = np.empty(0)  # let go of before the next is read
-            self._path, self._value = path, self._arrays.read(path)
-        return self._value
-
-
-def _tensor(config: DecoderConfig, slot: Slot) -> Tensor:
-    return FAMILIES[config.family].tensors[slot.name]
-
-
-def _shell_settings(config: DecoderConfig, out: Path, scanned: bool) -> str:
-    """MaxText's settings for a checkpoint, as they are written in a shell."""
-    settings = {
-        "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
-        **settings_of(config, TABLES[config.family].rows(config), scanned),
-    }
-    return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
-    )
+            read = partial(tensor_of, path, slot, place, tensor, kind)
+            yield Entry(tensor.key(layer), tensor.their_shape(slot.ours), STORED_DTYPE[kind], partial(partial, read))
