@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def within(pictures: Pictures, begin: int, end: int) -> Pictures:
     """The pictures of the tokens `begin` to `end` of a sequence, none of which is cut, numbered from the first one."""
     at, counts = np.asarray(pictures.places)[begin:end], np.prod(pictures.grids, axis=-1)
-    here, ends = at[at > 0], np.cumsum(counts)
-    first = np.searchsorted(ends, here[0]) if len(here) else 0
-    last = np.searchsorted(ends, here[-1]) + 1 if len(here) else 0
-    assert len(here) == counts[first:last].sum(), "pictures are whole"
+    seen, ends = at[at > 0], np.cumsum(counts)
+    first = np.searchsorted(ends, seen[0]) if len(seen) else 0
+    last = np.searchsorted(ends, seen[-1]) + 1 if len(seen) else 0
+    assert len(seen) == counts[first:last].sum(), "pictures are whole"
     places = np.where(at > 0, at - counts[:first].sum(), 0).astype(np.int32)
     rope = None if pictures.rope is None else pictures.rope[begin:end]
     return Pictures(pictures.pixels[first:last], pictures.grids[first:last], places, rope)
@@ -61,17 +61,17 @@ def rope_positions(places: np.ndarray, grids: np.ndarray) -> np.ndarray:
         places: `[T]` as in `Pictures`.
         grids: `[Pi 2]` as in `Pictures`.
     """
-    found = np.zeros((len(places), 3), np.int32)
+    turned = np.zeros((len(places), 3), np.int32)
     at, seen, now = 0, 0, 0
     for rows, columns in np.asarray(grids).tolist():
         first, number = int(np.flatnonzero(places == seen + 1)[0]), rows * columns
-        found[at:first] = now + np.arange(first - at)[:, None]
+        turned[at:first] = now + np.arange(first - at)[:, None]
         now += first - at
-        found[first : first + number] = now
-        found[first : first + number, 1:] += np.indices((rows, columns)).reshape(2, -1).T
+        turned[first : first + number] = now
+        turned[first : first + number, 1:] += np.indices((rows, columns)).reshape(2, -1).T
         at, seen, now = first + number, seen + number, now + max(rows, columns)
-    found[at:] = now + np.arange(len(places) - at)[:, None]
-    return found
+    turned[at:] = now + np.arange(len(places) - at)[:, None]
+    return turned
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,6 @@ class PictureReader:
             pixels[number, : len(patches)] = patches
         return pixels, grids
 
-    def knowing(self, grids: np.ndarray) -> PictureReader:
-        """The reader of a row with pictures of these grids `[Pi 2]`."""
-        return replace(self, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
-
     def pictures(self, ids: np.ndarray, pixels: np.ndarray) -> Pictures:
         """The pictures of a sequence of the row at hand, and the places of their tokens.
 
@@ -162,9 +158,9 @@ class PictureReader:
         runs = edges[1::2] - edges[::2]
         numbers = np.prod(grids, axis=-1)
         if runs.tolist() != numbers.tolist():
-            here, there = (f"{len(x)} (of {x.tolist()} tokens)" if len(x) else "0" for x in (runs, numbers))
+            marked, images = (f"{len(x)} (of {x.tolist()} tokens)" if len(x) else "0" for x in (runs, numbers))
             raise UserError(
-                f"its text has places for pictures ({self.sign}): {here}, and its column {IMAGES!r} has {there}: "
+                f"its text has places for pictures ({self.sign}): {marked}, and its column {IMAGES!r} has {images}: "
                 "give as many, or none in the text, and they come before the first question"
             )
         places = np.where(soft, np.cumsum(soft), 0).astype(np.int32)
@@ -235,9 +231,9 @@ class AnyShapeReader(PictureReader):
 
     def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
         """A picture's patches, square by square as soft tokens have them, and its grid."""
-        sizes = (self.least_pixels, self.most_pixels, self.patch, self.pool, self.resample)
+        processor = _shape_processor(self.least_pixels, self.most_pixels, self.patch, self.pool, self.resample)
         try:
-            made = _shape_processor(*sizes)(image, do_rescale=False, do_normalize=False)
+            made = processor(image, do_rescale=False, do_normalize=False)
         except ValueError as error:  # of a strip
             raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
         _, *patches = made["image_grid_thw"][0].tolist()
