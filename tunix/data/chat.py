@@ -206,12 +206,18 @@ class Turns:
         raise Refused(UNPROVED, f"message {k + 1} (assistant): where its tool call starts cannot be proved")
 
     def _tail(self, render: Render, number: int) -> tuple[int | None, str]:
-        """The last code in the rendering of the first messages, and what follows it; none where the template refuses
-        them, as some refuse a conversation without a user's message."""
+        """The last code in the rendering of the first messages, -1 where there is none, and what the template wrote
+        after it; None where it refuses them, as some refuse a conversation without a user's message."""
+        traced = self._traced
         try:
-            return self._traced.tail(render(self._traced.coded[:number]))
+            text = render(traced.coded[:number])
         except UserError:
             return None, ""
+        for place in range(len(text) - 1, -1, -1):
+            code = ord(text[place]) - traced.base
+            if 0 <= code < len(traced.offsets) and text.find(text[place]) == place:
+                return code, text[place + 1 :]
+        return -1, text
 
     def _end(self, k: int, last: int, limit: int) -> tuple[int, bool]:
         """The token after the last one of message `k`, and whether that one is a stop token.
@@ -304,7 +310,13 @@ def render_chat(
         Refused: the template does not write a message, or a turn's bounds cannot be proved.
     """
     check_messages(messages)
-    trained = [k for k, m in enumerate(messages) if k >= trained_from and m["role"] == "assistant" and _is_trained(m)]
+    trained = [
+        k
+        for k, message in enumerate(messages)
+        if k >= trained_from and message["role"] == "assistant"
+        # OpenAI's `weight` and Axolotl's `train` make context of an assistant's message.
+        if message.get("weight") != 0 and message.get("train") is not False
+    ]
     prepared = _prepared(messages, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
     text = render(prepared)
@@ -314,7 +326,7 @@ def render_chat(
         return outlined
     traced = _traced(prepared, text, render)
     notes = _left_out(prepared, traced)
-    prompt = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    prompt = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     turns = Turns(prepared, traced, tokens, prompt, render)
     if tokenizer.marks_generation:
         spans = turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
@@ -328,7 +340,9 @@ def render_chat(
         mask[turn.tokens] = True
         if mask[turn.tokens].any() and not turn.stops:
             notes.append(Note(NO_STOP, tokenizer.decode(tokens.ids[turn.tokens])))
-    codes = traced.codes[_covered(tokens.offsets[mask], len(text))]
+    # The characters within the tokens that are trained.
+    begins, ends = (np.bincount(x, minlength=len(text) + 1) for x in tokens.offsets[mask].T)
+    codes = traced.codes[np.cumsum(begins - ends)[: len(text)] > 0]
     for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
         if message not in trained:
             raise Refused(UNPROVED, f"message {message + 1} would be trained: an assistant's turn holds its text too")
@@ -346,7 +360,7 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     """
     check_messages(messages)
     prepared = _prepared(messages, tokenizer)
-    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     text, notes = render(prepared), list[Note]()
     key = Outline.key(prepared, template_kwargs, (PROMPT,))
     outline = tokenizer.outlines.get(key)
@@ -386,7 +400,7 @@ def render_continuation(
     conversation = [*messages, {"role": "assistant", "content": "x"}, *answers]
     check_messages(conversation)
     prepared = _prepared(conversation, tokenizer)
-    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     traced = _traced(prepared, render(prepared), render)
     _left_out(prepared, traced)
     last = traced.places_of(len(messages), len(messages) + 1)[-1]
@@ -482,17 +496,6 @@ def _check_message(message: Mapping[str, Any], role: str) -> None:
         raise UserError(f"has train {train!r:.80}, not true or false")
 
 
-def _covered(spans: np.ndarray, number: int) -> np.ndarray:
-    """`[number]` bool: the characters within any of `[n 2]` spans."""
-    edges = np.bincount(spans[:, 0], minlength=number + 1) - np.bincount(spans[:, 1], minlength=number + 1)
-    return np.cumsum(edges)[:number] > 0
-
-
-def _is_trained(message: Message) -> bool:
-    """Whether neither OpenAI's `weight` nor Axolotl's `train` makes context of an assistant's message."""
-    return message.get("weight") != 0 and message.get("train") is not False
-
-
 def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The messages as templates read them: no nulls, text parts as a string, calls as objects with a function.
 
@@ -558,10 +561,6 @@ def _render(
         return tokenizer.apply_template(messages, add_generation_prompt, **template_kwargs)
     except (TemplateError, TypeError, ValueError) as error:  # a template may add a string to a list of parts
         raise UserError(f"the chat template of {tokenizer.name} refuses the conversation: {error}") from error
-
-
-def _render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> str:
-    return _render(messages, tokenizer, template_kwargs, add_generation_prompt=True)
 
 
 def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> Rendered | None:

@@ -34,7 +34,7 @@ from tunix.data.accounting import (
 from tunix.data.packing import shared_tokens
 from tunix.data.pictures import IMAGES, images_of, with_marks
 from tunix.data.rendered import given_weights, render_pair, render_row
-from tunix.data.shapes import SHAPES, Rendering, Row, as_label, as_margin, as_weight, column, refuse_half_texts
+from tunix.data.shapes import SHAPES, Rendering, Row, column, is_finite, refuse_half_texts
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import Sequence
@@ -89,13 +89,20 @@ def to_example(
             if settings.train_on == RowKind.PAIRS
             else (render_row(row, tokenizer, settings),)
         )
-        weight, values = as_weight(column(row, "weight", settings.columns, None)), dict[str, float]()
+        if not is_finite(weight := column(row, "weight", settings.columns, 1.0)) or weight < 0:
+            raise UserError(f"weight is {weight!r}, not a finite number of at least 0")
+        weight, values = float(weight), dict[str, float]()
         if settings.train_on == RowKind.LABELS:
-            label = column(row, "label", settings.columns)
-            values = {"label": as_label(label, settings.columns.get("label", "label"))}
+            label, name = column(row, "label", settings.columns), settings.columns.get("label", "label")
+            is_whole = isinstance(label, int | np.integer) and label in (0, 1)
+            if not isinstance(label, bool | np.bool_) and not is_whole:
+                raise UserError(f"{name} is {label!r:.80}, not true or false (the numbers 1 and 0 will do)")
+            values = {"label": float(label)}
         elif "margin" in settings.fixed:
-            margin = column(row, "margin", settings.columns)
-            values = {"margin": as_margin(margin, settings.columns.get("margin", "margin"))}
+            margin, name = column(row, "margin", settings.columns), settings.columns.get("margin", "margin")
+            if not is_finite(margin):
+                raise UserError(f"{name} is {margin!r:.80}, not a finite number")
+            values = {"margin": float(margin)}
         loss_weights = None if isinstance(sides, Dropped) else given_weights(row, settings)
     except Refused as refused:
         return Dropped(refused.reason, str(refused))

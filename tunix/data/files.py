@@ -8,6 +8,7 @@ or rows of two splits together, is refused with the names of both files.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import csv
 import filecmp
 import hashlib
@@ -88,30 +89,31 @@ def open_file(path: Path) -> Table:
         raise UserError(f"{path} is empty: there are no rows to read")
     if suffix in (".parquet", ".arrow"):
         return ArrowTable(_read_arrow(path, suffix))
-    content = _decompressed(path) if path.suffix.lower() in COMPRESSED else None
+    content = None
+    if path.suffix.lower() in COMPRESSED:  # in memory: rows of it cannot be found otherwise
+        import pyarrow
+
+        try:
+            with pyarrow.OSFile(str(path)) as file:
+                content = pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix.lower()]).read()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path} is no whole {path.suffix} file: {error}. Copy or download it again") from error
     if suffix.startswith((".csv", ".tsv")):
         return _read_csv(path, path.read_bytes() if content is None else content, suffix.startswith(".tsv"))
     return _open_json(path, content, suffix)
 
 
-def _decompressed(path: Path) -> bytes:
-    """The content of a compressed file, in memory: rows of it cannot be found otherwise."""
-    import pyarrow
-
-    try:
-        with pyarrow.OSFile(str(path)) as file:
-            return pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix.lower()]).read()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no whole {path.suffix} file: {error}. Copy or download it again") from error
-
-
 def _open_json(path: Path, content: bytes | None, suffix: str) -> Table:
     """The rows of a file of JSON: an object in each line, or one array of objects."""
-    lines = _JsonLines(path, content)
+    lines = JsonLines(path, content)
     first = lines.line(0).lstrip()[:1] if len(lines) else b""
     is_array = first == b"["
-    if not is_array and not (first == b"{" and suffix.split(".")[1] == "json" and _is_broken(lines)):
-        return lines
+    if not is_array:
+        if first != b"{" or suffix.split(".")[1] != "json":
+            return lines
+        with contextlib.suppress(UserError):  # an object may go on in the next line
+            lines[0]
+            return lines
     try:
         document = _parse(path.read_bytes() if content is None else content)
     except ValueError as error:
@@ -132,16 +134,7 @@ def _open_json(path: Path, content: bytes | None, suffix: str) -> Table:
     return document
 
 
-def _is_broken(lines: Table) -> bool:
-    """Whether the first line is no row: an object may go on in the next."""
-    try:
-        lines[0]
-    except UserError:
-        return True
-    return False
-
-
-class _JsonLines:
+class JsonLines:
     """The lines of a JSONL file: their positions are read once, each line is parsed on access."""
 
     def __init__(self, path: Path, content: bytes | None = None) -> None:
@@ -323,12 +316,6 @@ class Chain:
         return self.tables[t][i - self._ends[t] + len(self.tables[t])]
 
 
-def line_digests(table: Table) -> list[str]:
-    """The digests of the lines of a table that was read from JSON lines, file by file; empty for others."""
-    tables = table.tables if isinstance(table, Chain) else [table]
-    return [part.digest for part in tables if isinstance(part, _JsonLines)]
-
-
 def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
     """The data files below a folder, sorted, by their splits; and whether their names have any.
 
@@ -380,7 +367,7 @@ def _refuse_configurations(folder: Path) -> None:
         return
     configurations = card.get("configs") if isinstance(card, dict) else None
     if isinstance(configurations, list) and len(configurations) > 1:
-        names = ", ".join(str(one.get("config_name")) for one in configurations if isinstance(one, dict))
+        names = ", ".join(str(each.get("config_name")) for each in configurations if isinstance(each, dict))
         raise UserError(f"{folder} holds several datasets, as its README.md says ({names}): name the files of one")
 
 

@@ -123,8 +123,10 @@ def with_marks(
     said = {name: row.get(columns.get(name, name)) for name in ("messages", "prompt", "chosen", "rejected")}
     whole = said["messages"] or said["prompt"]
     if not values:
-        held = [part_value(part) for part in _parts(whole if _is_chat(whole) else said["chosen"])]
-        return row, [value for value in held if value is not None]
+        # A part may hold its picture itself.
+        parts = _parts(whole if _is_chat(whole) else said["chosen"])
+        held = [[part[key] for key in ("image", "path", "url") if part.get(key) is not None] for part in parts]
+        return row, [values[0] for values in held if values]
     sides = ("chosen", "rejected")
     names = ["messages" if said["messages"] is not None else "prompt"]
     if said["messages"] is None and _is_chat(said["chosen"]):
@@ -161,8 +163,3 @@ def _parts(messages: Any) -> list[Mapping[str, Any]]:
         return []
     lists = [content for message in messages if isinstance(content := message.get("content"), list | tuple)]
     return [part for parts in lists for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
-
-
-def part_value(part: Mapping[str, Any]) -> Any:
-    """The picture that a part of a message holds itself; None where a column has it."""
-    return next((part[key] for key in ("image", "path", "url") if part.get(key) is not None), None)

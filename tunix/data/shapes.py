@@ -112,29 +112,6 @@ def refuse_half_texts(value: Any, name: str) -> None:
             refuse_half_texts(item, name)
 
 
-def as_weight(value: Any) -> float:
-    """A row's weight, finite and at least 0; 1 where the row has none."""
-    if value is None:
-        return 1.0
-    if not _finite(value) or value < 0:
-        raise UserError(f"weight is {value!r}, not a finite number of at least 0")
-    return float(value)
-
-
-def as_margin(value: Any, name: str) -> float:
-    """A pair's margin, by which its chosen side is better: any finite number."""
-    if not _finite(value):
-        raise UserError(f"{name} is {value!r:.80}, not a finite number")
-    return float(value)
-
-
-def as_label(value: Any, name: str) -> float:
-    """A completion's label, 1 for desirable and 0 for undesirable, from a boolean or the whole numbers 0 and 1."""
-    if not isinstance(value, bool | np.bool_) and not (isinstance(value, int | np.integer) and value in (0, 1)):
-        raise UserError(f"{name} is {value!r:.80}, not true or false (the numbers 1 and 0 will do)")
-    return float(value)
-
-
 def as_string(value: Any, name: str) -> str:
     """A column's text; other types are refused, not converted."""
     if not isinstance(value, str):
@@ -173,7 +150,8 @@ def _list_of(value: Any, name: str, kinds: str, what: str) -> np.ndarray:
     return array
 
 
-def _finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, and no boolean."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -297,6 +275,9 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
     for name in (*shapes[shape], "prompt"):
         if _is_sharegpt(first.get(theirs := config.columns.get(name, name))):
             raise UserError(f"{where}: {_sharegpt(theirs, shapes)}")
+    optional = FIXED if train_on == RowKind.PAIRS else ()
+    if train_on == RowKind.COMPLETION and shape == "tokens":
+        optional = (LOSS_WEIGHTS,)
     return Rendering(
         format=shape,
         columns=config.columns,
@@ -308,15 +289,8 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
         chat=config.chat,
         system=config.system,
         template_kwargs=config.template_kwargs,
-        fixed=tuple(name for name in _fixed(train_on, shape) if first.get(config.columns.get(name, name)) is not None),
+        fixed=tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None),
     )
-
-
-def _fixed(train_on: RowKind, shape: Format) -> tuple[str, ...]:
-    """The optional columns that every row has or none."""
-    if train_on == RowKind.COMPLETION and shape == "tokens":
-        return (LOSS_WEIGHTS,)
-    return FIXED if train_on == RowKind.PAIRS else ()
 
 
 def detect_format(
@@ -339,9 +313,10 @@ def detect_format(
     for shape, wanted in shapes.items():
         if all(columns.get(name, name) in row for name in wanted):
             return shape
+    groups = [" and ".join([", ".join(group[:-1]), group[-1]] if group[1:] else group) for group in shapes.values()]
+    groups.sort(key=lambda group: USUAL.index(group) if group in USUAL else len(USUAL))
     raise UserError(
-        f"{where} has the columns {listed(row)}; wanted are {', or '.join(_described(shapes))}. "
-        f"{_remedy(row, columns, shapes)}"
+        f"{where} has the columns {listed(row)}; wanted are {', or '.join(groups)}. {_remedy(row, columns, shapes)}"
     )
 
 
@@ -368,7 +343,8 @@ def _remedy(row: Row, columns: Mapping[str, str], shapes: Shapes) -> str:
     wanted = [columns.get(name, name) for group in shapes.values() for name in group]
     strange = [name for name in row if name not in (*wanted, *_names())]
     hints = [f"{ours!r} for {theirs!r}" for theirs in strange for ours in near(theirs, wanted)]
-    return f"Name yours in data.columns, as in {_example(shapes)}." + (f" Is it {', '.join(hints)}?" if hints else "")
+    example = "{chosen: better, rejected: worse}" if shapes is PAIRS else "{prompt: question, completion: answer}"
+    return f"Name yours in data.columns, as in {example}." + (f" Is it {', '.join(hints)}?" if hints else "")
 
 
 def _turn(value: Any) -> Mapping[str, Any]:
@@ -395,14 +371,3 @@ def _sharegpt(name: str, shapes: Shapes) -> str:
 def _names() -> list[str]:
     """The names of all of our columns."""
     return sorted({name for shapes in SHAPES.values() for group in shapes.values() for name in group} | set(OPTIONAL))
-
-
-def _described(shapes: Shapes) -> list[str]:
-    """The columns of each shape in words, the most usual shapes first."""
-    groups = [" and ".join([", ".join(group[:-1]), group[-1]] if group[1:] else group) for group in shapes.values()]
-    return sorted(groups, key=lambda group: USUAL.index(group) if group in USUAL else len(USUAL))
-
-
-def _example(shapes: Shapes) -> str:
-    """An example value of `data.columns` for rows of such shapes."""
-    return "{chosen: better, rejected: worse}" if shapes is PAIRS else "{prompt: question, completion: answer}"

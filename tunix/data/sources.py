@@ -24,9 +24,9 @@ from tunix.data.files import (
     SUFFIXES,
     ArrowTable,
     Chain,
+    JsonLines,
     Table,
     files_by_split,
-    line_digests,
     open_file,
     open_split,
     splits_named,
@@ -123,7 +123,9 @@ class Rows:
             row = self[i * (len(self) - 1) // max(number - 1, 1)]
             values = sorted((str(name), value) for name, value in row.items() if value is not None)
             total.update(json.dumps(values, default=_as_json, skipkeys=True).encode() + b"\n")
-        parts = [str(len(self)), total.hexdigest(), *(line_digests(self._table) if len(self) > most else [])]
+        tables = self._table.tables if isinstance(self._table, Chain) else [self._table]
+        lines = [table.digest for table in tables if isinstance(table, JsonLines)] if len(self) > most else []
+        parts = [str(len(self)), total.hexdigest(), *lines]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def shares_rows_with(self, other: Rows) -> bool:

@@ -66,12 +66,8 @@ def refuse_half_characters(text: str) -> None:
         )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Log filter: False for transformers' advice to install torch, since only its tokenizers and configs are used."""
-    return "PyTorch was not found" not in record.getMessage()
-
-
-logging.getLogger("transformers").addFilter(_is_news)
+# Without transformers' advice to install torch, since only its tokenizers and configs are used.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,9 +275,9 @@ class Tokenizer:
 
     def seeing(self, pictures: PictureReader) -> Tokenizer:
         """A copy of this tokenizer that reads pictures so; what it has looked up is kept."""
-        found = copy.copy(self)
-        object.__setattr__(found, "pictures", pictures)
-        return found
+        tokenizer = copy.copy(self)
+        object.__setattr__(tokenizer, "pictures", pictures)
+        return tokenizer
 
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the template, as transformers reads them."""
