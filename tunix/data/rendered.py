@@ -68,7 +68,16 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
     ids = _integers(row, "input_ids", settings)
     refuse_unread(row, settings, [len(ids)], ("attention_mask", "position_ids", "token_type_ids", "labels", *MASKS))
     attended = _attended(row, len(ids), settings)
-    _refuse_positions(row, len(ids), attended, settings)
+    positions = _whole_numbers(row, "position_ids", len(ids), settings)
+    if positions is not None and (steps := np.diff(positions[attended])).size and (steps != 1).any():
+        place = attended.start + int(np.argmax(steps != 1)) + 2
+        raise UserError(
+            f"position_ids does not count on at token {place}, and nothing reads it: leave the column out. Where "
+            "several texts share the row, give each its own: tunix packs them itself (data.packing)"
+        )
+    types = _whole_numbers(row, "token_type_ids", len(ids), settings)
+    if types is not None and types[attended].any():
+        raise UserError("token_type_ids is not all 0, and nothing reads types of tokens: leave the column out")
     tokens, mask = ids[attended], _trained(row, ids, attended, settings)
     if _read(row, "attention_mask", settings) is None:
         _refuse_padding(tokens, settings.columns.get("input_ids", "input_ids"), tokenizer, mask)
@@ -195,28 +204,19 @@ def _attended(row: Row, number: int, settings: Rendering) -> slice:
     return slice(begin, end)
 
 
-def _refuse_positions(row: Row, number: int, attended: slice, settings: Rendering) -> None:
-    """Refuses positions that are not those of one text, and types of tokens."""
-    positions = _whole_numbers(row, "position_ids", number, settings)
-    if positions is not None and (steps := np.diff(positions[attended])).size and (steps != 1).any():
-        place = attended.start + int(np.argmax(steps != 1)) + 2
-        raise UserError(
-            f"position_ids does not count on at token {place}, and nothing reads it: leave the column out. Where "
-            "several texts share the row, give each its own: tunix packs them itself (data.packing)"
-        )
-    types = _whole_numbers(row, "token_type_ids", number, settings)
-    if types is not None and types[attended].any():
-        raise UserError("token_type_ids is not all 0, and nothing reads types of tokens: leave the column out")
-
-
 def _trained(row: Row, ids: np.ndarray, attended: slice, settings: Rendering) -> np.ndarray:
     """The mask of the trained tokens without padding, `[T]` bool."""
     masks: dict[str, np.ndarray] = {}
     for name in ("labels", *MASKS):
         if (values := _whole_numbers(row, name, len(ids), settings)) is not None:
-            if name == "labels":
-                _refuse_shifted(values[attended], ids[attended], settings)
-            masks[name] = values[attended] != (-100 if name == "labels" else 0)
+            values = values[attended]
+            masks[name] = values != (-100 if name == "labels" else 0)
+            if name == "labels" and len(wrong := np.flatnonzero(masks[name] & (values != ids[attended]))):
+                i, theirs = int(wrong[0]), settings.columns.get("labels", "labels")
+                raise UserError(
+                    f"{theirs}[{i}] is {values[i]}, but input_ids[{i}] is {ids[attended][i]}: labels repeat the ids, "
+                    "unshifted, or are -100"
+                )
     weights = given_weights(row, settings)
     if weights is not None:
         if masks:
@@ -232,16 +232,6 @@ def _trained(row: Row, ids: np.ndarray, attended: slice, settings: Rendering) ->
             place = attended.start + int(np.argmax(differ)) + 1
             raise UserError(f"it has {first} and {name}, which differ at token {place}: leave one of them out")
     return mask
-
-
-def _refuse_shifted(labels: np.ndarray, ids: np.ndarray, settings: Rendering) -> None:
-    """Refuses labels that are neither the ids at the same places nor -100."""
-    wrong = np.flatnonzero((labels != -100) & (labels != ids))
-    if len(wrong):
-        i, name = int(wrong[0]), settings.columns.get("labels", "labels")
-        raise UserError(
-            f"{name}[{i}] is {labels[i]}, but input_ids[{i}] is {ids[i]}: labels repeat the ids, unshifted, or are -100"
-        )
 
 
 def _refuse_padding(tokens: np.ndarray, name: str, tokenizer: Tokenizer | None, mask: np.ndarray | None = None) -> None:
@@ -278,16 +268,30 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
     Raises:
         UserError: a missing or malformed column.
     """
-    if settings.train_on == RowKind.PROMPT:
-        return _prompt(row, tokenizer, settings)
-    if settings.format == "tokens":
-        rendered = (
-            joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
-            if settings.train_on == RowKind.LABELS
-            else Rendered(*given_tokens(row, tokenizer, settings))
-        )
+    if settings.train_on == RowKind.PROMPT:  # ids, a string, or a chat up to the start of the assistant's turn
+        if settings.format == "tokens":
+            return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
+        tokenizer = needed(tokenizer, settings)
+        prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
+        if isinstance(prompt, str) and not settings.chat:
+            return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
+        messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
+        return render_prompt(messages, tokenizer, **_variables(row, settings))
+    if settings.format == "tokens" and settings.train_on == RowKind.LABELS:
+        rendered = joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
+    elif settings.format == "tokens":
+        rendered = Rendered(*given_tokens(row, tokenizer, settings))
     else:
-        rendered = _text_row(row, needed(tokenizer, settings), settings)
+        tokenizer = needed(tokenizer, settings)
+        if settings.format == "messages":
+            messages = as_messages(column(row, "messages", settings.columns))
+            rendered = render_messages(messages, row, tokenizer, settings)
+        elif settings.format == "prompt_completion":
+            prompt, completion = (column(row, name, settings.columns) for name in ("prompt", "completion"))
+            rendered = render_completion(prompt, completion, row, tokenizer, settings)
+        else:
+            text = as_string(column(row, "text", settings.columns), "text")
+            rendered = joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
     return replace(rendered, mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
 
 
@@ -343,10 +347,10 @@ def render_messages(
     messages: List[dict[str, Any]], row: Row, tokenizer: Tokenizer, settings: Rendering, trained_from: int = 0
 ) -> Rendered:
     """Renders a chat with the row's tools; the assistant's turns from message `trained_from` on are trained."""
-    return render_chat(messages, tokenizer, trained_from=trained_from, **_template_kwargs(row, settings))
+    return render_chat(messages, tokenizer, trained_from=trained_from, **_variables(row, settings))
 
 
-def _template_kwargs(row: Row, settings: Rendering) -> dict[str, Any]:
+def _variables(row: Row, settings: Rendering) -> dict[str, Any]:
     """The variables of the chat template: the recipe's, the row's own, which take precedence, and its tools."""
     more = as_template_kwargs(column(row, TEMPLATE_KWARGS, settings.columns, None))
     return {**settings.template_kwargs, **more, **as_tools(column(row, "tools", settings.columns, None))}
@@ -377,29 +381,6 @@ def as_chat(role: str, text: str, settings: Rendering) -> list[dict[str, Any]]:
     """A string as a list of messages; a user's message follows the system message, where there is one."""
     before = [{"role": "system", "content": settings.system}] if settings.system and role == "user" else []
     return [*before, {"role": role, "content": text}]
-
-
-def _text_row(row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
-    """Renders messages, prompt and completion, or text."""
-    if settings.format == "messages":
-        return render_messages(as_messages(column(row, "messages", settings.columns)), row, tokenizer, settings)
-    if settings.format == "prompt_completion":
-        prompt, completion = (column(row, name, settings.columns) for name in ("prompt", "completion"))
-        return render_completion(prompt, completion, row, tokenizer, settings)
-    text = as_string(column(row, "text", settings.columns), "text")
-    return joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
-
-
-def _prompt(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
-    """The prompt's tokens: ids, a string, or a chat up to the start of the assistant's turn."""
-    if settings.format == "tokens":
-        return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
-    tokenizer = needed(tokenizer, settings)
-    prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
-    if isinstance(prompt, str) and not settings.chat:
-        return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
-    messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
-    return render_prompt(messages, tokenizer, **_template_kwargs(row, settings))
 
 
 def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -444,12 +425,44 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> P
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError("chosen and rejected are both strings or both lists of messages, not one of each")
     prompt = column(row, "prompt", settings.columns) if "prompt" in settings.fixed else None
-    if isinstance(chosen, str):
-        return _strings(prompt, chosen, as_string(rejected, "rejected"), row, tokenizer, settings)
-    return _messages(prompt, as_messages(chosen), as_messages(rejected), row, tokenizer, settings)
+    if not isinstance(chosen, str):
+        return _pair_of_messages(prompt, as_messages(chosen), as_messages(rejected), row, tokenizer, settings)
+    rejected = as_string(rejected, "rejected")
+    if prompt is not None:
+        sides = (render_completion(prompt, side, row, tokenizer, settings) for side in (chosen, rejected))
+        return next(sides), next(sides)
+    if _TURN.match(chosen) and _TURN.match(rejected):
+        if settings.chat:
+            system = [{"role": "system", "content": settings.system}] if settings.system else []
+            conversations: list[Messages] = []
+            for text in (chosen, rejected):
+                _, *parts = _TURN.split(text)
+                said = zip(parts[::2], parts[1::2], strict=True)
+                turns = ({"role": _ROLES[who], "content": words.strip()} for who, words in said)
+                conversations.append([*system, *turns])
+            return _pair_of_messages(None, conversations[0], conversations[1], row, tokenizer, settings)
+        # Transcripts are trained on the assistant's turns from the last one whose beginning both share.
+        common = common_prefix(chosen, rejected)
+        starts = [turn.end() for turn in _TURN.finditer(chosen, 0, common) if turn[1] == "Assistant"]
+        if not starts:
+            return Dropped(NO_COMMON_PROMPT)
+        return _transcript(chosen, starts[-1], tokenizer), _transcript(rejected, starts[-1], tokenizer)
+    if settings.chat:
+        raise UserError(
+            "data.chat is true, but chosen and rejected are strings without a prompt, and no transcripts of Human: and "
+            "Assistant: either; add the column 'prompt'"
+        )
+    # Two texts between BOS and EOS, trained from the first token that differs.
+    bos = tokenizer.adds_bos
+    first, second = (tokenizer.ended(tokenizer.encode(text, bos=bos)) for text in (chosen, rejected))
+    most = min(len(first), len(second)) - 1
+    start = next((i for i in range(most) if first[i] != second[i]), most)
+    if start <= int(bos):
+        return Dropped(NO_COMMON_PROMPT)
+    return joined(first[:start], first[start:]), joined(second[:start], second[start:])
 
 
-def _messages(
+def _pair_of_messages(
     prompt: Any, chosen: Messages, rejected: Messages, row: Row, tokenizer: Tokenizer, settings: Rendering
 ) -> Pair | Dropped:
     """The pair of two lists of messages, which follow a prompt or are whole conversations with a common beginning."""
@@ -457,54 +470,13 @@ def _messages(
     if before and not (chosen[: len(before)] == before == rejected[: len(before)]):
         chosen, rejected = [*before, *chosen], [*before, *rejected]
     elif not before:
-        before = _shared(chosen, rejected)
+        # The messages that both sides begin with, except the last one of each side, which is compared.
+        most = min(len(chosen), len(rejected)) - 1
+        before = chosen[: next((i for i in range(most) if chosen[i] != rejected[i]), most)]
     if not before:
         return Dropped(NO_COMMON_PROMPT)
     sides = (render_messages(side, row, tokenizer, settings, trained_from=len(before)) for side in (chosen, rejected))
     return next(sides), next(sides)
-
-
-def _shared(chosen: Messages, rejected: Messages) -> Messages:
-    """The messages that both sides begin with, except the last one of each side, which is compared."""
-    most = min(len(chosen), len(rejected)) - 1
-    differ = (i for i in range(most) if chosen[i] != rejected[i])
-    return chosen[: next(differ, most)]
-
-
-def _strings(
-    prompt: Any, chosen: str, rejected: str, row: Row, tokenizer: Tokenizer, settings: Rendering
-) -> Pair | Dropped:
-    """The pair of two strings: completions of a prompt, transcripts, or texts with a common beginning."""
-    if prompt is not None:
-        sides = (render_completion(prompt, side, row, tokenizer, settings) for side in (chosen, rejected))
-        return next(sides), next(sides)
-    if _TURN.match(chosen) and _TURN.match(rejected):
-        if settings.chat:
-            return _messages(None, _turns(chosen, settings), _turns(rejected, settings), row, tokenizer, settings)
-        return _transcripts(chosen, rejected, tokenizer)
-    if settings.chat:
-        raise UserError(
-            "data.chat is true, but chosen and rejected are strings without a prompt, and no transcripts of Human: and "
-            "Assistant: either; add the column 'prompt'"
-        )
-    return _texts(chosen, rejected, tokenizer)
-
-
-def _turns(text: str, settings: Rendering) -> Messages:
-    """The messages of a transcript."""
-    _, *parts = _TURN.split(text)
-    said = zip(parts[::2], parts[1::2], strict=True)
-    system = [{"role": "system", "content": settings.system}] if settings.system else []
-    return [*system, *({"role": _ROLES[who], "content": words.strip()} for who, words in said)]
-
-
-def _transcripts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:
-    """The pair of two transcripts, trained on the assistant's turns from the last one whose beginning both share."""
-    common = common_prefix(chosen, rejected)
-    starts = [turn.end() for turn in _TURN.finditer(chosen, 0, common) if turn[1] == "Assistant"]
-    if not starts:
-        return Dropped(NO_COMMON_PROMPT)
-    return _transcript(chosen, starts[-1], tokenizer), _transcript(rejected, starts[-1], tokenizer)
 
 
 def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
@@ -519,14 +491,3 @@ def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
     before, tokens = len(ids) - len(mask), tokenizer.ended(ids)
     ending = [turns[-1][1] == "Assistant"] * (len(tokens) - len(ids))
     return Rendered(np.asarray(tokens, np.int32), np.asarray([*[False] * before, *mask, *ending]))
-
-
-def _texts(chosen: str, rejected: str, tokenizer: Tokenizer) -> Pair | Dropped:
-    """The pair of two texts between BOS and EOS, trained from the first token that differs."""
-    bos = int(tokenizer.adds_bos)
-    first, second = (tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)) for text in (chosen, rejected))
-    most = min(len(first), len(second)) - 1
-    start = next((i for i in range(most) if first[i] != second[i]), most)
-    if start <= bos:
-        return Dropped(NO_COMMON_PROMPT)
-    return joined(first[:start], first[start:]), joined(second[:start], second[start:])
