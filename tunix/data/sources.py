@@ -39,8 +39,6 @@ COMPARED = 1 << 16
 """Rows that a digest reads at most: 25 us each."""
 COMPARED_OBJECTS = 256
 """Rows that it reads at most where they hold more than JSON does, such as pictures, which take milliseconds each."""
-CHECKED = 10_000
-"""Rows that `check_rows` reads at most, from the start."""
 
 
 @runtime_checkable
@@ -228,17 +226,6 @@ def held_out_rows(data: DataConfig) -> Rows | None:
     if data.eval is not None:
         return open_held_out(data.eval, data.eval_split)
     return open_rows(data.train, data.eval_split) if data.eval_split else None
-
-
-def check_rows(rows: Rows) -> None:
-    """Reads up to `CHECKED` rows from the start, and the last one, to find lines that are broken.
-
-    Raises:
-        UserError: names the file and the line.
-    """
-    for i in range(min(len(rows), CHECKED if rows.is_plain else COMPARED_OBJECTS)):
-        rows[i]
-    rows[len(rows) - 1]
 
 
 def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:
