@@ -322,8 +322,17 @@ def render_chat(
     text = render(prepared)
     tokens = Tokens.of(text, tokenizer)
     key = None if tokenizer.marks_generation else Outline.key(prepared, template_kwargs, trained)
-    if (outlined := _outlined(key, prepared, tokens)) is not None:
-        return outlined
+    outline = tokenizer.outlines.get(key)
+    if outline is not None and (proved := outline.bounds(prepared, text)) is not None:
+        bounds, thoughts = proved
+        mask = np.zeros(len(tokens.ids), bool)
+        for k, start in outline.starts.items():
+            (begin, end), (limit, _) = bounds[k], (*bounds, (len(text), 0))[k + 1]
+            if (stopped := tokens.after_stop(end, limit)) is None:
+                break  # the outline does not prove where the turn ends
+            mask[tokens.first_from(begin - start) : stopped] = True
+        else:
+            return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(Note(THOUGHTS, x) for x in thoughts))
     traced = _traced(prepared, text, render)
     notes = _left_out(prepared, traced)
     prompt = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
@@ -561,21 +570,6 @@ def _render(
         return tokenizer.apply_template(messages, add_generation_prompt, **template_kwargs)
     except (TemplateError, TypeError, ValueError) as error:  # a template may add a string to a list of parts
         raise UserError(f"the chat template of {tokenizer.name} refuses the conversation: {error}") from error
-
-
-def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> Rendered | None:
-    """The rendering of a conversation by the outline of its shape; None where that does not prove it."""
-    outline = tokens.tokenizer.outlines.get(key)
-    if outline is None or (proved := outline.bounds(messages, tokens.text)) is None:
-        return None
-    bounds, thoughts = proved
-    mask = np.zeros(len(tokens.ids), bool)
-    for k, start in outline.starts.items():
-        (begin, end), (limit, _) = bounds[k], (*bounds, (len(tokens.text), 0))[k + 1]
-        if (stopped := tokens.after_stop(end, limit)) is None:
-            return None
-        mask[tokens.first_from(begin - start) : stopped] = True
-    return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(Note(THOUGHTS, text) for text in thoughts))
 
 
 def _remember(tokenizer: Tokenizer, key: Hashable, outline: Outline | None) -> None:

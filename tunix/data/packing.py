@@ -139,6 +139,22 @@ def pack(
         routed = [np.full((len(x.tokens), *width), -1, np.int16) if x.experts is None else x.experts for x in sequences]
         experts = np.full((*tokens.shape, *width), -1, np.int16)
         experts.reshape(-1, *width)[tokens.target] = tokens.joined(routed)
+    # The rows' pictures, each row's in the order of the pieces, and their places.
+    packed_pictures = None
+    if pictures:
+        pixels = np.zeros((rows, pictures, *pictures_of[0].pixels.shape[1:]), np.uint8)
+        grids, used = np.zeros((rows, pictures, 2), np.int32), np.zeros(rows, np.int64)
+        places: list[np.ndarray] = []
+        for row, piece in zip(row_of, pictures_of, strict=True):
+            room, at = np.s_[row, used[row] : used[row] + piece.number], np.asarray(piece.places)
+            places.append(np.where(at > 0, at + np.prod(grids[row], axis=-1).sum(), 0))
+            pixels[room], grids[room] = piece.pixels, piece.grids
+            used[row] += piece.number
+        rope = None
+        if pictures_of[0].rope is not None:
+            every = np.concatenate([piece.rope for piece in pictures_of if piece.rope is not None])
+            rope = np.stack([tokens.in_rows(axis, np.int32) for axis in every.T], axis=-1)
+        packed_pictures = Pictures(pixels, grids, tokens.in_rows(np.concatenate(places), np.int32), rope)
     return Batch(
         tokens=tokens.in_rows(tokens.joined([sequence.tokens for sequence in sequences]), np.int32),
         positions=tokens.in_rows(tokens.position, np.int32),
@@ -154,33 +170,9 @@ def pack(
         },
         per_sequence=per_sequence,
         parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
-        pictures=_in_rows(pictures_of, tokens, row_of, (rows, pictures)) if pictures else None,
+        pictures=packed_pictures,
         experts=experts,
     )
-
-
-def _in_rows(pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int]) -> Pictures:
-    """The rows' pictures, each row's in the order of the pieces, and their places.
-
-    Args:
-        pictures: of each piece.
-        tokens: of all pieces.
-        row_of: `[pieces]` the row of each.
-        shape: (B, Pi), rows and pictures of a row.
-    """
-    pixels = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8)
-    grids, used = np.zeros((*shape, 2), np.int32), np.zeros(shape[0], np.int64)
-    places: list[np.ndarray] = []
-    for row, piece in zip(row_of, pictures, strict=True):
-        room, at = np.s_[row, used[row] : used[row] + piece.number], np.asarray(piece.places)
-        places.append(np.where(at > 0, at + np.prod(grids[row], axis=-1).sum(), 0))
-        pixels[room], grids[room] = piece.pixels, piece.grids
-        used[row] += piece.number
-    rope = None
-    if pictures[0].rope is not None:
-        every = np.concatenate([piece.rope for piece in pictures if piece.rope is not None])
-        rope = np.stack([tokens.in_rows(axis, np.int32) for axis in every.T], axis=-1)
-    return Pictures(pixels, grids, tokens.in_rows(np.concatenate(places), np.int32), rope)
 
 
 def waste(batch: Batch) -> float:

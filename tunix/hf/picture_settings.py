@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunix.data.picture_reader import AnyShapeReader, SquareReader
+from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import PICTURE_MARKERS
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
@@ -65,7 +65,6 @@ def with_reader(
     names = [tokenizer.hf.convert_ids_to_tokens(i) for i in ids]
     if wrong := [i for i, name in zip(ids, names, strict=True) if name is None or not tokenizer.is_added(i)]:
         raise UserError(f"data.pictures: {tokenizer.name} has no special token of id {wrong[0]}, which marks pictures")
-    begin, soft, end = map(str, names)
     if vision.any_shape:
         wanted = {"patch_size": (vision.patch,), "merge_size": (vision.pool,), "temporal_patch_size": (FRAMES,)}
         raw = {} if folder is None else _settings(folder, wanted)
@@ -73,27 +72,26 @@ def with_reader(
         least_pixels = raw.get("min_pixels") or size.get("shortest_edge") or LEAST_PIXELS
         most_pixels = raw.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS
         square = (vision.pool * vision.patch) ** 2
-        reader = AnyShapeReader(
-            begin,
-            soft,
-            end,
-            vision.soft_id,
-            vision.tokens,
-            vision.patch,
-            vision.pool,
-            most,
-            resample=int(raw.get("resample", BICUBIC)),
-            # Sides are rounded up where a picture is enlarged: this leaves room for it.
-            least_pixels=min(least_pixels, max(math.isqrt(vision.tokens) - 1, 1) ** 2 * square),
-            most_pixels=min(most_pixels, vision.tokens * square),
-        )
+        # Sides are rounded up where a picture is enlarged: this leaves room for it.
+        least_pixels = min(least_pixels, max(math.isqrt(vision.tokens) - 1, 1) ** 2 * square)
+        resample, pixel_range = BICUBIC, (least_pixels, min(most_pixels, vision.tokens * square))
     else:
         size = {"height": vision.side, "width": vision.side}
         raw = {} if folder is None else _settings(folder, {"size": (size,), "do_pan_and_scan": (None, False)})
-        resample = int(raw.get("resample", BILINEAR))
-        reader = SquareReader(
-            begin, soft, end, vision.soft_id, vision.tokens, vision.patch, vision.pool, most, resample
-        )
+        resample, pixel_range = BILINEAR, None
+    begin, soft, end = map(str, names)
+    reader = PictureReader(
+        begin=begin,
+        soft=soft,
+        end=end,
+        soft_id=vision.soft_id,
+        tokens=vision.tokens,
+        patch=vision.patch,
+        pool=vision.pool,
+        most=most,
+        resample=int(raw.get("resample", resample)),
+        pixel_range=pixel_range,
+    )
     return replace(decoder, vision=vision), tokenizer.seeing(reader)
 
 

@@ -168,10 +168,24 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
         taken = tuple(x.place for _, x, _ in parts if isinstance(x, Turns))
         kind = names, first.turned, taken
         if kind not in targets:
-            layout = table[names[0]].turned if first.turned else table[names[0]]
-            number = first.number if isinstance(first, Turns) else 1
-            wanted: dict[str, DType] = {name: dtypes[name] for name in names}
-            targets[kind] = _target_of(model, wanted, layout, len(place), mesh, taken, number)
+            name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
+            layout = replace((table[name].turned if first.turned else table[name]).single, name="")
+            turned = layout.is_transposed and _host_turns(mesh)
+            layout = layout.turned if turned else layout
+            shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
+            if isinstance(first, Turns):
+                layout, shape, axes = layout.in_turns(first.number), (first.number, *shape), (None, *axes)
+            kinds = [(stack, dtypes[parameter]) for parameter in names for stack in _stacks_of(model, parameter)]
+            targets[kind] = Target(
+                layout,
+                turned,
+                shape,
+                sharding(axes, shape, mesh),
+                tuple(sharding(model.axes[x], model.shapes[x], mesh) for x, _ in kinds),
+                tuple(jax.ShapeDtypeStruct(model.shapes[x], model.kinds.get(x, dtype)) for x, dtype in kinds),
+                model.rounding(name) if name in model.quantized else None,
+                taken,
+            )
         stacks = tuple(stack for name in names for stack in _stacks_of(model, name))
         reads.append(Read(stacks, first.whole if isinstance(first, Turns) else first, targets[kind], place))
     return reads
@@ -192,43 +206,6 @@ def _places(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> di
 def _stacks_of(model: Model, name: str) -> tuple[str, ...]:
     """The names of a parameter's arrays: with its scales, where it is quantized."""
     return (name, name + SCALE) if name in model.quantized else (name,)
-
-
-def _target_of(
-    model: Model,
-    wanted: Mapping[str, DType],
-    tensor: Tensor,
-    depth: int,
-    mesh: Mesh,
-    taken: tuple[int, ...],
-    number: int,
-) -> Target:
-    """What the tensors of one of our parameters become, or of several that take turns in them.
-
-    Args:
-        wanted: their names, and the dtypes of those that are not quantized. All are alike.
-        depth: how many of our axes number the tensors: layers, experts.
-        taken: which of those that take turns they are; empty where none do.
-        number: how many take turns.
-    """
-    name, *_ = wanted
-    shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
-    plain = replace(tensor.single, name="")
-    turned = plain.is_transposed and _host_turns(mesh)
-    read = plain.turned if turned else plain
-    if taken:
-        read, shape, axes = read.in_turns(number), (number, *shape), (None, *axes)
-    stacks = [(stack, dtype) for parameter, dtype in wanted.items() for stack in _stacks_of(model, parameter)]
-    return Target(
-        read,
-        turned,
-        shape,
-        sharding(axes, shape, mesh),
-        tuple(sharding(model.axes[stack], model.shapes[stack], mesh) for stack, _ in stacks),
-        tuple(jax.ShapeDtypeStruct(model.shapes[stack], model.kinds.get(stack, dtype)) for stack, dtype in stacks),
-        model.rounding(name) if name in model.quantized else None,
-        taken,
-    )
 
 
 def _host_turns(mesh: Mesh) -> bool:
