@@ -125,7 +125,7 @@ def test_settings_of_a_folder_decide_and_what_is_not_handled_is_refused(tmp_path
     text = file.read_text()
     file.write_text(text.replace("65536", "128").replace("16777216", "512"))
     found = with_reader(DECODER, TOKENIZER, tmp_path, 2)[1].pictures
-    assert (found.least_pixels, found.most_pixels) == (128, 512)
+    assert found.pixel_range == (128, 512)
     file.write_text(text.replace('"patch_size": 4', '"patch_size": 5'))
     with pytest.raises(UserError, match="patch_size = 5 is not supported; only 4 is"):
         with_reader(DECODER, TOKENIZER, tmp_path, 2)

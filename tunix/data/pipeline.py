@@ -15,7 +15,7 @@ the same stream where the policy samples the completions: any number of prompts 
 
 A piece is a separate sequence: its positions begin at 0, it sees nothing but itself, and its first token, which nothing
 in it predicts, is not trained. A piece in which nothing is trained is left out. Each batch starts a new row, and
-continues the text where the batch before it stopped. `Whole` is the case without cutting.
+continues the text where the batch before it stopped.
 
 Axes: T time.
 """
@@ -71,54 +71,35 @@ class Taken:
     """Whether nothing of the row is left."""
 
 
-class Whole:
-    """Takes every row uncut; the base class of `Cutter`."""
+class Cutter:
+    """Takes rows whole, or cuts them into pieces of at most `length` tokens; `wrapped` cuts where a row of the batch is
+    full."""
 
-    def new_batch(self) -> None:
-        """Called at the start of each batch."""
-
-    def has_target(self, example: Kept | Dropped) -> bool:
-        """Whether the rest of the row contains something to train on."""
-        return isinstance(example, Kept)
-
-    def take(self, example: Kept | Dropped) -> Taken:
-        """Takes the next piece of the row."""
-        return Taken(example if isinstance(example, Kept) else None, Accounting.of(example), True)
-
-    def get_state(self) -> dict[str, Any]:
-        """The position within the current row, as values that JSON can store."""
-        return {}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position that `get_state` returned."""
-
-
-class Cutter(Whole):
-    """Cuts rows into pieces of at most `length` tokens; `wrapped` cuts where a row of the batch is full."""
-
-    def __init__(self, length: int, wrapped: bool) -> None:
+    def __init__(self, length: int | None = None, wrapped: bool = False) -> None:
         """Starts at the beginning of a row and of a batch.
 
         Args:
-            length: T, e.g. 1024.
+            length: T, e.g. 1024; None takes every row uncut.
             wrapped: whether pieces fill the rows of the batch in order.
         """
         self._length, self._wrapped = length, wrapped
-        self._room = length
+        self._room = length or 0
         self._begin = self._pieces = 0
 
     def new_batch(self) -> None:
         """Starts the rows of a new batch; the text continues where it was cut."""
-        self._room = self._length
+        self._room = self._length or 0
 
     def has_target(self, example: Kept | Dropped) -> bool:
-        """Whether the rest of the row contains a trained token."""
-        return isinstance(example, Kept) and bool(example.sequences[0].loss_mask[self._begin + 1 :].any())
+        """Whether the rest of the row contains something to train on."""
+        if isinstance(example, Dropped) or self._length is None:
+            return isinstance(example, Kept)
+        return bool(example.sequences[0].loss_mask[self._begin + 1 :].any())
 
     def take(self, example: Kept | Dropped) -> Taken:
         """Takes the next piece of the row, or the whole rest where nothing of it is trained."""
-        if isinstance(example, Dropped):
-            return super().take(example)
+        if isinstance(example, Dropped) or self._length is None:
+            return Taken(example if isinstance(example, Kept) else None, Accounting.of(example), True)
         (whole,) = example.sequences
         total, begin = len(whole.tokens), self._begin
         if self._room < 2:  # no target fits after a first token
@@ -146,21 +127,21 @@ class Cutter(Whole):
         return Taken(replace(example, sequences=(cut,)) if trained else None, account, finished)
 
     def get_state(self) -> dict[str, Any]:
-        """How far the row has been cut, and into how many pieces."""
-        return {"begin": self._begin, "pieces": self._pieces}
+        """How far the row has been cut, and into how many pieces, as values that JSON can store."""
+        return {} if self._length is None else {"begin": self._begin, "pieces": self._pieces}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues within a row."""
-        self._begin, self._pieces = state["begin"], state["pieces"]
+        """Continues from a position that `get_state` returned."""
+        if self._length is not None:
+            self._begin, self._pieces = state["begin"], state["pieces"]
 
 
-def cutter(config: DataConfig, train_on: RowKind) -> Whole:
+def cutter(config: DataConfig, train_on: RowKind) -> Cutter:
     """The cutter for a recipe's rows; only texts and completions are cut."""
-    cuts = config.cuts and train_on.is_text
-    return Cutter(config.max_length, config.packing == "wrapped") if cuts else Whole()
+    return Cutter(config.max_length if config.cuts and train_on.is_text else None, config.packing == "wrapped")
 
 
-def grouped(examples: Iterable[Kept | Dropped], cut: Whole, size: int) -> Iterator[tuple[list[Kept], Accounting]]:
+def grouped(examples: Iterable[Kept | Dropped], cut: Cutter, size: int) -> Iterator[tuple[list[Kept], Accounting]]:
     """Batches of `size` sequences (the last may have fewer, or none) in the order of the examples, each with its
     accounting."""
     group: list[Kept] = []
