@@ -204,7 +204,7 @@ class Divided:
         """Ends a call that waits for other processes."""
         self._stopped.set()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forgets what was rendered; all processes do so together, wherever each of them was."""
         self._restart, self._window = next(self._restarts), -1
         self._stopped.clear()
@@ -295,17 +295,9 @@ class Groups(Generic[T]):
         made: Callable[[list[Kept], Accounting], T],
         divided: bool = False,
     ) -> None:
-        """Starts at the first place; nothing is read but the first row.
+        """Starts at the first place, with the arguments of `Batches`; nothing is read but the first row.
 
         Args:
-            rows: from `open_rows`.
-            tokenizer: None where rows are token ids.
-            config: the recipe's `data` section.
-            batch_size: kept rows of a group.
-            seed: seed of the order; each epoch has its own.
-            epochs: None continues without end.
-            train_on: see `Rendering`.
-            vocab_size: see `Rendering`.
             made: turns a group of kept rows, and the accounting up to there, into an item.
             divided: whether all processes of the run render rows together, and go through them in the same order.
         """
@@ -366,7 +358,7 @@ class Groups(Generic[T]):
         self._cut.set_state(state)
         self._example = None
         if self._divided is not None:
-            self._divided.begin_anew()
+            self._divided.restart()
 
     def stop(self) -> None:
         """Ends waiting for other processes: this stream is closed, or goes on elsewhere."""

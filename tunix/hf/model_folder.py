@@ -33,7 +33,7 @@ from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.packed_weights import VALUES, entries, hint, unpacked, with_blocks
+from tunix.hf.packed_weights import VALUES, experts_hint, packed_entries, with_mxfp4, with_quantized
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
 from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
@@ -221,7 +221,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         raise reward_model(folder)
     unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
     wanted = expected(config, {name: shape for name, shape in unscaled.items() if name in dtypes or not is_own(name)})
-    check_tensors(stored, wanted, folder, hint(family))
+    check_tensors(stored, wanted, folder, experts_hint(family))
     extra = [name for name in stored if name not in wanted]
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if not model.has_lm_head:  # a language model's head is not needed for scores
@@ -283,7 +283,7 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     named: dict[str, Stored] = {}
     vision = FAMILIES[family].vision if pictures else None
     prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
-    for key, tensor in unpacked(with_blocks(tensors_of_folder(folder))).items():
+    for key, tensor in with_quantized(with_mxfp4(tensors_of_folder(folder))).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named |= dict(split_experts(name, tensor, FAMILIES[family]))
@@ -450,7 +450,7 @@ def _entries(
             index = (*place, number) if tensor.by_expert else place
             if name in packed:
                 values, scales = sent_rounded(params[name], index, tensor.outputs_first, packed[name])
-                yield from entries(key.removesuffix(VALUES), packed[name], values, scales)
+                yield from packed_entries(key.removesuffix(VALUES), packed[name], values, scales)
             else:
                 send = partial(sent, params[name], index, tensor.write, written)
                 yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)

@@ -36,7 +36,9 @@ from tunix.models.quantization.schemes import BITS, WORDS, Packing, format_of
 VALUES, PACKED, SCALES, SHAPE = "weight", "weight_packed", "weight_scale", "weight_shape"
 
 
-def entries(module: str, packing: Packing, values: Callable[[], Sent], scales: Callable[[], Sent]) -> Iterator[Entry]:
+def packed_entries(
+    module: str, packing: Packing, values: Callable[[], Sent], scales: Callable[[], Sent]
+) -> Iterator[Entry]:
     """The tensors that a matrix is written as.
 
     Args:
@@ -52,7 +54,7 @@ def entries(module: str, packing: Packing, values: Callable[[], Sent], scales: C
 
         def send() -> Sent:
             arriving = values()
-            return lambda: words(arriving(), BITS[kind])
+            return lambda: pack_words(arriving(), BITS[kind])
 
         yield Entry(module + PACKED, packed, "I32", send)
         yield Entry(module + SHAPE, (2,), "I64", lambda: partial(np.array, packing.shape))
@@ -61,16 +63,16 @@ def entries(module: str, packing: Packing, values: Callable[[], Sent], scales: C
     yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", scales)
 
 
-def words(values: Int[np.ndarray, "O I"], bits: int) -> Int[np.ndarray, "O words"]:
-    """Packs signed numbers of a few bits into 32-bit words; `unfolded` is the inverse."""
+def pack_words(values: Int[np.ndarray, "O I"], bits: int) -> Int[np.ndarray, "O words"]:
+    """Packs signed numbers of a few bits into 32-bit words; `unpack_words` is the inverse."""
     each = 32 // bits
     raised = np.pad((values.astype(np.int64) + (1 << bits - 1)), ((0, 0), (0, -values.shape[1] % each)))
     lanes = raised.reshape(len(values), -1, each) << (np.arange(each) * bits)
     return lanes.sum(axis=2).astype(np.uint32).view(np.int32)
 
 
-def unfolded(packed: Int[np.ndarray, "O words"], inputs: int) -> Int[np.ndarray, "O I"]:
-    """Unpacks the signed numbers in 32-bit words; `words` is the inverse."""
+def unpack_words(packed: Int[np.ndarray, "O words"], inputs: int) -> Int[np.ndarray, "O I"]:
+    """Unpacks the signed numbers in 32-bit words; `pack_words` is the inverse."""
     bits = next(bits for bits in (4, 8) if -(-inputs * bits // 32) == packed.shape[1])
     lanes = packed.view(np.uint32)[:, :, None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
     lifted = (lanes & ((1 << bits) - 1)).astype(np.int32) - (1 << bits - 1)
@@ -78,7 +80,7 @@ def unfolded(packed: Int[np.ndarray, "O words"], inputs: int) -> Int[np.ndarray,
 
 
 @dataclass(frozen=True)
-class Rounded(Stored):
+class QuantizedMatrix(Stored):
     """A matrix that a file holds in few bits, and that is read as the float32 numbers it stands for."""
 
     values: Stored
@@ -95,13 +97,13 @@ class Rounded(Stored):
         stop = start + len(rows)
         values: Shaped[np.ndarray, "o i"] = self.values.read(start, stop)
         if self.packed:
-            values = unfolded(values, self.shape[1])
+            values = unpack_words(values, self.shape[1])
         scales = self.scales.read(start, stop).astype(np.float32)
         tiles = (len(values), scales.shape[1], -1)
         np.multiply(values.reshape(tiles), scales[:, :, None], out=rows.reshape(tiles), dtype=np.float32)
 
 
-def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_quantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """A folder's tensors, with each rounded matrix in place of its parts.
 
     Raises:
@@ -120,7 +122,7 @@ def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
                 f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
                 f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
             )
-        tensors[module + VALUES] = Rounded(held.file, held.key, shape, "F32", held.begin, held, scales, packed)
+        tensors[module + VALUES] = QuantizedMatrix(held.file, held.key, shape, "F32", held.begin, held, scales, packed)
     return tensors
 
 
@@ -165,7 +167,7 @@ def dequantized(
 
 
 @dataclass(frozen=True)
-class OfExpert(Stored):
+class Mxfp4Matrix(Stored):
     """The numbers of an expert in a tensor in MXFP4, `[rows columns]`."""
 
     blocks: Stored
@@ -185,20 +187,20 @@ class OfExpert(Stored):
 
 
 @dataclass(frozen=True)
-class OfAll(Stored):
+class Mxfp4Stack(Stored):
     """A tensor of all experts in MXFP4, `[experts columns rows]` as in transformers, taken apart before it is read."""
 
     blocks: Stored
     scales: Stored
 
-    def part(self, number: int) -> OfExpert:
+    def part(self, number: int) -> Mxfp4Matrix:
         """The numbers of one expert."""
         blocks, scales = self.blocks.part(number), self.scales.part(number)
         shape = self.shape[:0:-1]
-        return OfExpert(self.file, self.key, shape, "BF16", blocks.begin, blocks, scales, turned=True)
+        return Mxfp4Matrix(self.file, self.key, shape, "BF16", blocks.begin, blocks, scales, turned=True)
 
 
-def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """A folder's tensors, with each pair of blocks and scales in place of its parts.
 
     Raises:
@@ -218,7 +220,7 @@ def with_blocks(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             )
         number, rows, groups = scales.shape
         shape = (number, 32 * groups, rows)
-        tensors[name] = OfAll(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
+        tensors[name] = Mxfp4Stack(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
     return tensors
 
 
@@ -227,7 +229,7 @@ WHOLE = ("F32", "BF16")
 
 
 @dataclass(frozen=True)
-class Turns(Stored):
+class Interleaved(Stored):
     """A matrix, or a bias, whose outputs take turns in a file with those of others. Not read by itself: all of them are
     read together, each byte once, and taken apart where they belong (`tensor_transfer.py`)."""
 
@@ -249,7 +251,7 @@ def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[s
     Args:
         family: whose folder has it.
     """
-    if isinstance(tensor, Rounded):
+    if isinstance(tensor, QuantizedMatrix):
         # Rounded matrices have outputs before inputs in every family.
         return [(name, replace(tensor, turned=family.alternate and _of_an_expert(family, name) is not None))]
     end = next((end for end in family.stacked if name.endswith(end)), None)
@@ -268,7 +270,7 @@ def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[s
             if number == 1:
                 matrix = whole
             elif family.alternate:
-                matrix = Turns(
+                matrix = Interleaved(
                     whole.file, whole.key, shape, whole.dtype, begin, whole, place, number, turned=whole.turned
                 )
             else:
@@ -318,7 +320,7 @@ def _of_an_expert(family: FamilyText, name: str) -> re.Match[str] | None:
     return re.fullmatch(rf"(.*)\.(\d+)({ends})", name) if ends else None
 
 
-def hint(family: FamilyText) -> str:
+def experts_hint(family: FamilyText) -> str:
     """What an error about tensors of each expert adds where a folder may have one of all experts."""
     axes = "inputs, outputs" if family.alternate else "rows, columns"
     named = (

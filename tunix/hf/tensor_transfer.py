@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType
 from tunix.distributed.global_arrays import everywhere
-from tunix.hf.packed_weights import Turns
+from tunix.hf.packed_weights import Interleaved
 from tunix.hf.safetensors_io import WRITTEN, Sent, Stored
 from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
@@ -160,12 +160,12 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
     for name in (name for name in dtypes if not is_scale(name)):
         for key, place in _places(model.config, table[name], model.shapes[name]).items():
             tensor = stored[key]
-            whole = tensor.whole if isinstance(tensor, Turns) else (name, key)
+            whole = tensor.whole if isinstance(tensor, Interleaved) else (name, key)
             together.setdefault(whole, []).append((name, tensor, place))
     targets, reads = dict[Any, Target](), list[Read]()
     for parts in together.values():
         names, (_, first, place) = tuple(name for name, _, _ in parts), parts[0]
-        taken = tuple(x.place for _, x, _ in parts if isinstance(x, Turns))
+        taken = tuple(x.place for _, x, _ in parts if isinstance(x, Interleaved))
         kind = names, first.turned, taken
         if kind not in targets:
             name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
@@ -173,7 +173,7 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
             turned = layout.is_transposed and _host_turns(mesh)
             layout = layout.turned if turned else layout
             shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
-            if isinstance(first, Turns):
+            if isinstance(first, Interleaved):
                 layout, shape, axes = layout.in_turns(first.number), (first.number, *shape), (None, *axes)
             kinds = [(stack, dtypes[parameter]) for parameter in names for stack in _stacks_of(model, parameter)]
             targets[kind] = Target(
@@ -187,7 +187,7 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
                 taken,
             )
         stacks = tuple(stack for name in names for stack in _stacks_of(model, name))
-        reads.append(Read(stacks, first.whole if isinstance(first, Turns) else first, targets[kind], place))
+        reads.append(Read(stacks, first.whole if isinstance(first, Interleaved) else first, targets[kind], place))
     return reads
 
 
