@@ -350,8 +350,8 @@ def render_chat(
         if mask[turn.tokens].any() and not turn.stops:
             notes.append(Note(NO_STOP, tokenizer.decode(tokens.ids[turn.tokens])))
     # The characters within the tokens that are trained.
-    begins, ends = (np.bincount(x, minlength=len(text) + 1) for x in tokens.offsets[mask].T)
-    codes = traced.codes[np.cumsum(begins - ends)[: len(text)] > 0]
+    starts, stops = (np.bincount(x, minlength=len(text) + 1) for x in tokens.offsets[mask].T)
+    codes = traced.codes[np.cumsum(starts - stops)[: len(text)] > 0]
     for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
         if message not in trained:
             raise Refused(UNPROVED, f"message {message + 1} would be trained: an assistant's turn holds its text too")

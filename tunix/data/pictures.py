@@ -49,7 +49,26 @@ def opened(value: Any, number: int, folder: Path | None) -> Image:
     needed_pillow()
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    source, name = _source(value, number, folder)
+    name = f"picture {number}"
+    if isinstance(value, Mapping):
+        parts = [value[key] for key in ("bytes", "path") if value.get(key) is not None]
+        if not parts:
+            raise UserError(f"{name} is {value!r:.80}, without bytes and path")
+        value = parts[0]
+    if isinstance(value, bytes | bytearray):
+        source = io.BytesIO(value)
+    elif isinstance(value, str | Path):
+        if "://" in str(value) or str(value).startswith("data:"):
+            raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
+        source = Path(value).expanduser()
+        source = source if source.is_absolute() or folder is None else folder / source
+        if source.exists() and not source.is_file():  # a folder, or a pipe that nobody writes to
+            raise UserError(f"{name}, {source}, is no file")
+        name = f"{name}, {source},"
+    elif isinstance(value, Image.Image):
+        source = value
+    else:
+        raise UserError(f"{name} is {value!r:.80}, not a path, bytes or a PIL image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, with a remedy
@@ -66,29 +85,6 @@ def opened(value: Any, number: int, folder: Path | None) -> Image:
         raise UserError(f"{name} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow's decoders raise all of these
         raise UserError(f"{name} cannot be read ({error}): is the file whole?") from error
-
-
-def _source(value: Any, number: int, folder: Path | None) -> tuple[Any, str]:
-    """What Pillow opens, and its name in messages."""
-    name = f"picture {number}"
-    if isinstance(value, Mapping):
-        kept = [value[key] for key in ("bytes", "path") if value.get(key) is not None]
-        if not kept:
-            raise UserError(f"{name} is {value!r:.80}, without bytes and path")
-        value = kept[0]
-    if isinstance(value, bytes | bytearray):
-        return io.BytesIO(value), name
-    if isinstance(value, str | Path):
-        if "://" in str(value) or str(value).startswith("data:"):
-            raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
-        path = Path(value).expanduser()
-        path = path if path.is_absolute() or folder is None else folder / path
-        if path.exists() and not path.is_file():  # a folder, or a pipe that nobody writes to
-            raise UserError(f"{name}, {path}, is no file")
-        return path, f"{name}, {path},"
-    if hasattr(value, "convert") and hasattr(value, "width"):
-        return value, name
-    raise UserError(f"{name} is {value!r:.80}, not a path, bytes or a PIL image")
 
 
 def images_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:

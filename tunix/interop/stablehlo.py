@@ -16,7 +16,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -242,11 +241,11 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
         shutil.copyfile(SCRIPT, folder / "generate.py")
         copy_tokenizer(source, folder)
         write_generation_config(folder, (source,), ())
-
-        def host_array(name: str) -> np.ndarray:
-            return np.asarray(weights.pop(name))
-
-        arrays = {name: Deferred(x.shape, np.dtype(x.dtype), partial(host_array, name)) for name, x in weights.items()}
+        # Each leaves the devices' memory when its turn has come.
+        arrays = {
+            name: Deferred(x.shape, np.dtype(x.dtype), lambda name=name: np.asarray(weights.pop(name)))
+            for name, x in weights.items()
+        }
         write_arrays(folder / "weights", arrays)
     return f"python {out}/generate.py '[[1, 2, 3]]' --max-tokens 16"
 
