@@ -135,10 +135,13 @@ def pack(
     # The experts of all tokens, -1 where a sequence tells none.
     experts, known = None, next((sequence.experts for sequence in sequences if sequence.experts is not None), None)
     if known is not None:
-        width = known.shape[1:]
-        routed = [np.full((len(x.tokens), *width), -1, np.int16) if x.experts is None else x.experts for x in sequences]
-        experts = np.full((*tokens.shape, *width), -1, np.int16)
-        experts.reshape(-1, *width)[tokens.target] = tokens.joined(routed)
+        _, layers, chosen = known.shape
+        routed = [
+            np.full((len(x.tokens), layers, chosen), -1, np.int16) if x.experts is None else x.experts
+            for x in sequences
+        ]
+        experts = np.full((*tokens.shape, layers, chosen), -1, np.int16)
+        experts.reshape(-1, layers, chosen)[tokens.target] = tokens.joined(routed)
     # The rows' pictures, each row's in the order of the pieces, and their places.
     packed_pictures = None
     if pictures:

@@ -25,7 +25,7 @@ from tunix.errors import UserError
 from tunix.types import Pictures
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 
 def within(pictures: Pictures, begin: int, end: int) -> Pictures:
@@ -137,39 +137,31 @@ class PictureReader:
         grids = np.zeros((len(values), 2), np.int32)
         for number, value in enumerate(values):
             image, name = opened(value, number + 1, folder), f"picture {number + 1}"
-            patches, grids[number] = self._square(image) if self.pixel_range is None else self._shaped(image, name)
-            pixels[number, : len(patches)] = patches
+            if self.pixel_range is None:
+                side, grids[number] = math.isqrt(self.tokens) * self.pool, math.isqrt(self.tokens)
+                processor = _square_processor(side * self.patch, self.resample)
+                made = processor(image, do_rescale=False, do_normalize=False)
+                square = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
+                cut = square.reshape(side, self.patch, side, self.patch, 3).transpose(0, 2, 1, 3, 4)
+                pixels[number, : side**2] = cut.reshape(side**2, self.patch, self.patch, 3)  # row by row
+                continue
+            least, most = self.pixel_range
+            processor = _shape_processor(least, most, self.patch, self.pool, self.resample)
+            try:
+                made = processor(image, do_rescale=False, do_normalize=False)
+            except ValueError as error:  # of a strip
+                raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
+            _, *patches = made["image_grid_thw"][0].tolist()
+            rows, columns = grids[number] = [size // self.pool for size in patches]
+            if rows * columns > self.tokens:
+                raise UserError(
+                    f"{name}, {image.width} x {image.height} pixels, has {rows * columns} tokens, more than "
+                    f"data.picture_tokens {self.tokens}: raise that, or crop it"
+                )
+            # Colours, two equal frames, rows and columns of each patch; square by square as soft tokens have them.
+            cut = np.asarray(made["pixel_values"]).reshape(-1, 3, 2, self.patch, self.patch)
+            pixels[number, : len(cut)] = cut[:, :, 0].transpose(0, 2, 3, 1).astype(np.uint8)
         return pixels, grids
-
-    def _square(self, image: Image) -> tuple[np.ndarray, tuple[int, int]]:
-        """A picture's patches `[Pp Pr Pc Rb]`, row by row, and rows and columns of its soft tokens, which all share."""
-        side = math.isqrt(self.tokens)
-        number = side * self.pool
-        processor = _square_processor(number * self.patch, self.resample)
-        made = processor(image, do_rescale=False, do_normalize=False)
-        pixels = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
-        cut = pixels.reshape(number, self.patch, number, self.patch, 3).transpose(0, 2, 1, 3, 4)
-        return cut.reshape(number**2, self.patch, self.patch, 3), (side, side)
-
-    def _shaped(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
-        """A picture's patches `[Pp Pr Pc Rb]`, square by square as soft tokens have them, and its grid."""
-        assert self.pixel_range is not None
-        least, most = self.pixel_range
-        processor = _shape_processor(least, most, self.patch, self.pool, self.resample)
-        try:
-            made = processor(image, do_rescale=False, do_normalize=False)
-        except ValueError as error:  # of a strip
-            raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
-        _, *patches = made["image_grid_thw"][0].tolist()
-        rows, columns = (number // self.pool for number in patches)
-        if rows * columns > self.tokens:
-            raise UserError(
-                f"{name}, {image.width} x {image.height} pixels, has {rows * columns} tokens, more than "
-                f"data.picture_tokens {self.tokens}: raise that, or crop it"
-            )
-        # Colours, two equal frames, rows and columns of each patch.
-        cut = np.asarray(made["pixel_values"]).reshape(-1, 3, 2, self.patch, self.patch)
-        return cut[:, :, 0].transpose(0, 2, 3, 1).astype(np.uint8), (rows, columns)
 
     def pictures(self, ids: np.ndarray, pixels: np.ndarray) -> Pictures:
         """The pictures of a sequence of the row at hand, and the places of their tokens.

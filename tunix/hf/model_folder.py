@@ -33,7 +33,7 @@ from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.packed_weights import VALUES, experts_hint, packed_entries, with_mxfp4, with_quantized
+from tunix.hf.packed_weights import VALUES, packed_entries, with_mxfp4, with_quantized
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
 from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
@@ -221,7 +221,15 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         raise reward_model(folder)
     unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
     wanted = expected(config, {name: shape for name, shape in unscaled.items() if name in dtypes or not is_own(name)})
-    check_tensors(stored, wanted, folder, experts_hint(family))
+    axes = "inputs, outputs" if family.alternate else "rows, columns"
+    # A folder may have one tensor of all experts in place of one for each.
+    stacks = (
+        f"one that ends in {end} [experts, {axes}] holds {' and '.join(parts)}"
+        for end, parts in family.stacked.items()
+        if not end.endswith("_bias")
+    )
+    hint = f"Of all experts of a layer {', '.join(stacks)}." if family.stacked else ""
+    check_tensors(stored, wanted, folder, hint)
     extra = [name for name in stored if name not in wanted]
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if not model.has_lm_head:  # a language model's head is not needed for scores

@@ -318,14 +318,3 @@ def _of_an_expert(family: FamilyText, name: str) -> re.Match[str] | None:
     """The parts of an expert's name: what is before its number, the number, and which of its matrices or biases."""
     ends = "|".join(re.escape(part) for parts in family.stacked.values() for part in parts)
     return re.fullmatch(rf"(.*)\.(\d+)({ends})", name) if ends else None
-
-
-def experts_hint(family: FamilyText) -> str:
-    """What an error about tensors of each expert adds where a folder may have one of all experts."""
-    axes = "inputs, outputs" if family.alternate else "rows, columns"
-    named = (
-        f"one that ends in {end} [experts, {axes}] holds {' and '.join(parts)}"
-        for end, parts in family.stacked.items()
-        if not end.endswith("_bias")
-    )
-    return f"Of all experts of a layer {', '.join(named)}." if family.stacked else ""

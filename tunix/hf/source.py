@@ -114,7 +114,7 @@ def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> Non
         UserError: an id stands for another token there; the message names the first such id.
     """
     their_tokens, our_tokens = ({i: token for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
-    every = range(max(*their_tokens, *our_tokens) + 1)
+    every = range(max(their_tokens.keys() | our_tokens.keys()) + 1)
     wrong = next((i for i in every if their_tokens.get(i) != our_tokens.get(i)), None)
     if wrong is not None:
         their_token, our_token = (
