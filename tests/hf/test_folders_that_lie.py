@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.hf.model_folder import expected
-from tunix.hf.peft_adapter import load_adapter
+from tunix.hf.peft_folder import load_adapter
 from tunix.hf.source import pretrained, read_folder
 from tunix.models.families.table import SIZE_NAMES, small, to_hf, with_sizes
 from tunix.models.model import Model

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import one_device
 from tests.tiny_runs import EVAL, metrics, model_folder, train, write_recipe
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import FILE, fingerprint
+from tunix.hf.peft_folder import FILE, fingerprint
 from tunix.hf.source import adapter_weights, pretrained, settled
 from tunix.models.families.table import read_config
 from tunix.models.model import Model

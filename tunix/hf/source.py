@@ -26,7 +26,6 @@ from tunix.data.config import DataConfig
 from tunix.data.sources import Rows, texts
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
 from tunix.hf.model_folder import (
     LAYER,
     TOKENIZER_CONFIG,
@@ -37,8 +36,7 @@ from tunix.hf.model_folder import (
     reward_model,
     write_generation_config,
 )
-from tunix.hf.peft_adapter import HEAD, load_adapter
-from tunix.hf.peft_config import CONFIG, described
+from tunix.hf.peft_folder import CONFIG, HEAD, described, foreign_base, load_adapter, named_base, rounding_of
 from tunix.hf.picture_settings import with_reader
 from tunix.hf.run_export import exported
 from tunix.hf.safetensors_io import check_tensors, some

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
 from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import fingerprint
+from tunix.hf.peft_folder import fingerprint
 from tunix.hf.source import Source, adapted, adapter_weights, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
