@@ -33,7 +33,14 @@ from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.packed_weights import VALUES, packed_entries, with_mxfp4, with_quantized
+from tunix.hf.packed_weights import (
+    VALUES,
+    packed_entries,
+    split_experts,
+    stack_experts,
+    with_mxfp4,
+    with_quantized,
+)
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
 from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
