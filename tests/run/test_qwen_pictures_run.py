@@ -29,7 +29,7 @@ from tests.tiny_runs import losses, metrics, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
-from tunix.data.picture_reader import within
+from tunix.data.seen import within
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
 from tunix.hf.picture_settings import with_reader, write_settings

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tunix.data.picture_reader import followed
+from tunix.data.seen import followed
 from tunix.data.types import Prompt
 from tunix.rollout.rewards.base import Score
 from tunix.types import Completion, Sequence

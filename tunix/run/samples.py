@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.picture_reader import within
+from tunix.data.seen import within
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.protocols import Client
