@@ -22,10 +22,10 @@ from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
+from tunix.data.packing import as_scored
 from tunix.data.pipeline import prompt_of
 from tunix.data.shapes import rendering
 from tunix.data.sources import Rows
-from tunix.data.types import as_scored
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel
 from tunix.mesh import row_shards

@@ -11,11 +11,13 @@ and their common beginning is a piece of its own, the parent of theirs.
 
 A branch repeats the last token that both share: its state predicts the first token that differs.
 
+A sequence for a model with a scalar head has one extra position after its last token, where the score is read.
+
 Axes: B rows, T time, S sequences.
 """
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -359,3 +361,19 @@ def _evenly(
     seen, most = pictures
     crowded = bool(most) and np.bincount(row_of, seen, minlength=rows).max() > most
     return None if crowded or filled.max() > max_length else (row_of, start_of, segment_of)
+
+
+def with_spare(tokens: np.ndarray) -> Sequence:
+    """`[T + 1]` tokens with a placeholder at the end, for the state after the last one: it is trained, never read."""
+    longer = np.append(tokens, 0).astype(np.int32)
+    return Sequence(longer, np.arange(len(longer)) == len(tokens))
+
+
+def as_scored(sequence: Sequence) -> Sequence:
+    """A given sequence up to its last trained token, followed by the placeholder where its score is read.
+
+    What a template writes after the stop token is cut off: a sampled completion, which is scored as it was sampled,
+    does not have it either.
+    """
+    end = int(np.flatnonzero(sequence.loss_mask)[-1]) + 1
+    return replace(with_spare(sequence.tokens[:end]), weight=sequence.weight, per_sequence=sequence.per_sequence)

@@ -1,11 +1,10 @@
-"""The records that leave the data pipeline: packed batches of given sequences, and prompts to sample completions for;
-and sequences for a model with a scalar head, whose score is read at one extra position after the last token.
+"""The records that leave the data pipeline: packed batches of given sequences, and prompts to sample completions for.
 
 Axes: T time.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,19 +37,3 @@ class Prompt:
     """The row's columns under our names, which rewards and environments read."""
     pictures: Pictures | None = None
     """Its pictures, e.g. one of 256 soft tokens; None where the model sees none."""
-
-
-def with_spare(tokens: np.ndarray) -> Sequence:
-    """`[T + 1]` tokens with a placeholder at the end, for the state after the last one: it is trained, never read."""
-    longer = np.append(tokens, 0).astype(np.int32)
-    return Sequence(longer, np.arange(len(longer)) == len(tokens))
-
-
-def as_scored(sequence: Sequence) -> Sequence:
-    """A given sequence up to its last trained token, followed by the placeholder where its score is read.
-
-    What a template writes after the stop token is cut off: a sampled completion, which is scored as it was sampled,
-    does not have it either.
-    """
-    end = int(np.flatnonzero(sequence.loss_mask)[-1]) + 1
-    return replace(with_spare(sequence.tokens[:end]), weight=sequence.weight, per_sequence=sequence.per_sequence)

@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.data.config import DataConfig
+from tunix.data.packing import with_spare
 from tunix.data.rendered import asked, render_completion
 from tunix.data.shapes import Rendering, as_messages
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Prompt, with_spare
+from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained
 from tunix.models.model import Params
