@@ -13,8 +13,8 @@ from tests.data.test_pictures import MARK, TEXT, chat, image
 from tunix.config import RowKind
 from tunix.data.accounting import Kept
 from tunix.data.config import DataConfig
-from tunix.data.divided import _read, _tried
 from tunix.data.examples import to_example
+from tunix.data.pipeline import row_json, row_of_json
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -110,7 +110,7 @@ def test_rows_that_another_process_rendered_have_their_pictures():
     example = to_example(
         {"messages": chat(MARK, TEXT), "images": [image()]}, TOKENIZER, Rendering("messages", max_length=200)
     )
-    (one,), (other,) = example.sequences, _read(_tried(lambda place: example, 0)).sequences
+    (one,), (other,) = example.sequences, row_of_json(row_json(lambda place: example, 0)).sequences
     for name, value in vars(one.pictures).items():
         np.testing.assert_array_equal(value, getattr(other.pictures, name), err_msg=name)
 
@@ -125,7 +125,7 @@ def test_settings_of_a_folder_decide_and_what_is_not_handled_is_refused(tmp_path
     text = file.read_text()
     file.write_text(text.replace("65536", "128").replace("16777216", "512"))
     found = with_reader(DECODER, TOKENIZER, tmp_path, 2)[1].pictures
-    assert (found.least_pixels, found.most_pixels) == (128, 512)
+    assert found.pixel_range == (128, 512)
     file.write_text(text.replace('"patch_size": 4', '"patch_size": 5'))
     with pytest.raises(UserError, match="patch_size = 5 is not supported; only 4 is"):
         with_reader(DECODER, TOKENIZER, tmp_path, 2)

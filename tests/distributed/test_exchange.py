@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.pretended import pretended
 from tunix.data.accounting import Dropped, Kept
-from tunix.data.divided import SHARE, Divided
+from tunix.data.pipeline import SHARE, Divided
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
@@ -179,7 +179,7 @@ def test_rows_are_rendered_once_and_all_have_all(monkeypatch: pytest.MonkeyPatch
 
         rows = Divided(render, 100, "rows")
         found = [rows(place) for place in range(100) if place != 40]
-        rows.begin_anew()
+        rows.restart()
         with pytest.raises(UserError, match="row 41 is no example"):
             rows(40)
         return found
@@ -209,7 +209,7 @@ def test_one_that_waits_for_rows_can_be_stopped_and_go_on_elsewhere(monkeypatch:
             with pytest.raises(processes.Stopped):
                 rows(window)
         waiting.wait(30)
-        rows.begin_anew()
+        rows.restart()
         time.sleep(0.3 * index)
         return rows(to * window)
 

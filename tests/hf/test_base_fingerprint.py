@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_runs import lines, model_folder, train, write_recipe
 from tunix.cli import main
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import FILE, distance, fingerprint, foreign_base
+from tunix.hf.peft_folder import FILE, distance, fingerprint, foreign_base
 from tunix.models.families.table import read_config
 
 

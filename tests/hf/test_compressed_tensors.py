@@ -20,8 +20,8 @@ from tests.tiny_runs import lines, losses, model_folder, train, write_recipe, wr
 from tests.trainers import trainer
 from tunix.cli import main
 from tunix.errors import UserError
-from tunix.hf.compressed_tensors import unfolded, words
 from tunix.hf.model_folder import save_folder
+from tunix.hf.packed_weights import pack_words, unpack_words
 from tunix.hf.source import loaded, pretrained
 from tunix.models.on_grid import rounded
 from tunix.models.quantization.fake_quant import simulated
@@ -45,8 +45,8 @@ def rules(*listed: dict) -> Rules:
 def test_words_by_hand():
     # Raised by 8: 0, 8, 15, 9, 8, 8, 8, 8 from the lowest four bits on; the second word holds -1 + 8, and nothing.
     row = np.array([[-8, 0, 7, 1, 0, 0, 0, 0, -1]])
-    np.testing.assert_array_equal(words(row, 4).view(np.uint32), [[0x88889F80, 0x7]])
-    np.testing.assert_array_equal(words(np.array([[-128, 127, 0, -1]]), 8).view(np.uint32), [[0x7F80FF00]])
+    np.testing.assert_array_equal(pack_words(row, 4).view(np.uint32), [[0x88889F80, 0x7]])
+    np.testing.assert_array_equal(pack_words(np.array([[-128, 127, 0, -1]]), 8).view(np.uint32), [[0x7F80FF00]])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -54,9 +54,9 @@ def test_words_by_hand():
 def test_words_are_those_of_compressed_tensors(bits, inputs):
     half = 1 << bits - 1
     values = np.random.default_rng(0).integers(-half, half, (5, inputs)).astype(np.int8)
-    packed = words(values, bits)
+    packed = pack_words(values, bits)
     np.testing.assert_array_equal(packed, pack_to_int32(torch.from_numpy(values), bits).numpy())
-    np.testing.assert_array_equal(unfolded(packed, inputs), values)
+    np.testing.assert_array_equal(unpack_words(packed, inputs), values)
     theirs = unpack_from_int32(torch.from_numpy(packed), bits, torch.Size(values.shape))
     np.testing.assert_array_equal(theirs.numpy(), values)
 

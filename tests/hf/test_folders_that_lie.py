@@ -20,10 +20,9 @@ from safetensors.numpy import load_file, save_file
 
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
-from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import expected
-from tunix.hf.peft_adapter import load_adapter
-from tunix.hf.source import pretrained
+from tunix.hf.peft_folder import load_adapter
+from tunix.hf.source import pretrained, read_folder
 from tunix.models.families.table import SIZE_NAMES, small, to_hf, with_sizes
 from tunix.models.model import Model
 from tunix.recipe.recipe import Recipe

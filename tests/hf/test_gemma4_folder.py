@@ -16,8 +16,8 @@ from tests.hf.test_model_folder import rewrite
 from tests.tiny_models import CASES, load, loss_and_gradients, our_logits, randomise, rows_of
 from tunix.cli import main
 from tunix.errors import UserError
-from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import save_folder
+from tunix.hf.source import read_folder
 from tunix.models.config import GlobalHeads, Rope
 from tunix.models.families.table import FAMILIES, from_hf, preset, small, to_hf, with_sizes
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.hf.test_model_folder import rewrite
-from tests.hf.test_tensor_loading import assert_read_once, mesh_of
+from tests.hf.test_tensor_transfer import assert_read_once, mesh_of
 from tests.marks import slow
 from tests.tiny_models import CASES, Case, load, one_device, our_logits, reference_folder, rows_of, tokens
 from tests.tiny_runs import VOCAB, losses, train, write_recipe
@@ -25,10 +25,10 @@ from tunix.commands.quantize import read_words
 from tunix.config import DType
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
-from tunix.hf import tensor_loading
-from tunix.hf.checked_config import read_folder
+from tunix.hf import tensor_transfer
 from tunix.hf.model_folder import load_params, save_folder
-from tunix.hf.mxfp4 import dequantized
+from tunix.hf.packed_weights import dequantized
+from tunix.hf.source import read_folder
 from tunix.models.families.table import from_hf, preset, to_hf
 from tunix.models.model import Model
 from tunix.models.on_grid import rounded
@@ -116,7 +116,7 @@ def test_gate_and_up_are_read_together_where_a_base_is_rounded(sizes, host, both
     model = Model(config, dtype="bfloat16", quantization=how)
     dtypes: dict[str, DType] = dict.fromkeys(model.shapes, "bfloat16")
     expected = load_params(model, both[1], dtypes, one_device())
-    monkeypatch.setattr(tensor_loading, "_host_turns", lambda mesh: host)
+    monkeypatch.setattr(tensor_transfer, "_host_turns", lambda mesh: host)
     for folder in both:
         ranges.clear()
         found = load_params(model, folder, dtypes, mesh_of(sizes))

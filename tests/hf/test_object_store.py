@@ -10,15 +10,14 @@ from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
-from tests.hf.test_tensor_loading import data_of
+from tests.hf.test_tensor_transfer import data_of
 from tests.marks import slow
 from tests.tiny_models import CASES, load, reference_folder
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
-from tunix.hf import remote_folder
+from tunix.hf import safetensors_io
 from tunix.hf.model_folder import resolve_folder, save_folder
-from tunix.hf.remote_folder import local_copy
-from tunix.hf.safetensors_io import tensors_of_folder
+from tunix.hf.safetensors_io import local_copy, tensors_of_folder
 from tunix.hf.source import pretrained
 from tunix.recipe.recipe import Recipe
 from tunix.util.object_store import url_of
@@ -57,7 +56,7 @@ def bucket(monkeypatch, tmp_path) -> Bucket:
     store.store.clear()
     store.pseudo_dirs[:] = [""]
     monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", lambda self, path: store)
-    monkeypatch.setattr(remote_folder, "COPIES", tmp_path / "copies")
+    monkeypatch.setattr(safetensors_io, "COPIES", tmp_path / "copies")
     return store
 
 

@@ -19,8 +19,7 @@ from tunix.data.chat import turn_end
 from tunix.data.config import DataConfig
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
-from tunix.hf.generation_config import write_generation_config
-from tunix.hf.model_folder import load_params, save_folder
+from tunix.hf.model_folder import load_params, save_folder, write_generation_config
 from tunix.hf.source import of_recipe, pretrained, with_stops
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.mesh import build_mesh

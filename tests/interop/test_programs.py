@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_models import CASES, load, one_device, our_logits, reference_folder, rows_of
-from tunix.interop.programs import Programs, Shapes, flat, unflat
+from tunix.interop.stablehlo import Programs, Shapes, flat, unflat
 from tunix.models.kv_cache import unstack
 from tunix.util.exact import jit
 

@@ -18,8 +18,7 @@ from tests.tiny_models import CASES, EACH, HEAVY, reference_folder
 from tests.tiny_runs import model_folder
 from tunix.errors import UserError
 from tunix.interop import stablehlo, standalone
-from tunix.interop.programs import Shapes
-from tunix.interop.stablehlo import export_stablehlo
+from tunix.interop.stablehlo import Shapes, export_stablehlo
 
 SHAPES = Shapes(batch=3, prompt=64, length=96)
 PROMPTS = [[5, 6, 7, 8, 9, 3, 4], [11, 4, 30] * 20, [1]]

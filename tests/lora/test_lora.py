@@ -17,8 +17,7 @@ from tests.marks import slow
 from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder, reference_model, rows_of, tokens
 from tests.trainers import PLAIN
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import foreign_base
-from tunix.hf.peft_adapter import load_adapter, save_adapter
+from tunix.hf.peft_folder import foreign_base, load_adapter, save_adapter
 from tunix.lora.adapt import adapt, merge, started, unmerge
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import read_config

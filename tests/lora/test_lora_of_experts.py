@@ -25,7 +25,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
-from tunix.hf.peft_adapter import _parts
+from tunix.hf.peft_folder import _parts
 from tunix.lora.adapt import adapt, merge_rounded, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import Mixture

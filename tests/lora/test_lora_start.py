@@ -11,7 +11,7 @@ from tests.trainers import PLAIN, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.data.packing import pack
-from tunix.hf.peft_adapter import load_adapter
+from tunix.hf.peft_folder import load_adapter
 from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.model import Model

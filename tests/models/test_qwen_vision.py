@@ -21,8 +21,8 @@ from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.data.seen import followed, rope_positions
 from tunix.errors import UserError
-from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
+from tunix.hf.source import read_folder
 from tunix.models.families.table import from_hf
 from tunix.models.model import Model, Params
 from tunix.trainer.microbatches import Microbatcher

@@ -22,8 +22,8 @@ from tests.tiny_models import GEMMA3_ROPE, SIZES, TYPES, one_device, randomise
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
-from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
+from tunix.hf.source import read_folder
 from tunix.mesh import build_mesh
 from tunix.models.attention.attend import described, implementation, spec_of
 from tunix.models.attention.inputs import Segments

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import one_device
 from tests.tiny_runs import EVAL, metrics, model_folder, train, write_recipe
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import FILE, fingerprint
-from tunix.hf.given_adapter import given_weights, settled
-from tunix.hf.source import pretrained
+from tunix.hf.peft_folder import FILE, fingerprint
+from tunix.hf.source import adapter_weights, pretrained, settled
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 from tunix.recipe.recipe import Recipe
@@ -165,7 +164,7 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     save_file({name: x for name, x in tensors.items() if "layers.1.mlp.down_proj.lora_A" not in name}, weights)
     adapter = resolved({})[0].adapter
     with pytest.raises(UserError, match=r"1 tensor\(s\).*missing.*layers\.1\.mlp\.down_proj\.lora_A"):
-        given_weights(adapter, Model(read_config(base)), {}, "float32", one_device())
+        adapter_weights(adapter, Model(read_config(base)), {}, "float32", one_device())
     config = folder / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "peft_type": "LOHA"}))
     with pytest.raises(UserError, match=r"peft_type = 'LOHA' is not supported; only LORA is"):

@@ -19,9 +19,9 @@ from tests.tiny_models import randomise
 from tests.tiny_runs import files, losses, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
-from tunix.hf.checked_config import read_folder
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import tensors_of_folder
+from tunix.hf.source import read_folder
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (30, 40, 220)}
 CHANGES: dict[str, Any] = {

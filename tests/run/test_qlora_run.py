@@ -17,7 +17,7 @@ from tests.tiny_rl import write_policy
 from tests.tiny_runs import lines, losses, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.config import ModelConfig
-from tunix.hf.base_fingerprint import FILE
+from tunix.hf.peft_folder import FILE
 from tunix.hf.source import adapted, pretrained, weights
 from tunix.lora.config import AdapterConfig
 

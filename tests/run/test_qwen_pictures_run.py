@@ -32,9 +32,9 @@ from tunix.data.examples import to_example
 from tunix.data.seen import within
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
-from tunix.hf.checked_config import read_folder
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.hf.safetensors_io import tensors_of_folder
+from tunix.hf.source import read_folder
 from tunix.types import Sequence
 
 CHANGES: dict[str, Any] = {**GEMMA, "data.picture_tokens": 8}

@@ -17,9 +17,8 @@ from tests.tiny_runs import model_folder
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf import safetensors_io
-from tunix.hf.classifier_folder import Padding, padding
-from tunix.hf.model_folder import has_score, load_params, save_folder
-from tunix.hf.peft_adapter import load_adapter, save_adapter
+from tunix.hf.model_folder import Padding, has_score, load_params, padding, save_folder
+from tunix.hf.peft_folder import load_adapter, save_adapter
 from tunix.hf.source import loaded, pretrained, require_lm_head, weights
 from tunix.lora.adapt import adapt
 from tunix.lora.config import AdapterConfig

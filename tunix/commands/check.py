@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix.config import RowKind
-from tunix.data.columns import column
 from tunix.data.pictures import needed_pillow
-from tunix.data.shapes import SHAPES, rendering
+from tunix.data.shapes import SHAPES, column, rendering
 from tunix.data.sources import Rows, open_rows
 from tunix.data.templates import template_text
 from tunix.errors import UserError

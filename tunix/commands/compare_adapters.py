@@ -18,7 +18,7 @@ from tunix.commands.generate import line, open_questions
 from tunix.commands.progress import Bar
 from tunix.commands.rejection_sampling import Question
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import foreign_base, rounding_of
+from tunix.hf.peft_folder import foreign_base, rounding_of
 from tunix.hf.source import as_rounded, beside
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.lora.multi_lora import LoadedAdapter

@@ -89,8 +89,7 @@ def _maxtext(given: Mapping[str, Any]) -> Callable[[Path, Path], str]:
 
 
 def _stablehlo(given: Mapping[str, Any]) -> Callable[[Path, Path], str]:
-    from tunix.interop.programs import Shapes
-    from tunix.interop.stablehlo import export_stablehlo
+    from tunix.interop.stablehlo import Shapes, export_stablehlo
 
     sizes = {"batch": 1, "prompt_length": 512, "length": 1024, **given}
     return partial(export_stablehlo, shapes=Shapes(sizes["batch"], sizes["prompt_length"], sizes["length"]))

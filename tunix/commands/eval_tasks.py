@@ -22,8 +22,8 @@ from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
+from tunix.data.packing import as_scored
 from tunix.data.pipeline import prompt_of
-from tunix.data.scored import as_scored
 from tunix.data.shapes import rendering
 from tunix.data.sources import Rows
 from tunix.errors import UserError

@@ -19,10 +19,9 @@ from rich.text import Text
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
-from tunix.data.cutting import Whole, cutter, grouped
 from tunix.data.examples import to_example
 from tunix.data.packing import waste
-from tunix.data.pipeline import Layout
+from tunix.data.pipeline import Cutter, Layout, cutter, grouped
 from tunix.data.shapes import Rendering, rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
@@ -98,7 +97,7 @@ def _examples(rows: Rows, tokenizer: Tokenizer | None, settings: Rendering) -> I
         yield to_example(rows[index], tokenizer, settings, where, rows.folder)
 
 
-def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[list[Kept | Dropped]]:
+def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[list[Kept | Dropped]]:
     """Yields the pieces that each row is cut into, in batches of file order; a dropped row as it is."""
     given = 0
     cut.new_batch()
@@ -106,7 +105,7 @@ def _pieces(examples: list[Kept | Dropped], cut: Whole, size: int) -> Iterator[l
         parts: list[Kept | Dropped] = []
         finished = False
         while not finished:
-            if given and given % size == 0 and cut.gives(example):
+            if given and given % size == 0 and cut.has_target(example):
                 cut.new_batch()
             taken = cut.take(example)
             finished = taken.finished
@@ -212,7 +211,7 @@ class _Totals:
     """Number of positions in a packed row."""
 
 
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, packed: Layout | None, cut: Whole) -> _Totals:
+def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, packed: Layout | None, cut: Cutter) -> _Totals:
     """Counts the examples, packed by batch as in a run; prompts alone are not packed."""
     totals = _Totals(row_length=packed.length(recipe.data) if packed else 0)
     for group, account in grouped(examples, cut, recipe.batch_size):

@@ -1,14 +1,23 @@
-"""Renders a conversation as tokens and a mask of trained tokens, using the tokenizer's own chat template only.
+r"""Renders a conversation as tokens and a mask of trained tokens, using the tokenizer's own chat template only.
 
 The template renders the whole conversation once, and that text is tokenized once, so the tokens are those of
-`apply_chat_template` by construction. `traced.py` proves which letters of the text are whose, and `turns.py` where the
-assistant's turns begin and end beside them: no marker is searched for. Where a template has `{% generation %}` marks,
-they decide.
+`apply_chat_template` by construction. `traced.py` proves which letters of the text are whose; `Turns` finds where the
+assistant's turns begin and end beside them, in characters and then in tokens. Where a template has `{% generation %}`
+marks, they decide.
+
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n
+                      ^^ message 0                           ^^^^^^ message 1
+
+A turn starts where the prompt that inference would send ends, and ends with its stop token. Both are the template's own
+text, compared with what it writes where the conversation ends there, between two letters whose messages are proved.
+Nothing is searched in the text, and no turn reaches a letter of another message.
 
 What the template leaves out of a row is named by a rule (`Note`), or the row is refused (`Refused`).
 
 Axes: T time.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -32,8 +41,230 @@ from tunix.data.accounting import (
 from tunix.data.templates import MARKERS, template_text
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.traced import REASONING, Message, Outline, Render, Traced, trace
-from tunix.data.turns import Tokens, Turns
 from tunix.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text as tokens."""
+
+    text: str
+    """What was tokenized."""
+    ids: list[int]
+    """T ids."""
+    offsets: np.ndarray
+    """`[T 2]` the first and end character of each."""
+    tokenizer: Tokenizer
+    """What made them."""
+
+    @classmethod
+    def of(cls, text: str, tokenizer: Tokenizer) -> Tokens:
+        """The tokens of a text."""
+        return cls(text, *tokenizer.encode_with_offsets(text), tokenizer)
+
+    def first_from(self, place: int) -> int:
+        """The first token that begins at a character or after it."""
+        return int(np.searchsorted(self.offsets[:, 0], place))
+
+    def is_blank(self, token: int) -> bool:
+        """Whether a token is white space and no added token."""
+        return not self.tokenizer.is_added(self.ids[token]) and self.text[slice(*self.offsets[token])].isspace()
+
+    def after_stop(self, place: int, limit: int) -> int | None:
+        """The token after the stop token that comes next from a character on, but for white space; None where another
+        one does, or only after `limit`."""
+        i = self.first_from(place)
+        while i < len(self.ids) and self.is_blank(i):
+            i += 1
+        stops = i < len(self.ids) and self.ids[i] in self.tokenizer.stop_ids and self.offsets[i, 0] < limit
+        return i + 1 if stops else None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The tokens of an assistant's turn."""
+
+    tokens: slice
+    """From its first token to its last one, e.g. `slice(12, 20)`."""
+    stops: bool
+    """Whether the last one ends the turn in inference too."""
+    begin: int
+    """The character where it starts."""
+
+
+class Turns:
+    """The turns of a conversation."""
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        traced: Traced,
+        tokens: Tokens,
+        prompt: Render,
+        render: Render,
+    ) -> None:
+        """Keeps what the turns are read from.
+
+        Args:
+            messages: of the conversation.
+            traced: their text.
+            tokens: of that text.
+            prompt: renders messages that the assistant is to continue.
+            render: renders whole messages.
+        """
+        self._messages, self._traced, self._tokens = messages, traced, tokens
+        self._prompt, self._render = prompt, render
+
+    def turn(self, k: int) -> Turn:
+        """The turn of message `k`, an assistant's with text.
+
+        Raises:
+            Refused: its bounds cannot be proved.
+        """
+        traced = self._traced
+        places, earlier = traced.places_of(k, k + 1), traced.places_of(0, k)
+        later = traced.places_of(k + 1, len(self._messages))
+        first, last = int(places.min()), int(places.max())
+        before, limit = int(earlier.max(initial=-1)), int(later.min(initial=len(traced.text)))
+        if not before < first <= last < limit:
+            raise Refused(
+                UNPROVED, f"message {k + 1} (assistant): the chat template mixes its text with that of others"
+            )
+        start = self._start(k, first, before)
+        end, stops = self._end(k, last, limit)
+        return Turn(slice(self._tokens.first_from(start), end), stops, start)
+
+    def empty_turn(self, k: int) -> Turn | None:
+        """The turn of message `k`, an assistant's without text: that of a turn that says `x`, without the `x`.
+
+        Returns:
+            None where the template writes another text around nothing than around something.
+        """
+        filled = [*self._messages[:k], {**self._messages[k], "content": "x"}, *self._messages[k + 1 :]]
+        text = self._render(filled)
+        if (traced := trace(filled, text, self._render)) is None:
+            return None
+        place = int(traced.places_of(k, k + 1).max(initial=-1))
+        if place < 0 or text[:place] + text[place + 1 :] != self._traced.text:
+            return None
+        tokens = Tokens.of(text, self._tokens.tokenizer)
+        turn = Turns(filled, traced, tokens, self._prompt, self._render).turn(k)
+        end = int(tokens.offsets[turn.tokens.stop - 1, 1]) - 1
+        return Turn(slice(self._tokens.first_from(turn.begin), self._tokens.first_from(end)), turn.stops, turn.begin)
+
+    def marked(self, spans: Sequence[tuple[int, int]], trained: Sequence[int]) -> list[Turn]:
+        """The turns between a template's generation marks, which are in characters, of the messages that are trained.
+
+        Raises:
+            Refused: a mark holds text of messages that are trained and of others.
+        """
+        traced, turns = self._traced, []
+        for begin, end in spans:
+            inside = np.unique(traced.messages[traced.codes[begin:end][traced.codes[begin:end] >= 0]])
+            # A turn without a letter is that of the message after the last one before it.
+            before = traced.codes[:begin].max(initial=-1)
+            owners = set(inside.tolist()) or {0 if before < 0 else 1 + int(traced.messages[before])}
+            if owners.isdisjoint(trained):
+                continue
+            if not owners.issubset(trained):
+                raise Refused(UNPROVED, "a generation mark of the chat template holds text that is not trained")
+            tokens = slice(self._tokens.first_from(begin), self._tokens.first_from(end))
+            said = [i for i in range(tokens.start, tokens.stop) if not self._tokens.is_blank(i)]
+            stops = bool(said) and self._tokens.tokenizer.is_added(self._tokens.ids[said[-1]])
+            turns.append(Turn(tokens, stops, begin))
+        return turns
+
+    def _start(self, k: int, first: int, before: int) -> int:
+        """The character where message `k` starts.
+
+        Where the text does not go on as the prompt of inference does (the template opens a thought in prompts only), it
+        is the first character of what is said; for calls, the end of what the text has of the prompt.
+
+        Args:
+            k: the message.
+            first: where its first letter stands.
+            before: where the last letter of an earlier message stands, -1 where there is none.
+        """
+        traced = self._traced
+        rest = traced.text[before + 1 :]
+        code, prompt = self._tail(self._prompt, k)
+        continues = code == traced.code_at(before)
+        if continues and rest.startswith(prompt) and before + len(prompt) < first:
+            return before + 1 + len(prompt)
+        shared = common_prefix(rest, prompt) if continues else 0
+        # `<think>` and `<tool_call>` share no `<t`: a marker is there as a whole or not at all.
+        while shared and not (
+            rest[shared - 1].isspace() or rest[shared - 1] in ">]" or rest.startswith(("<", "["), shared)
+        ):
+            shared -= 1
+        if traced.field_at(first).kind != "call":
+            return max(first - traced.untraced_before(first), before + 1 + shared)
+        if shared and k:
+            code, closing = self._tail(self._render, k)
+            if code == traced.code_at(before) and rest.startswith(closing) and shared > len(closing):
+                return before + 1 + shared
+        raise Refused(UNPROVED, f"message {k + 1} (assistant): where its tool call starts cannot be proved")
+
+    def _tail(self, render: Render, number: int) -> tuple[int | None, str]:
+        """The last code in the rendering of the first messages, -1 where there is none, and what the template wrote
+        after it; None where it refuses them, as some refuse a conversation without a user's message."""
+        traced = self._traced
+        try:
+            text = render(traced.coded[:number])
+        except UserError:
+            return None, ""
+        for place in range(len(text) - 1, -1, -1):
+            code = ord(text[place]) - traced.base
+            if 0 <= code < len(traced.offsets) and text.find(text[place]) == place:
+                return code, text[place + 1 :]
+        return -1, text
+
+    def _end(self, k: int, last: int, limit: int) -> tuple[int, bool]:
+        """The token after the last one of message `k`, and whether that one is a stop token.
+
+        Args:
+            k: the message.
+            last: where its last letter stands.
+            limit: where the first letter of a later message stands.
+        """
+        traced, tokens = self._traced, self._tokens
+        ids, is_added = tokens.ids, tokens.tokenizer.is_added
+        calls = traced.field_at(last).kind == "call"
+        end = last + 1 + (0 if calls else traced.untraced_after(last))
+        if (stopped := tokens.after_stop(end, limit)) is not None:
+            return stopped, True
+        # What the template writes after the message where the conversation ends with it, as far as the text has it too.
+        code, closing = self._tail(self._render, k + 1)
+        shared = common_prefix(traced.text[last + 1 :], closing) if code == traced.code_at(last) else 0
+        closed, first = max(end, last + 1 + shared), tokens.first_from(end)
+        inside = range(first, tokens.first_from(closed))
+        added = [i for i in inside if is_added(ids[i]) and tokens.offsets[i, 1] <= closed]
+        stop = [i for i in added if ids[i] in tokens.tokenizer.stop_ids]
+        if not calls:  # the added tokens that follow each other, after white space at most
+            after = next((i for i in inside if not tokens.is_blank(i)), first)
+            added = [i for n, i in enumerate(added) if i == after + n]
+            others = first < len(ids) and is_added(ids[first]) and tokens.offsets[first, 0] < limit
+            if not added and others and any(map(is_added, tokens.tokenizer.encode(closing)[:1])):
+                added = [first]  # history's turns end in another token than the last one, as gpt-oss's do
+            added = added or stop[:1]
+        elif stop:
+            added = stop[:1]
+        if added:
+            return added[-1] + 1, True
+        return tokens.first_from(end + (len(traced.text[end:closed].rstrip()) if calls else 0)), False
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Length of the longest common prefix of two texts, by bisection: comparing slices runs in C."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "image", "thinking")
@@ -79,17 +310,32 @@ def render_chat(
         Refused: the template does not write a message, or a turn's bounds cannot be proved.
     """
     check_messages(messages)
-    trained = [k for k, m in enumerate(messages) if k >= trained_from and m["role"] == "assistant" and _is_trained(m)]
+    trained = [
+        k
+        for k, message in enumerate(messages)
+        if k >= trained_from and message["role"] == "assistant"
+        # OpenAI's `weight` and Axolotl's `train` make context of an assistant's message.
+        if message.get("weight") != 0 and message.get("train") is not False
+    ]
     prepared = _prepared(messages, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
     text = render(prepared)
     tokens = Tokens.of(text, tokenizer)
     key = None if tokenizer.marks_generation else Outline.key(prepared, template_kwargs, trained)
-    if (outlined := _outlined(key, prepared, tokens)) is not None:
-        return outlined
+    outline = tokenizer.outlines.get(key)
+    if outline is not None and (proved := outline.bounds(prepared, text)) is not None:
+        bounds, thoughts = proved
+        mask = np.zeros(len(tokens.ids), bool)
+        for k, start in outline.starts.items():
+            (begin, end), (limit, _) = bounds[k], (*bounds, (len(text), 0))[k + 1]
+            if (stopped := tokens.after_stop(end, limit)) is None:
+                break  # the outline does not prove where the turn ends
+            mask[tokens.first_from(begin - start) : stopped] = True
+        else:
+            return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(Note(THOUGHTS, x) for x in thoughts))
     traced = _traced(prepared, text, render)
     notes = _left_out(prepared, traced)
-    prompt = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    prompt = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     turns = Turns(prepared, traced, tokens, prompt, render)
     if tokenizer.marks_generation:
         spans = turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
@@ -103,7 +349,9 @@ def render_chat(
         mask[turn.tokens] = True
         if mask[turn.tokens].any() and not turn.stops:
             notes.append(Note(NO_STOP, tokenizer.decode(tokens.ids[turn.tokens])))
-    codes = traced.codes[_covered(tokens.offsets[mask], len(text))]
+    # The characters within the tokens that are trained.
+    starts, stops = (np.bincount(x, minlength=len(text) + 1) for x in tokens.offsets[mask].T)
+    codes = traced.codes[np.cumsum(starts - stops)[: len(text)] > 0]
     for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
         if message not in trained:
             raise Refused(UNPROVED, f"message {message + 1} would be trained: an assistant's turn holds its text too")
@@ -121,7 +369,7 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     """
     check_messages(messages)
     prepared = _prepared(messages, tokenizer)
-    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     text, notes = render(prepared), list[Note]()
     key = Outline.key(prepared, template_kwargs, (PROMPT,))
     outline = tokenizer.outlines.get(key)
@@ -161,7 +409,7 @@ def render_continuation(
     conversation = [*messages, {"role": "assistant", "content": "x"}, *answers]
     check_messages(conversation)
     prepared = _prepared(conversation, tokenizer)
-    render = partial(_render_prompt, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     traced = _traced(prepared, render(prepared), render)
     _left_out(prepared, traced)
     last = traced.places_of(len(messages), len(messages) + 1)[-1]
@@ -257,17 +505,6 @@ def _check_message(message: Mapping[str, Any], role: str) -> None:
         raise UserError(f"has train {train!r:.80}, not true or false")
 
 
-def _covered(spans: np.ndarray, number: int) -> np.ndarray:
-    """`[number]` bool: the characters within any of `[n 2]` spans."""
-    edges = np.bincount(spans[:, 0], minlength=number + 1) - np.bincount(spans[:, 1], minlength=number + 1)
-    return np.cumsum(edges)[:number] > 0
-
-
-def _is_trained(message: Message) -> bool:
-    """Whether neither OpenAI's `weight` nor Axolotl's `train` makes context of an assistant's message."""
-    return message.get("weight") != 0 and message.get("train") is not False
-
-
 def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The messages as templates read them: no nulls, text parts as a string, calls as objects with a function.
 
@@ -333,25 +570,6 @@ def _render(
         return tokenizer.apply_template(messages, add_generation_prompt, **template_kwargs)
     except (TemplateError, TypeError, ValueError) as error:  # a template may add a string to a list of parts
         raise UserError(f"the chat template of {tokenizer.name} refuses the conversation: {error}") from error
-
-
-def _render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> str:
-    return _render(messages, tokenizer, template_kwargs, add_generation_prompt=True)
-
-
-def _outlined(key: Hashable, messages: Sequence[Message], tokens: Tokens) -> Rendered | None:
-    """The rendering of a conversation by the outline of its shape; None where that does not prove it."""
-    outline = tokens.tokenizer.outlines.get(key)
-    if outline is None or (proved := outline.bounds(messages, tokens.text)) is None:
-        return None
-    bounds, thoughts = proved
-    mask = np.zeros(len(tokens.ids), bool)
-    for k, start in outline.starts.items():
-        (begin, end), (limit, _) = bounds[k], (*bounds, (len(tokens.text), 0))[k + 1]
-        if (stopped := tokens.after_stop(end, limit)) is None:
-            return None
-        mask[tokens.first_from(begin - start) : stopped] = True
-    return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(Note(THOUGHTS, text) for text in thoughts))
 
 
 def _remember(tokenizer: Tokenizer, key: Hashable, outline: Outline | None) -> None:

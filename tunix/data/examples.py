@@ -3,13 +3,12 @@
 The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with
 `labels`, `loss_mask` or `loss_weights`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled
 completions a `label`, and both may be given as ids too. Where the policy samples the completions (`RowKind.PROMPT`)
-only the prompt of a row is read. `shapes.rendering` derives the shape from a row, `to_example` renders it (`rendered`,
-`pairs`) and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows.
+only the prompt of a row is read. `shapes.rendering` derives the shape from a row, `to_example` renders it (`rendered`)
+and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
@@ -32,15 +31,10 @@ from tunix.data.accounting import (
     Kept,
     Refused,
 )
-from tunix.data.chat import Rendered
-from tunix.data.columns import Row, as_label, as_margin, as_weight, column, refuse_half_texts
 from tunix.data.packing import shared_tokens
-from tunix.data.pairs import render_pair
-from tunix.data.picture_reader import PictureReader
 from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.rendered import render_row
-from tunix.data.shapes import SHAPES, Rendering
-from tunix.data.token_rows import given_weights
+from tunix.data.rendered import given_weights, render_pair, render_row
+from tunix.data.shapes import SHAPES, Rendering, Row, column, is_finite, refuse_half_texts
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import Sequence
@@ -65,26 +59,51 @@ def to_example(
         UserError: a missing or malformed column, or a row that is too long where that is an error; the message begins
             with `where`.
     """
+    reader, pixels = None if tokenizer is None else tokenizer.pictures, np.zeros(0, np.uint8)
     try:
         for name in (*SHAPES[settings.train_on][settings.format], "prompt", "tools"):
             if settings.format != "tokens":
                 theirs = settings.columns.get(name, name)
                 refuse_half_texts(row.get(theirs), theirs)
-        row, tokenizer, pixels = _pictured(row, tokenizer, settings, folder)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    if settings.train_on == RowKind.ROW:
-        nothing = np.zeros(0, np.int32)
-        return Kept((Sequence(nothing, nothing.astype(bool)),), row=_renamed(row, settings))
-    try:
+        # The row's pictures are marked in its text, and the tokenizer is told their grids.
+        sees = settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)
+        if tokenizer is not None and reader is not None and sees:
+            row, pictures = with_marks(row, settings.columns, reader.mark, reader.sign)
+            pixels, grids = reader.read(pictures, folder)
+            reader = replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
+            tokenizer = tokenizer.seeing(reader)
+        elif images_of(row, settings.columns):
+            name = settings.columns.get(IMAGES, IMAGES)
+            if reader is not None:
+                raise UserError(f"it has pictures ({name}), which only sft, dpo and grpo look at: leave the column out")
+            raise UserError(
+                f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, "
+                "to train with them (a Gemma 3 or Qwen 3.5 folder with a vision_config, and sft, dpo or grpo), or "
+                "leave the column out"
+            )
+        if settings.train_on == RowKind.ROW:
+            nothing = np.zeros(0, np.int32)
+            return Kept((Sequence(nothing, nothing.astype(bool)),), row=_renamed(row, settings))
         sides = (
             render_pair(row, tokenizer, settings)
             if settings.train_on == RowKind.PAIRS
             else (render_row(row, tokenizer, settings),)
         )
-        notes = () if isinstance(sides, Dropped) else tuple(note for side in sides for note in side.notes)
-        weight, values = as_weight(column(row, "weight", settings.columns, None)), _values(row, settings)
-        per_token = {} if isinstance(sides, Dropped) else _token_values(row, settings)
+        if not is_finite(weight := column(row, "weight", settings.columns, 1.0)) or weight < 0:
+            raise UserError(f"weight is {weight!r}, not a finite number of at least 0")
+        weight, values = float(weight), dict[str, float]()
+        if settings.train_on == RowKind.LABELS:
+            label, name = column(row, "label", settings.columns), settings.columns.get("label", "label")
+            is_whole = isinstance(label, int | np.integer) and label in (0, 1)
+            if not isinstance(label, bool | np.bool_) and not is_whole:
+                raise UserError(f"{name} is {label!r:.80}, not true or false (the numbers 1 and 0 will do)")
+            values = {"label": float(label)}
+        elif "margin" in settings.fixed:
+            margin, name = column(row, "margin", settings.columns), settings.columns.get("margin", "margin")
+            if not is_finite(margin):
+                raise UserError(f"{name} is {margin!r:.80}, not a finite number")
+            values = {"margin": float(margin)}
+        loss_weights = None if isinstance(sides, Dropped) else given_weights(row, settings)
     except Refused as refused:
         return Dropped(refused.reason, str(refused))
     except UserError as error:
@@ -96,121 +115,54 @@ def to_example(
             raise UserError(
                 f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {settings.vocab_size}"
             )
-    reader = None if tokenizer is None else tokenizer.pictures
     if settings.train_on == RowKind.PROMPT:
-        example = _prompt(sides[0].tokens, weight, row, settings, where)
-        example = replace(example, notes=notes) if isinstance(example, Kept) else example
-        return example if reader is None else _seen(example, reader, pixels, sides, where)
-    if reader is not None:
+        # One that is too long keeps its end, which contains the question.
+        (prompt, _), limit = sides[0], settings.prompt_length
+        if not len(prompt):
+            return Dropped(NO_PROMPT)
+        if too_long := _too_long([prompt], limit, "prompt_length", settings, where):
+            if settings.on_overflow == "drop":
+                return Dropped(PROMPT_TOO_LONG)
+            prompt = prompt[-limit:]
+        sequences, kept_row = (Sequence(prompt, np.zeros(len(prompt), bool), weight),), _renamed(row, settings)
+    else:
+        stops, completed = () if tokenizer is None else tokenizer.stop_ids, (RowKind.PAIRS, RowKind.LABELS)
         for side in sides:
-            side.mask[side.tokens == reader.soft_id] = False
-    example = _fault(sides, tokenizer, settings) or _fitted(sides, weight, per_token, values, settings, where)
-    example = replace(example, notes=notes) if isinstance(example, Kept) else example
-    return example if reader is None else _seen(example, reader, pixels, sides, where)
-
-
-def _pictured(
-    row: Row, tokenizer: Tokenizer | None, settings: Rendering, folder: Path | None
-) -> tuple[Row, Tokenizer | None, np.ndarray]:
-    """The row with its pictures marked in its text, a tokenizer that knows their grids, and their patches.
-
-    Raises:
-        UserError: one cannot be read; or there are some, and the model or the algorithm sees none.
-    """
-    reader, pictures = None if tokenizer is None else tokenizer.pictures, images_of(row, settings.columns)
-    if reader is not None and (settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)):
-        row, pictures = with_marks(row, settings.columns, reader.mark, reader.sign)
-        pixels, grids = reader.read(pictures, folder)
-        return row, tokenizer and tokenizer.seeing(reader.knowing(grids)), pixels
-    if not pictures:
-        return row, tokenizer, np.zeros(0, np.uint8)
-    name = settings.columns.get(IMAGES, IMAGES)
+            if reader is not None:
+                side.mask[side.tokens == reader.soft_id] = False
+            if settings.train_on in completed and all(token in stops for token in side.tokens[side.mask].tolist()):
+                return Dropped(EMPTY)  # nothing but what ends it
+            side.mask[:1] = False  # nothing predicts the first token
+        if not all(side.mask.any() for side in sides):
+            return Dropped(NOTHING_TRAINED)
+        if _equal([side.tokens for side in sides]):
+            return Dropped(EQUAL)
+        limit, key = settings.max_length, "max_length"
+        if settings.completion_length is not None:
+            shared = shared_tokens([Sequence(side.tokens, side.mask) for side in sides])
+            limit, key = min((limit, key), (shared + settings.completion_length, "completion_length"))
+        too_long = _too_long([side.tokens for side in sides], limit, key, settings, where)
+        if too_long and settings.on_overflow == "drop":
+            return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
+        end = None if settings.on_overflow == "keep" else limit
+        per_token = {} if loss_weights is None else {LOSS_WEIGHTS: loss_weights[:end]}
+        sequences = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
+        if not all(sequence.loss_mask.any() for sequence in sequences):
+            return Dropped(CUT_AWAY)
+        if _equal([sequence.tokens for sequence in sequences]):
+            return Dropped(CUT_EQUAL)
+        kept_row = {}
     if reader is not None:
-        raise UserError(f"it has pictures ({name}), which only sft, dpo and grpo look at: leave the column out")
-    raise UserError(
-        f"it has pictures ({name}), and nothing here would look at them: set data.pictures, the most of a row, to "
-        "train with them (a Gemma 3 or Qwen 3.5 folder with a vision_config, and sft, dpo or grpo), or leave the "
-        "column out"
-    )
-
-
-def _seen(
-    example: Kept | Dropped,
-    reader: PictureReader,
-    pixels: np.ndarray,
-    sides: List[Rendered],
-    where: str,
-) -> Kept | Dropped:
-    """The example with its pictures, which each of its sequences sees; dropped where one of them is cut.
-
-    Args:
-        reader: knows the grids of the row's pictures.
-        pixels: their patches.
-        sides: the row's sequences before they were cut.
-    """
-    if isinstance(example, Dropped):
-        return example
-    both = zip(example.sequences, sides, strict=True)
-    # A text loses its end, a prompt its beginning.
-    if any(np.sum(x.tokens == reader.soft_id) != np.sum(side.tokens == reader.soft_id) for x, side in both):
-        return Dropped(PICTURE_CUT)
-    try:
-        seen = [replace(one, pictures=reader.pictures(one.tokens, pixels)) for one in example.sequences]
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    return replace(example, sequences=tuple(seen))
-
-
-def _prompt(tokens: np.ndarray, weight: float, row: Row, settings: Rendering, where: str) -> Kept | Dropped:
-    """The example of a prompt alone. One that is too long keeps its end, which contains the question."""
-    if not len(tokens):
-        return Dropped(NO_PROMPT)
-    limit = settings.prompt_length
-    if too_long := _too_long([tokens], limit, "prompt_length", settings, where):
-        if settings.on_overflow == "drop":
-            return Dropped(PROMPT_TOO_LONG)
-        tokens = tokens[-limit:]
-    return Kept((Sequence(tokens, np.zeros(len(tokens), bool), weight),), too_long, _renamed(row, settings))
-
-
-def _fault(sides: List[Rendered], tokenizer: Tokenizer | None, settings: Rendering) -> Dropped | None:
-    """The reason why a whole row cannot be used, or None. Clears the mask of first tokens, which nothing predicts."""
-    if settings.train_on in (RowKind.PAIRS, RowKind.LABELS) and any(_is_empty(side, tokenizer) for side in sides):
-        return Dropped(EMPTY)
-    for side in sides:
-        side.mask[:1] = False
-    if not all(side.mask.any() for side in sides):
-        return Dropped(NOTHING_TRAINED)
-    return Dropped(EQUAL) if _equal([side.tokens for side in sides]) else None
-
-
-def _fitted(
-    sides: List[Rendered],
-    weight: float,
-    per_token: Mapping[str, np.ndarray],
-    values: Mapping[str, float],
-    settings: Rendering,
-    where: str,
-) -> Kept | Dropped:
-    """The row's example, cut to its limit or dropped."""
-    limit, key = _limit(sides, settings)
-    too_long = _too_long([side.tokens for side in sides], limit, key, settings, where)
-    if too_long and settings.on_overflow == "drop":
-        return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
-    end = None if settings.on_overflow == "keep" else limit
-    per_token = {name: x[:end] for name, x in per_token.items()}
-    cut = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
-    if not all(sequence.loss_mask.any() for sequence in cut):
-        return Dropped(CUT_AWAY)
-    return Dropped(CUT_EQUAL) if _equal([sequence.tokens for sequence in cut]) else Kept(cut, too_long)
-
-
-def _limit(sides: List[Rendered], settings: Rendering) -> tuple[int, str]:
-    """The most tokens of a side, and the recipe's key that sets this limit."""
-    if settings.completion_length is None:
-        return settings.max_length, "max_length"
-    after_shared = shared_tokens([Sequence(side.tokens, side.mask) for side in sides]) + settings.completion_length
-    return min((settings.max_length, "max_length"), (after_shared, "completion_length"))
+        # Each sequence sees the row's pictures, of which none may be cut: a text loses its end, a prompt its beginning.
+        both = zip(sequences, sides, strict=True)
+        if any(np.sum(x.tokens == reader.soft_id) != np.sum(side.tokens == reader.soft_id) for x, side in both):
+            return Dropped(PICTURE_CUT)
+        try:
+            sequences = tuple(replace(x, pictures=reader.pictures(x.tokens, pixels)) for x in sequences)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    notes = tuple(note for side in sides for note in side.notes)
+    return Kept(sequences, too_long, kept_row, notes)
 
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering, where: str) -> bool:
@@ -226,30 +178,9 @@ def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering
     return most > limit
 
 
-def _is_empty(side: Rendered, tokenizer: Tokenizer | None) -> bool:
-    """Whether a completion has no tokens except those that end it."""
-    stops = () if tokenizer is None else tokenizer.stop_ids
-    return all(token in stops for token in side.tokens[side.mask].tolist())
-
-
 def _equal(tokens: List[np.ndarray]) -> bool:
     """Whether the two sides of a pair are equal."""
     return len(tokens) == 2 and np.array_equal(tokens[0], tokens[1])
-
-
-def _values(row: Row, settings: Rendering) -> dict[str, float]:
-    """The per-sequence values that a loss reads: a label or a margin."""
-    if settings.train_on == RowKind.LABELS:
-        return {"label": as_label(column(row, "label", settings.columns), settings.columns.get("label", "label"))}
-    if "margin" in settings.fixed:
-        return {"margin": as_margin(column(row, "margin", settings.columns), settings.columns.get("margin", "margin"))}
-    return {}
-
-
-def _token_values(row: Row, settings: Rendering) -> dict[str, np.ndarray]:
-    """The per-token values: loss weights, where the rows have them."""
-    weights = given_weights(row, settings)
-    return {} if weights is None else {LOSS_WEIGHTS: weights}
 
 
 def _renamed(row: Row, settings: Rendering) -> Row:

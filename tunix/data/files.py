@@ -8,6 +8,7 @@ or rows of two splits together, is refused with the names of both files.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import csv
 import filecmp
 import hashlib
@@ -87,61 +88,97 @@ def open_file(path: Path) -> Table:
     if not path.stat().st_size:
         raise UserError(f"{path} is empty: there are no rows to read")
     if suffix in (".parquet", ".arrow"):
-        return ArrowTable(_read_arrow(path, suffix))
-    content = _decompressed(path) if path.suffix.lower() in COMPRESSED else None
-    if suffix.startswith((".csv", ".tsv")):
-        return _read_csv(path, path.read_bytes() if content is None else content, suffix.startswith(".tsv"))
-    return _open_json(path, content, suffix)
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
 
+        try:
+            if suffix == ".parquet":
+                # Not `read_table`, which makes columns of folder names such as `split=train`.
+                table = pyarrow.parquet.ParquetFile(path).read()
+            else:  # mapped into memory
+                source = pyarrow.memory_map(str(path))
+                try:
+                    table = pyarrow.ipc.open_stream(source).read_all()
+                except pyarrow.ArrowInvalid:
+                    source.seek(0)
+                    table = pyarrow.ipc.open_file(source).read_all()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path} is no whole {suffix} file: {error}") from error
+        _refuse_repeated(path, table.schema.names)
+        return ArrowTable(table)
+    content = None
+    if path.suffix.lower() in COMPRESSED:  # in memory: rows of it cannot be found otherwise
+        import pyarrow
 
-def _decompressed(path: Path) -> bytes:
-    """The content of a compressed file, in memory: rows of it cannot be found otherwise."""
-    import pyarrow
-
-    try:
-        with pyarrow.OSFile(str(path)) as file:
-            return pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix.lower()]).read()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no whole {path.suffix} file: {error}. Copy or download it again") from error
-
-
-def _open_json(path: Path, content: bytes | None, suffix: str) -> Table:
-    """The rows of a file of JSON: an object in each line, or one array of objects."""
-    lines = _JsonLines(path, content)
-    first = lines.line(0).lstrip()[:1] if len(lines) else b""
-    is_array = first == b"["
-    if not is_array and not (first == b"{" and suffix.split(".")[1] == "json" and _is_broken(lines)):
-        return lines
-    try:
-        document = _parse(path.read_bytes() if content is None else content)
-    except ValueError as error:
+        try:
+            with pyarrow.OSFile(str(path)) as file:
+                content = pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix.lower()]).read()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path} is no whole {path.suffix} file: {error}. Copy or download it again") from error
+    if not suffix.startswith((".csv", ".tsv")):
+        # An object in each line, or one array of objects.
+        lines = JsonLines(path, content)
+        first = lines.line(0).lstrip()[:1] if len(lines) else b""
+        is_array = first == b"["
         if not is_array:
-            return lines
-        raise UserError(
-            f"{path} begins with '[', so that it is read as one JSON array of rows, and is not: {_reason(error)}. "
-            "Without the bracket, each line is a row"
-        ) from error
-    if isinstance(document, dict):
-        raise UserError(
-            f"{path} is one JSON object with the keys {', '.join(map(repr, document))}, not rows: make it an array of "
-            "objects, or write an object in each line"
-        )
-    for number, row in enumerate(document, 1):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: element {number} of its array is {row!r:.80}, not an object with columns")
-    return document
-
-
-def _is_broken(lines: Table) -> bool:
-    """Whether the first line is no row: an object may go on in the next."""
+            if first != b"{" or suffix.split(".")[1] != "json":
+                return lines
+            with contextlib.suppress(UserError):  # an object may go on in the next line
+                lines[0]
+                return lines
+        try:
+            document = _parse(path.read_bytes() if content is None else content)
+        except ValueError as error:
+            if not is_array:
+                return lines
+            raise UserError(
+                f"{path} begins with '[', so that it is read as one JSON array of rows, and is not: {_reason(error)}. "
+                "Without the bracket, each line is a row"
+            ) from error
+        if isinstance(document, dict):
+            raise UserError(
+                f"{path} is one JSON object with the keys {', '.join(map(repr, document))}, not rows: make it an array "
+                "of objects, or write an object in each line"
+            )
+        for number, row in enumerate(document, 1):
+            if not isinstance(row, dict):
+                raise UserError(f"{path}: element {number} of its array is {row!r:.80}, not an object with columns")
+        return document
+    # A header, and values that are strings as they stand there: `007` is no number 7.
+    content = path.read_bytes() if content is None else content
+    delimiter, separators = ("\t", "tabs") if suffix.startswith(".tsv") else (",", "commas")
     try:
-        lines[0]
-    except UserError:
-        return True
-    return False
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line} is not UTF-8 ({error.reason}): save it as UTF-8") from error
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows: list[dict[str, str]] = []
+    header: list[str] = []
+    try:
+        for values in filter(None, reader):
+            if header and len(values) != len(header):
+                raise UserError(
+                    f"{path}, line {reader.line_num} has {len(values)} values for the {len(header)} columns of the "
+                    f"header ({', '.join(header)}): put a value with {separators} in quotes"
+                )
+            if header:
+                rows.append(dict(zip(header, values, strict=True)))
+            header = header or values
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}") from error
+    _refuse_repeated(path, header)
+    if len(header) == 1 and (other := next((mark for mark in (";", "\t", ",", "|") if mark in header[0]), None)):
+        raise UserError(
+            f"{path}: its header is the single column {header[0]!r}; values are separated by {separators} here, not by "
+            f"{other!r}"
+        )
+    return rows
 
 
-class _JsonLines:
+class JsonLines:
     """The lines of a JSONL file: their positions are read once, each line is parsed on access."""
 
     def __init__(self, path: Path, content: bytes | None = None) -> None:
@@ -228,65 +265,6 @@ def _reason(error: ValueError) -> str:
     return f"{error.msg} at {line}column {error.colno}"
 
 
-def _read_csv(path: Path, content: bytes, is_tsv: bool) -> list[dict[str, str]]:
-    """The rows of a file with a header, whose values are strings as they stand there: `007` is no number 7.
-
-    Raises:
-        UserError: it is not UTF-8, its header has a name twice, or a row has not as many values as the header.
-    """
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}, line {line} is not UTF-8 ({error.reason}): save it as UTF-8") from error
-    csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if is_tsv else ",", strict=True)
-    rows: list[dict[str, str]] = []
-    header: list[str] = []
-    try:
-        for values in filter(None, reader):
-            if header and len(values) != len(header):
-                raise UserError(
-                    f"{path}, line {reader.line_num} has {len(values)} values for the {len(header)} columns of the "
-                    f"header ({', '.join(header)}): put a value with {'tabs' if is_tsv else 'commas'} in quotes"
-                )
-            if header:
-                rows.append(dict(zip(header, values, strict=True)))
-            header = header or values
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}") from error
-    _refuse_repeated(path, header)
-    if len(header) == 1 and (other := next((mark for mark in (";", "\t", ",", "|") if mark in header[0]), None)):
-        raise UserError(
-            f"{path}: its header is the single column {header[0]!r}; values are separated by "
-            f"{'tabs' if is_tsv else 'commas'} here, not by {other!r}"
-        )
-    return rows
-
-
-def _read_arrow(path: Path, suffix: str) -> pyarrow.Table:
-    """A Parquet file in memory, or an Arrow file (stream or file format) mapped into it."""
-    import pyarrow
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    try:
-        if suffix == ".parquet":
-            # Not `read_table`, which makes columns of folder names such as `split=train`.
-            table = pyarrow.parquet.ParquetFile(path).read()
-        else:
-            source = pyarrow.memory_map(str(path))
-            try:
-                table = pyarrow.ipc.open_stream(source).read_all()
-            except pyarrow.ArrowInvalid:
-                source.seek(0)
-                table = pyarrow.ipc.open_file(source).read_all()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no whole {suffix} file: {error}") from error
-    _refuse_repeated(path, table.schema.names)
-    return table
-
-
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
     """Raises UserError where two columns have one name: a row would hold the last of them."""
     if repeated := [name for i, name in enumerate(columns) if name in columns[:i]]:
@@ -323,12 +301,6 @@ class Chain:
         return self.tables[t][i - self._ends[t] + len(self.tables[t])]
 
 
-def line_digests(table: Table) -> list[str]:
-    """The digests of the lines of a table that was read from JSON lines, file by file; empty for others."""
-    tables = table.tables if isinstance(table, Chain) else [table]
-    return [part.digest for part in tables if isinstance(part, _JsonLines)]
-
-
 def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
     """The data files below a folder, sorted, by their splits; and whether their names have any.
 
@@ -341,7 +313,16 @@ def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
         UserError: there are no data files, the names of some only hint at a split, or README.md says that there are
             several datasets.
     """
-    _refuse_configurations(folder)
+    # The README.md of a copy of a hub dataset lists its configurations as the hub reads it.
+    readme, card = folder / "README.md", None
+    if readme.is_file():
+        head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+        with contextlib.suppress(UserError):  # no card of a dataset
+            card = parse_yaml(head[1], str(readme)) if head else None
+    configurations = card.get("configs") if isinstance(card, dict) else None
+    if isinstance(configurations, list) and len(configurations) > 1:
+        names = ", ".join(str(each.get("config_name")) for each in configurations if isinstance(each, dict))
+        raise UserError(f"{folder} holds several datasets, as its README.md says ({names}): name the files of one")
     files: list[Path] = []
     for file in sorted(folder.rglob("*")):
         *parents, name = file.relative_to(folder).parts
@@ -368,22 +349,6 @@ def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
     return {"train": files}, False
 
 
-def _refuse_configurations(folder: Path) -> None:
-    """Raises UserError where a copy of a hub dataset holds several, which its README.md lists as the hub reads it."""
-    readme = folder / "README.md"
-    if not readme.is_file():
-        return
-    header = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    try:
-        card = parse_yaml(header[1], str(readme)) if header else None
-    except UserError:  # no card of a dataset
-        return
-    configurations = card.get("configs") if isinstance(card, dict) else None
-    if isinstance(configurations, list) and len(configurations) > 1:
-        names = ", ".join(str(one.get("config_name")) for one in configurations if isinstance(one, dict))
-        raise UserError(f"{folder} holds several datasets, as its README.md says ({names}): name the files of one")
-
-
 def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -> Table:
     """The rows of one split of a folder, its files in the order of their names.
 
@@ -403,7 +368,40 @@ def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -
                 f"{folder}: {min(shared).relative_to(folder)} may be of the split {split!r} or {other!r}: rename it, "
                 "or name the file itself"
             )
-    _refuse_twice(folder, split, files)
+    if other := next((file for file in files if data_suffix(file) != data_suffix(files[0])), None):
+        _refuse_pair(folder, files[0], other, f"hold the split {split!r} in two formats")
+    originals = {(file.parent, _stem(file).lower()): file for file in files}
+    shards: dict[tuple[Path, str], list[tuple[int, Path]]] = {}
+    sizes: dict[int, list[Path]] = {}
+    common: set[str] | None = None
+    for file in files:
+        # The words that say its split, `test/` where a folder says it; the empty word where none does.
+        *parents, _ = file.relative_to(folder).parts
+        words = {f"{word.lower()}/" for part in parents for word in _KEYWORD.findall(part)}
+        words |= {word.lower() for word in _KEYWORD.findall(_stem(file))}
+        shard = _SHARD.fullmatch(_stem(file))
+        words = {"data/"} if shard and parents == ["data"] else words or {""}
+        common = words if common is None else common & words
+        if not common:
+            _refuse_pair(folder, files[0], file, f"are both named as the split {split!r}")
+        name = _COPY.sub("", _stem(file).lower())
+        if name != _stem(file).lower() and (original := originals.get((file.parent, name))):
+            _refuse_pair(folder, original, file, "look like a file and its copy")
+        for other in sizes.setdefault(file.stat().st_size, []):
+            if filecmp.cmp(other, file, shallow=False):
+                _refuse_pair(folder, other, file, "hold the same rows")
+        sizes[file.stat().st_size].append(file)
+        if shard:
+            shards.setdefault((file.parent, shard["split"]), []).append((int(shard["count"]), file))
+    for (count, first), *rest in shards.values():
+        for total, file in rest:
+            if total != count:
+                _refuse_pair(folder, first, file, "are shards of different numbers")
+        if 1 + len(rest) != count:
+            raise UserError(
+                f"{folder}: {first.relative_to(folder)} is one of {count} shards, of which {1 + len(rest)} are there: "
+                "download them all, or name files instead of the folder"
+            )
     tables = [open_file(file) for file in files]
     columns = [{name for i in range(min(len(table), _PEEKED)) for name in table[i]} for table in tables]
     widest = max(range(len(files)), key=lambda i: len(columns[i]))
@@ -418,50 +416,9 @@ def open_split(folder: Path, split: str, splits: Mapping[str, Sequence[Path]]) -
     return Chain(tables)
 
 
-def _refuse_twice(folder: Path, split: str, files: Sequence[Path]) -> None:
-    """Raises UserError where two files of a split may hold the same rows, or where a shard is missing."""
-    if other := next((file for file in files if data_suffix(file) != data_suffix(files[0])), None):
-        _refuse_pair(folder, files[0], other, f"hold the split {split!r} in two formats")
-    originals = {(file.parent, _stem(file).lower()): file for file in files}
-    shards: dict[tuple[Path, str], list[tuple[int, Path]]] = {}
-    sizes: dict[int, list[Path]] = {}
-    common = _words(folder, files[0])
-    for file in files:
-        common &= _words(folder, file)
-        if not common:
-            _refuse_pair(folder, files[0], file, f"are both named as the split {split!r}")
-        name = _COPY.sub("", _stem(file).lower())
-        if name != _stem(file).lower() and (original := originals.get((file.parent, name))):
-            _refuse_pair(folder, original, file, "look like a file and its copy")
-        for other in sizes.setdefault(file.stat().st_size, []):
-            if filecmp.cmp(other, file, shallow=False):
-                _refuse_pair(folder, other, file, "hold the same rows")
-        sizes[file.stat().st_size].append(file)
-        if shard := _SHARD.fullmatch(_stem(file)):
-            shards.setdefault((file.parent, shard["split"]), []).append((int(shard["count"]), file))
-    for (count, first), *rest in shards.values():
-        for other, file in rest:
-            if other != count:
-                _refuse_pair(folder, first, file, "are shards of different numbers")
-        if 1 + len(rest) != count:
-            raise UserError(
-                f"{folder}: {first.relative_to(folder)} is one of {count} shards, of which {1 + len(rest)} are there: "
-                "download them all, or name files instead of the folder"
-            )
-
-
 def _refuse_pair(folder: Path, first: Path, second: Path, fault: str) -> NoReturn:
     names = f"{first.relative_to(folder)} and {second.relative_to(folder)}"
     raise UserError(f"{folder}: {names} {fault}: take one of them away, or name the file itself instead of the folder")
-
-
-def _words(folder: Path, file: Path) -> set[str]:
-    """The words that say a file's split, `test/` where a folder says it; the empty word where none does."""
-    *parents, _ = file.relative_to(folder).parts
-    if parents == ["data"] and _SHARD.fullmatch(_stem(file)):
-        return {"data/"}
-    in_folders = {f"{word.lower()}/" for part in parents for word in _KEYWORD.findall(part)}
-    return in_folders | {word.lower() for word in _KEYWORD.findall(_stem(file))} or {""}
 
 
 def _stem(file: Path) -> str:

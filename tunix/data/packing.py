@@ -11,11 +11,13 @@ and their common beginning is a piece of its own, the parent of theirs.
 
 A branch repeats the last token that both share: its state predicts the first token that differs.
 
+A sequence for a model with a scalar head has one extra position after its last token, where the score is read.
+
 Axes: B rows, T time, S sequences.
 """
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -79,9 +81,37 @@ def pack(
     """
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     unit = max(sequences_per_example, together)
-    _check(sequences, lengths, size, unit, pictures)
+    first = sequences[0] if sequences else None
+    if first is None or len(sequences) > size:
+        raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
+    if len(sequences) % unit or size % unit:
+        raise ValueError(
+            f"{len(sequences)} sequences of a batch of {size} do not make units of {unit}; one that is to be left "
+            "out keeps its place, with weight 0"
+        )
+    if lengths.min() < 1:
+        raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
+    most = max(0 if sequence.pictures is None else sequence.pictures.number for sequence in sequences)
+    if most > pictures:
+        raise ValueError(f"a sequence has {most} pictures; rows have room for {pictures}")
+    for i, sequence in enumerate(sequences):
+        if (
+            sequence.per_token.keys() != first.per_token.keys()
+            or sequence.per_sequence.keys() != first.per_sequence.keys()
+        ):
+            raise ValueError(f"sequence {i} names other values than the first of its batch")
+        for name, values in {"loss_mask": sequence.loss_mask, **sequence.per_token}.items():
+            if len(values) != len(sequence.tokens):
+                raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
     pieces = _pieces(sequences, lengths, unit, share=bool(packing))
-    found, seen = _seen_in(sequences, pieces) if pictures else ([], np.zeros_like(pieces.owner))
+    # The pictures of each piece, which has whole ones: text that all share follows them.
+    pictures_of: list[Pictures] = []
+    if pictures:
+        for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
+            whole = sequences[owner].pictures
+            assert whole is not None, "a sequence without pictures says so"
+            pictures_of.append(within(whole, int(begin), int(end)))
+    seen = np.array([x.number for x in pictures_of]) if pictures else np.zeros_like(pieces.owner)
     row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, (seen, pictures))
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (rows, max_length))
@@ -90,8 +120,46 @@ def pack(
         raise ValueError("no token of the batch is trained")
     weights = np.zeros(size)
     weights[: len(sequences)] = [sequence.weight for sequence in sequences]
-    trained = _trained(sequences, tokens, mask, size)
-    first = sequences[0]
+    # Trained tokens of each sequence, each counted by its loss weight where there are any.
+    loss_weights = None
+    if LOSS_WEIGHTS in first.per_token:
+        loss_weights = tokens.joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
+    trained = np.bincount(tokens.owner[mask], loss_weights, minlength=size)
+    # The denominators of losses; see `Batch.counts`.
+    counts = {"tokens": weights @ trained, "sequences": weights.sum()}
+    if sequences_per_example == 2:
+        counts["pairs"] = weights[::2].sum()
+    if LABEL in first.per_sequence:
+        counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
+    per_sequence = {name: np.zeros(size, np.float32) for name in first.per_sequence}
+    for name, padded in per_sequence.items():
+        padded[: len(sequences)] = [sequence.per_sequence[name] for sequence in sequences]
+    # The experts of all tokens, -1 where a sequence tells none.
+    experts, known = None, next((sequence.experts for sequence in sequences if sequence.experts is not None), None)
+    if known is not None:
+        _, layers, chosen = known.shape
+        routed = [
+            np.full((len(x.tokens), layers, chosen), -1, np.int16) if x.experts is None else x.experts
+            for x in sequences
+        ]
+        experts = np.full((*tokens.shape, layers, chosen), -1, np.int16)
+        experts.reshape(-1, layers, chosen)[tokens.target] = tokens.joined(routed)
+    # The rows' pictures, each row's in the order of the pieces, and their places.
+    packed_pictures = None
+    if pictures:
+        pixels = np.zeros((rows, pictures, *pictures_of[0].pixels.shape[1:]), np.uint8)
+        grids, used = np.zeros((rows, pictures, 2), np.int32), np.zeros(rows, np.int64)
+        places: list[np.ndarray] = []
+        for row, piece in zip(row_of, pictures_of, strict=True):
+            room, at = np.s_[row, used[row] : used[row] + piece.number], np.asarray(piece.places)
+            places.append(np.where(at > 0, at + np.prod(grids[row], axis=-1).sum(), 0))
+            pixels[room], grids[room] = piece.pixels, piece.grids
+            used[row] += piece.number
+        rope = None
+        if pictures_of[0].rope is not None:
+            every = np.concatenate([piece.rope for piece in pictures_of if piece.rope is not None])
+            rope = np.stack([tokens.in_rows(axis, np.int32) for axis in every.T], axis=-1)
+        packed_pictures = Pictures(pixels, grids, tokens.in_rows(np.concatenate(places), np.int32), rope)
     return Batch(
         tokens=tokens.in_rows(tokens.joined([sequence.tokens for sequence in sequences]), np.int32),
         positions=tokens.in_rows(tokens.position, np.int32),
@@ -100,84 +168,16 @@ def pack(
         sequence_ids=tokens.in_rows(tokens.owner, np.int32),
         weights=weights.astype(np.float32),
         lengths=np.where(trained > 0, trained, 1).astype(np.float32),
-        counts=_counts(sequences, weights, trained, sequences_per_example),
+        counts={name: np.asarray(count, np.float32) for name, count in counts.items()},
         per_token={
             name: tokens.in_rows(tokens.joined([sequence.per_token[name] for sequence in sequences]), np.float32)
             for name in first.per_token
         },
-        per_sequence={
-            name: _padded([sequence.per_sequence[name] for sequence in sequences], size) for name in first.per_sequence
-        },
+        per_sequence=per_sequence,
         parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
-        pictures=_in_rows(found, tokens, row_of, (rows, pictures)) if pictures else None,
-        experts=_experts(sequences, tokens),
+        pictures=packed_pictures,
+        experts=experts,
     )
-
-
-def _experts(sequences: List[Sequence], tokens: "_Tokens") -> np.ndarray | None:
-    """The experts of all tokens in rows, -1 where a sequence tells none; None where no sequence does."""
-    known = next((sequence.experts for sequence in sequences if sequence.experts is not None), None)
-    if known is None:
-        return None
-    width, kind = known.shape[1:], np.int16
-    given = [np.full((len(x.tokens), *width), -1, kind) if x.experts is None else x.experts for x in sequences]
-    rows = np.full((*tokens.shape, *width), -1, kind)
-    rows.reshape(-1, *width)[tokens.target] = tokens.joined(given)
-    return rows
-
-
-def _in_rows(pictures: List[Pictures], tokens: "_Tokens", row_of: np.ndarray, shape: tuple[int, int]) -> Pictures:
-    """The rows' pictures, each row's in the order of the pieces, and their places.
-
-    Args:
-        pictures: of each piece.
-        tokens: of all pieces.
-        row_of: `[pieces]` the row of each.
-        shape: (B, Pi), rows and pictures of a row.
-    """
-    pixels = np.zeros((*shape, *pictures[0].pixels.shape[1:]), np.uint8)
-    grids, used = np.zeros((*shape, 2), np.int32), np.zeros(shape[0], np.int64)
-    places: list[np.ndarray] = []
-    for row, one in zip(row_of, pictures, strict=True):
-        here, at = np.s_[row, used[row] : used[row] + one.number], np.asarray(one.places)
-        places.append(np.where(at > 0, at + np.prod(grids[row], axis=-1).sum(), 0))
-        pixels[here], grids[here] = one.pixels, one.grids
-        used[row] += one.number
-    rope = None
-    if pictures[0].rope is not None:
-        every = np.concatenate([one.rope for one in pictures if one.rope is not None])
-        rope = np.stack([tokens.in_rows(axis, np.int32) for axis in every.T], axis=-1)
-    return Pictures(pixels, grids, tokens.in_rows(np.concatenate(places), np.int32), rope)
-
-
-def _seen_in(sequences: List[Sequence], pieces: "_Pieces") -> tuple[list[Pictures], np.ndarray]:
-    """The pictures of each piece, which has whole ones: text that all share follows them; and `[pieces]` how many."""
-    found = []
-    for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
-        whole = sequences[owner].pictures
-        assert whole is not None, "a sequence without pictures says so"
-        found.append(within(whole, int(begin), int(end)))
-    return found, np.array([one.number for one in found])
-
-
-def _trained(sequences: List[Sequence], tokens: "_Tokens", mask: np.ndarray, size: int) -> np.ndarray:
-    """Trained tokens of each sequence, `[S]`, each counted by its loss weight where there are any."""
-    loss_weights = None
-    if LOSS_WEIGHTS in sequences[0].per_token:
-        loss_weights = tokens.joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
-    return np.bincount(tokens.owner[mask], loss_weights, minlength=size)
-
-
-def _counts(
-    sequences: List[Sequence], weights: np.ndarray, trained: np.ndarray, sequences_per_example: int
-) -> dict[str, np.ndarray]:
-    """The denominators of losses; see `Batch.counts`."""
-    counts = {"tokens": weights @ trained, "sequences": weights.sum()}
-    if sequences_per_example == 2:
-        counts["pairs"] = weights[::2].sum()
-    if LABEL in sequences[0].per_sequence:
-        counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
-    return {name: np.asarray(count, np.float32) for name, count in counts.items()}
 
 
 def waste(batch: Batch) -> float:
@@ -299,31 +299,6 @@ def _placed(
     return row_of[pieces.unit], start, segment
 
 
-def _check(sequences: List[Sequence], lengths: np.ndarray, size: int, per_unit: int, pictures: int) -> None:
-    """Raises ValueError for sequences that cannot be packed."""
-    if not 0 < len(sequences) <= size:
-        raise ValueError(f"{len(sequences)} sequences do not fill a batch of 1 to {size}")
-    if len(sequences) % per_unit or size % per_unit:
-        raise ValueError(
-            f"{len(sequences)} sequences of a batch of {size} do not make units of {per_unit}; one that is to be left "
-            "out keeps its place, with weight 0"
-        )
-    if lengths.min() < 1:
-        raise ValueError(f"sequence {int(np.argmin(lengths))} has no token")
-    first, most = sequences[0], max(0 if one.pictures is None else one.pictures.number for one in sequences)
-    if most > pictures:
-        raise ValueError(f"a sequence has {most} pictures; rows have room for {pictures}")
-    for i, sequence in enumerate(sequences):
-        if (
-            sequence.per_token.keys() != first.per_token.keys()
-            or sequence.per_sequence.keys() != first.per_sequence.keys()
-        ):
-            raise ValueError(f"sequence {i} names other values than the first of its batch")
-        for name, values in {"loss_mask": sequence.loss_mask, **sequence.per_token}.items():
-            if len(values) != len(sequence.tokens):
-                raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
-
-
 def _fit(
     lengths: np.ndarray,
     pieces: np.ndarray,
@@ -388,7 +363,17 @@ def _evenly(
     return None if crowded or filled.max() > max_length else (row_of, start_of, segment_of)
 
 
-def _padded(values: List[float], size: int) -> np.ndarray:
-    out = np.zeros(size, np.float32)
-    out[: len(values)] = values
-    return out
+def with_spare(tokens: np.ndarray) -> Sequence:
+    """`[T + 1]` tokens with a placeholder at the end, for the state after the last one: it is trained, never read."""
+    longer = np.append(tokens, 0).astype(np.int32)
+    return Sequence(longer, np.arange(len(longer)) == len(tokens))
+
+
+def as_scored(sequence: Sequence) -> Sequence:
+    """A given sequence up to its last trained token, followed by the placeholder where its score is read.
+
+    What a template writes after the stop token is cut off: a sampled completion, which is scored as it was sampled,
+    does not have it either.
+    """
+    end = int(np.flatnonzero(sequence.loss_mask)[-1]) + 1
+    return replace(with_spare(sequence.tokens[:end]), weight=sequence.weight, per_sequence=sequence.per_sequence)

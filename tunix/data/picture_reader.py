@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,13 @@ from tunix.errors import UserError
 from tunix.types import Pictures
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 
 @dataclass(frozen=True)
 class PictureReader:
-    """What all models have in common; of a row whose pictures are known, their grids."""
+    """How a model reads pictures: as squares of one size (Gemma 3), or in their proportions (Qwen 3.5); of a row whose
+    pictures are known, their grids."""
 
     begin: str
     """The token before a picture's, e.g. `<start_of_image>`."""
@@ -49,33 +50,29 @@ class PictureReader:
     """Pictures of a row at most, e.g. 2."""
     resample: int
     """PIL's number of the resampling, e.g. 2."""
+    pixel_range: tuple[int, int] | None = None
+    """Pixels that smaller pictures are enlarged to, and larger ones made smaller to, e.g. `(65536, 262144)`, where
+    pictures keep their proportions; None where all become squares of one size."""
     grids: tuple[tuple[int, int], ...] = ()
     """Rows and columns of soft tokens of each picture of the row at hand, e.g. `((16, 16),)`."""
 
     @property
     def mark(self) -> str:
-        """What marks a picture in a text."""
-        raise NotImplementedError
+        """What marks a picture in a text: the token that begins it, or the three tokens around and of it."""
+        return self.begin if self.pixel_range is None else self.begin + self.soft + self.end
 
     @property
     def sign(self) -> str:
         """The token by which a text is seen to have marks."""
-        raise NotImplementedError
-
-    def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
-        """A picture's patches `[Pp Pr Pc Rb]`, as many as it has, and rows and columns of its soft tokens.
-
-        Args:
-            name: the picture's, for messages.
-
-        Raises:
-            UserError: it would have more tokens than a picture may have.
-        """
-        raise NotImplementedError
+        return self.begin if self.pixel_range is None else self.soft
 
     def expanded(self, text: str) -> str:
         """The text with the soft tokens of a picture at each mark, as transformers' processors write them."""
-        raise NotImplementedError
+        if self.pixel_range is None:
+            return text.replace(self.begin, f"\n\n{self.begin}{self.soft * self.tokens}{self.end}\n\n")
+        first, *rest = text.split(self.soft)
+        numbers = [rows * columns for rows, columns in self.grids] + [1] * len(rest)
+        return first + "".join(self.soft * number + part for number, part in zip(numbers, rest, strict=False))
 
     def read(self, values: List[Any], folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
         """`[Pi Pp Pr Pc Rb]` uint8 the patches of a row's pictures, and `[Pi 2]` their grids; see `Pictures`.
@@ -85,20 +82,39 @@ class PictureReader:
             folder: where relative paths begin.
 
         Raises:
-            UserError: there are too many, or one cannot be read.
+            UserError: there are too many, one cannot be read, or one has more tokens than a picture may have.
         """
         if len(values) > self.most:
             raise UserError(f"it has {len(values)} pictures, more than data.pictures {self.most}: raise that")
         pixels = np.zeros((len(values), self.tokens * self.pool**2, self.patch, self.patch, 3), np.uint8)
         grids = np.zeros((len(values), 2), np.int32)
         for number, value in enumerate(values):
-            patches, grids[number] = self.resized(opened(value, number + 1, folder), f"picture {number + 1}")
-            pixels[number, : len(patches)] = patches
+            image, name = opened(value, number + 1, folder), f"picture {number + 1}"
+            if self.pixel_range is None:
+                side, grids[number] = math.isqrt(self.tokens) * self.pool, math.isqrt(self.tokens)
+                processor = _square_processor(side * self.patch, self.resample)
+                made = processor(image, do_rescale=False, do_normalize=False)
+                square = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
+                cut = square.reshape(side, self.patch, side, self.patch, 3).transpose(0, 2, 1, 3, 4)
+                pixels[number, : side**2] = cut.reshape(side**2, self.patch, self.patch, 3)  # row by row
+                continue
+            least, most = self.pixel_range
+            processor = _shape_processor(least, most, self.patch, self.pool, self.resample)
+            try:
+                made = processor(image, do_rescale=False, do_normalize=False)
+            except ValueError as error:  # of a strip
+                raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
+            _, *patches = made["image_grid_thw"][0].tolist()
+            rows, columns = grids[number] = [size // self.pool for size in patches]
+            if rows * columns > self.tokens:
+                raise UserError(
+                    f"{name}, {image.width} x {image.height} pixels, has {rows * columns} tokens, more than "
+                    f"data.picture_tokens {self.tokens}: raise that, or crop it"
+                )
+            # Colours, two equal frames, rows and columns of each patch; square by square as soft tokens have them.
+            cut = np.asarray(made["pixel_values"]).reshape(-1, 3, 2, self.patch, self.patch)
+            pixels[number, : len(cut)] = cut[:, :, 0].transpose(0, 2, 3, 1).astype(np.uint8)
         return pixels, grids
-
-    def knowing(self, grids: np.ndarray) -> PictureReader:
-        """The reader of a row with pictures of these grids `[Pi 2]`."""
-        return replace(self, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
 
     def pictures(self, ids: np.ndarray, pixels: np.ndarray) -> Pictures:
         """The pictures of a sequence of the row at hand, and the places of their tokens.
@@ -115,98 +131,14 @@ class PictureReader:
         runs = edges[1::2] - edges[::2]
         numbers = np.prod(grids, axis=-1)
         if runs.tolist() != numbers.tolist():
-            here, there = (f"{len(x)} (of {x.tolist()} tokens)" if len(x) else "0" for x in (runs, numbers))
+            marked, images = (f"{len(x)} (of {x.tolist()} tokens)" if len(x) else "0" for x in (runs, numbers))
             raise UserError(
-                f"its text has places for pictures ({self.sign}): {here}, and its column {IMAGES!r} has {there}: "
+                f"its text has places for pictures ({self.sign}): {marked}, and its column {IMAGES!r} has {images}: "
                 "give as many, or none in the text, and they come before the first question"
             )
         places = np.where(soft, np.cumsum(soft), 0).astype(np.int32)
-        return Pictures(pixels, grids, places, self.turned(places, grids))
-
-    def turned(self, places: np.ndarray, grids: np.ndarray) -> np.ndarray | None:
-        """`[T 3]` where rope turns the tokens to; None where it turns them to their places."""
-        return None
-
-
-@dataclass(frozen=True)
-class SquareReader(PictureReader):
-    """Gemma 3's: all pictures become squares of one size, and a mark begins a picture."""
-
-    @property
-    def size(self) -> int:
-        """Pixels of a side, e.g. 896."""
-        return math.isqrt(self.tokens) * self.pool * self.patch
-
-    @property
-    def mark(self) -> str:
-        """What marks a picture in a text, and begins its soft tokens."""
-        return self.begin
-
-    @property
-    def sign(self) -> str:
-        """The mark."""
-        return self.begin
-
-    def expanded(self, text: str) -> str:
-        """The text with the soft tokens of a picture at each mark, as transformers' processor writes them."""
-        return text.replace(self.begin, f"\n\n{self.begin}{self.soft * self.tokens}{self.end}\n\n")
-
-    def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
-        """A picture's patches, row by row, and its grid, which all pictures share."""
-        del name
-        made = _square_processor(self.size, self.resample)(image, do_rescale=False, do_normalize=False)
-        pixels = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
-        number, side = self.size // self.patch, math.isqrt(self.tokens)
-        cut = pixels.reshape(number, self.patch, number, self.patch, 3).transpose(0, 2, 1, 3, 4)
-        return cut.reshape(number**2, self.patch, self.patch, 3), (side, side)
-
-
-@dataclass(frozen=True)
-class AnyShapeReader(PictureReader):
-    """Qwen's: pictures keep their proportions, and a mark is the three tokens around and of a picture."""
-
-    least_pixels: int = 65_536
-    """Smaller pictures are enlarged to so many pixels, e.g. 65536."""
-    most_pixels: int = 16_777_216
-    """Larger pictures are made smaller to so many pixels, e.g. 262144, which `tokens` allows."""
-
-    @property
-    def mark(self) -> str:
-        """What marks a picture in a text."""
-        return self.begin + self.soft + self.end
-
-    @property
-    def sign(self) -> str:
-        """The token that stands for a picture in a template's text."""
-        return self.soft
-
-    def expanded(self, text: str) -> str:
-        """The text with as many soft tokens as each picture of the row has, in the order of the marks."""
-        first, *rest = text.split(self.soft)
-        numbers = [rows * columns for rows, columns in self.grids] + [1] * len(rest)
-        return first + "".join(self.soft * number + part for number, part in zip(numbers, rest, strict=False))
-
-    def resized(self, image: Image, name: str) -> tuple[np.ndarray, tuple[int, int]]:
-        """A picture's patches, square by square as soft tokens have them, and its grid."""
-        sizes = (self.least_pixels, self.most_pixels, self.patch, self.pool, self.resample)
-        try:
-            made = _shape_processor(*sizes)(image, do_rescale=False, do_normalize=False)
-        except ValueError as error:  # of a strip
-            raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
-        _, *patches = made["image_grid_thw"][0].tolist()
-        rows, columns = (number // self.pool for number in patches)
-        if rows * columns > self.tokens:
-            raise UserError(
-                f"{name}, {image.width} x {image.height} pixels, has {rows * columns} tokens, more than "
-                f"data.picture_tokens {self.tokens}: raise that, or crop it"
-            )
-        # Colours, two equal frames, rows and columns of each patch.
-        cut = np.asarray(made["pixel_values"]).reshape(-1, 3, 2, self.patch, self.patch)
-        return cut[:, :, 0].transpose(0, 2, 3, 1).astype(np.uint8), (rows, columns)
-
-    def turned(self, places: np.ndarray, grids: np.ndarray) -> np.ndarray:
-        """`[T 3]` where rope turns the tokens to."""
-        return rope_positions(places, grids)
+        rope = None if self.pixel_range is None else rope_positions(places, grids)
+        return Pictures(pixels, grids, places, rope)
 
 
 @lru_cache(maxsize=8)

@@ -49,7 +49,26 @@ def opened(value: Any, number: int, folder: Path | None) -> Image:
     needed_pillow()
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    source, name = _source(value, number, folder)
+    name = f"picture {number}"
+    if isinstance(value, Mapping):
+        parts = [value[key] for key in ("bytes", "path") if value.get(key) is not None]
+        if not parts:
+            raise UserError(f"{name} is {value!r:.80}, without bytes and path")
+        value = parts[0]
+    if isinstance(value, bytes | bytearray):
+        source = io.BytesIO(value)
+    elif isinstance(value, str | Path):
+        if "://" in str(value) or str(value).startswith("data:"):
+            raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
+        source = Path(value).expanduser()
+        source = source if source.is_absolute() or folder is None else folder / source
+        if source.exists() and not source.is_file():  # a folder, or a pipe that nobody writes to
+            raise UserError(f"{name}, {source}, is no file")
+        name = f"{name}, {source},"
+    elif isinstance(value, Image.Image):
+        source = value
+    else:
+        raise UserError(f"{name} is {value!r:.80}, not a path, bytes or a PIL image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, with a remedy
@@ -66,29 +85,6 @@ def opened(value: Any, number: int, folder: Path | None) -> Image:
         raise UserError(f"{name} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow's decoders raise all of these
         raise UserError(f"{name} cannot be read ({error}): is the file whole?") from error
-
-
-def _source(value: Any, number: int, folder: Path | None) -> tuple[Any, str]:
-    """What Pillow opens, and its name in messages."""
-    name = f"picture {number}"
-    if isinstance(value, Mapping):
-        kept = [value[key] for key in ("bytes", "path") if value.get(key) is not None]
-        if not kept:
-            raise UserError(f"{name} is {value!r:.80}, without bytes and path")
-        value = kept[0]
-    if isinstance(value, bytes | bytearray):
-        return io.BytesIO(value), name
-    if isinstance(value, str | Path):
-        if "://" in str(value) or str(value).startswith("data:"):
-            raise UserError(f"{name}, {value!s:.80}, is an address: tunix fetches nothing; download it, give its path")
-        path = Path(value).expanduser()
-        path = path if path.is_absolute() or folder is None else folder / path
-        if path.exists() and not path.is_file():  # a folder, or a pipe that nobody writes to
-            raise UserError(f"{name}, {path}, is no file")
-        return path, f"{name}, {path},"
-    if hasattr(value, "convert") and hasattr(value, "width"):
-        return value, name
-    raise UserError(f"{name} is {value!r:.80}, not a path, bytes or a PIL image")
 
 
 def images_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
@@ -123,8 +119,10 @@ def with_marks(
     said = {name: row.get(columns.get(name, name)) for name in ("messages", "prompt", "chosen", "rejected")}
     whole = said["messages"] or said["prompt"]
     if not values:
-        held = [part_value(part) for part in _parts(whole if _is_chat(whole) else said["chosen"])]
-        return row, [value for value in held if value is not None]
+        # A part may hold its picture itself.
+        parts = _parts(whole if _is_chat(whole) else said["chosen"])
+        held = [[part[key] for key in ("image", "path", "url") if part.get(key) is not None] for part in parts]
+        return row, [values[0] for values in held if values]
     sides = ("chosen", "rejected")
     names = ["messages" if said["messages"] is not None else "prompt"]
     if said["messages"] is None and _is_chat(said["chosen"]):
@@ -161,8 +159,3 @@ def _parts(messages: Any) -> list[Mapping[str, Any]]:
         return []
     lists = [content for message in messages if isinstance(content := message.get("content"), list | tuple)]
     return [part for parts in lists for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
-
-
-def part_value(part: Mapping[str, Any]) -> Any:
-    """The picture that a part of a message holds itself; None where a column has it."""
-    return next((part[key] for key in ("image", "path", "url") if part.get(key) is not None), None)

@@ -1,36 +1,369 @@
 """Turns rows into batches in Grain's order: seeded, different in every epoch, prefetched, and exactly resumable.
 
-A thread collects groups of `batch_size` kept rows (`groups.py`) and packs them. The position that `get_state` returns
-is that of the last batch handed out, however far the thread has read ahead. The accounting is part of the position, so
-that it is correct after a resume too. `Prompts` is the same stream where the policy samples the completions: any number
-of prompts at a time, unpacked.
+Grain shuffles the row numbers. `Groups` reads rows in that order, renders each (where several processes share a run,
+each renders its share of a window of rows and all receive the whole window, so that splitting a run changes no batch),
+cuts them into pieces where the recipe says so, and collects `batch_size` kept ones; a thread does so ahead of the
+trainer and packs them. The position that `get_state` returns is that of the last batch handed out, however far the
+thread has read ahead. The accounting is part of the position, so that it is correct after a resume too. `Prompts` is
+the same stream where the policy samples the completions: any number of prompts at a time, unpacked.
+
+`packing: split` or `wrapped` cuts texts longer than a row into pieces, so that no token is lost:
+
+    max_length 4      texts  a0 a1 a2 a3 a4 a5   b0 b1 b2 b3
+    split             rows   a0 a1 a2 a3 | b0 b1 b2 b3 | a4 a5    only long texts are cut; pieces are packed like texts
+    wrapped           rows   a0 a1 a2 a3 | a4 a5, b0 b1 | b2 b3   rows are filled in order, each to its end
+
+A piece is a separate sequence: its positions begin at 0, it sees nothing but itself, and its first token, which nothing
+in it predicts, is not trained. A piece in which nothing is trained is left out. Each batch starts a new row, and
+continues the text where the batch before it stopped.
+
+Axes: T time.
 """
 
+import itertools
+import json
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import grain
+import numpy as np
 
 from tunix.config import RowKind
-from tunix.data.accounting import Accounting, Dropped, Kept
+from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept, Note
 from tunix.data.config import DataConfig
-from tunix.data.cutting import cutter, grouped
-from tunix.data.groups import Groups, Renderer, order_of, reasons
+from tunix.data.examples import to_example
 from tunix.data.packing import pack, row_length
 from tunix.data.rendered import prompt_text
+from tunix.data.shapes import rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
+from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.types import Sequence
+from tunix.types import Pictures, Sequence
+from tunix.util.coded import array_of, coded
 
+SHARE = 16
+"""Rows of a window that each process renders."""
 T = TypeVar("T")
+_PREFETCHED_BATCHES, _PREFETCHED_PROMPTS = 2, 256
+"""How many of them are prepared before the trainer asks for them."""
+_streams = itertools.count()
+"""Numbers of the streams of a run, which all processes open in the same order."""
+Renderer = Callable[[int], Kept | Dropped]
+"""A row's number, or its place in an order -> its example."""
 
-_READ_AHEAD, _PROMPTS_AHEAD = 2, 256
-"""Batches, and prompts, that are prepared ahead of the trainer."""
+
+@dataclass(frozen=True)
+class Taken:
+    """The result of taking the next piece of a row."""
+
+    piece: Kept | None
+    """The piece; None where nothing in it is trained."""
+    account: Accounting
+    """The counts that it adds."""
+    finished: bool
+    """Whether nothing of the row is left."""
+
+
+class Cutter:
+    """Takes rows whole, or cuts them into pieces of at most `length` tokens; `wrapped` cuts where a row of the batch is
+    full."""
+
+    def __init__(self, length: int | None = None, wrapped: bool = False) -> None:
+        """Starts at the beginning of a row and of a batch.
+
+        Args:
+            length: T, e.g. 1024; None takes every row uncut.
+            wrapped: whether pieces fill the rows of the batch in order.
+        """
+        self._length, self._wrapped = length, wrapped
+        self._room = length or 0
+        self._begin = self._pieces = 0
+
+    def new_batch(self) -> None:
+        """Starts the rows of a new batch; the text continues where it was cut."""
+        self._room = self._length or 0
+
+    def has_target(self, example: Kept | Dropped) -> bool:
+        """Whether the rest of the row contains something to train on."""
+        if isinstance(example, Dropped) or self._length is None:
+            return isinstance(example, Kept)
+        return bool(example.sequences[0].loss_mask[self._begin + 1 :].any())
+
+    def take(self, example: Kept | Dropped) -> Taken:
+        """Takes the next piece of the row, or the whole rest where nothing of it is trained."""
+        if isinstance(example, Dropped) or self._length is None:
+            return Taken(example if isinstance(example, Kept) else None, Accounting.of(example), True)
+        (whole,) = example.sequences
+        total, begin = len(whole.tokens), self._begin
+        if self._room < 2:  # no target fits after a first token
+            self._room = self._length
+        size = self._room if self._wrapped else self._length
+        end = min(begin + size, total) if self.has_target(example) else total
+        mask = whole.loss_mask[begin:end].copy()
+        mask[:1] = False
+        trained, finished = bool(mask.any()), end == total
+        # A row counts with its first piece, or at its end where it has none.
+        if trained:
+            first = int(not self._pieces)
+            account = Accounting(rows=first, kept=first, pieces=1)
+        elif finished and not self._pieces:
+            account = Accounting(rows=1, dropped={CUT_AWAY: 1}, untrained=1)
+        else:
+            account = Accounting(untrained=1)
+        self._room -= end - begin if trained and self._wrapped else 0
+        self._pieces += trained
+        self._begin = end
+        if finished:
+            self._begin = self._pieces = 0
+        per_token = {name: values[begin:end] for name, values in whole.per_token.items()}
+        cut = replace(whole, tokens=whole.tokens[begin:end], loss_mask=mask, per_token=per_token)
+        return Taken(replace(example, sequences=(cut,)) if trained else None, account, finished)
+
+    def get_state(self) -> dict[str, Any]:
+        """How far the row has been cut, and into how many pieces, as values that JSON can store."""
+        return {} if self._length is None else {"begin": self._begin, "pieces": self._pieces}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a position that `get_state` returned."""
+        if self._length is not None:
+            self._begin, self._pieces = state["begin"], state["pieces"]
+
+
+def cutter(config: DataConfig, train_on: RowKind) -> Cutter:
+    """The cutter for a recipe's rows; only texts and completions are cut."""
+    return Cutter(config.max_length if config.cuts and train_on.is_text else None, config.packing == "wrapped")
+
+
+def grouped(examples: Iterable[Kept | Dropped], cut: Cutter, size: int) -> Iterator[tuple[list[Kept], Accounting]]:
+    """Batches of `size` sequences (the last may have fewer, or none) in the order of the examples, each with its
+    accounting."""
+    group: list[Kept] = []
+    account = Accounting()
+    cut.new_batch()
+    for example in examples:
+        finished = False
+        while not finished:
+            if len(group) == size and cut.has_target(example):
+                yield group, account
+                group, account = [], Accounting()
+                cut.new_batch()
+            taken = cut.take(example)
+            finished = taken.finished
+            account += taken.account
+            group += [taken.piece] if taken.piece else []
+    yield group, account
+
+
+class Divided:
+    """Rendered rows by their places, which are asked for in their order: each process renders a share of a window."""
+
+    def __init__(self, render: Renderer, places: int, name: str):
+        """Renders nothing yet.
+
+        Args:
+            render: a place -> its rendered row.
+            places: how many there are.
+            name: of these rows, the same in all processes, e.g. `rows/0`.
+        """
+        self._render, self._places = render, places
+        self._name, self._restarts = name, itertools.count(1)
+        self._restart = 0
+        self._window, self._rendered = -1, list[Mapping[str, Any]]()
+        self._posted = ""
+        self._stopped = threading.Event()
+
+    def __call__(self, place: int) -> Kept | Dropped:
+        """The rendered row of a place.
+
+        Raises:
+            UserError: the row is no example.
+            Stopped: `stop` was called meanwhile.
+        """
+        size = SHARE * processes.number()
+        if (window := place // size) != self._window:
+            places = range(window * size, min((window + 1) * size, self._places))
+            share = [row_json(self._render, place) for place in places[processes.index() :: processes.number()]]
+            key = f"{self._name}/{self._restart}/{window}"
+            content = zlib.compress(json.dumps(share).encode(), 1)
+            shares = [json.loads(zlib.decompress(x)) for x in processes.shared(key, content, stopped=self._stopped)]
+            if self._posted:  # whoever has come to this window has read the one before
+                processes.forget(self._posted)
+            self._posted = key
+            self._rendered = [shares[i % len(shares)][i // len(shares)] for i in range(len(places))]
+            self._window = window
+        return row_of_json(self._rendered[place % size])
+
+    def stop(self) -> None:
+        """Ends a call that waits for other processes."""
+        self._stopped.set()
+
+    def restart(self) -> None:
+        """Forgets what was rendered; all processes do so together, wherever each of them was."""
+        self._restart, self._window = next(self._restarts), -1
+        self._stopped.clear()
+
+
+def row_json(render: Renderer, place: int) -> dict[str, Any]:
+    """A rendered row as JSON values, or the mistake in it, which all processes report when they come to it."""
+    try:
+        example = render(place)
+    except UserError as error:
+        return {"error": str(error)}
+    if isinstance(example, Dropped):
+        return {"dropped": [example.reason, example.detail]}
+    sequences = []
+    for sequence in example.sequences:
+        arrays = {} if sequence.pictures is None else vars(sequence.pictures)
+        arrays = {name: np.asarray(x) for name, x in arrays.items() if x is not None}
+        saved = {
+            "tokens": coded(sequence.tokens),
+            "mask": coded(sequence.loss_mask),
+            "weight": float(sequence.weight),
+            "per_token": {name: coded(values) for name, values in sequence.per_token.items()},
+            "per_sequence": {name: float(value) for name, value in sequence.per_sequence.items()},
+            "pictures": {name: (coded(x), list(x.shape)) for name, x in arrays.items()},
+        }
+        sequences.append(saved)
+    notes = [[note.rule, note.text] for note in example.notes]
+    return {"kept": sequences, "truncated": example.truncated, "notes": notes}
+
+
+def row_of_json(saved: Mapping[str, Any]) -> Kept | Dropped:
+    """The inverse of `row_json`, but for the row's columns, which no algorithm on given sequences reads.
+
+    Raises:
+        UserError: the row is no example.
+    """
+    if "error" in saved:
+        raise UserError(saved["error"])
+    if "dropped" in saved:
+        reason, detail = saved["dropped"]
+        return Dropped(reason, detail)
+    sequences = []
+    for values in saved["kept"]:
+        arrays = {name: array_of(x).reshape(shape) for name, (x, shape) in values["pictures"].items()}
+        pictures = None
+        if arrays:
+            pictures = Pictures(arrays["pixels"], arrays["grids"], arrays["places"], arrays.get("rope"))
+        sequence = Sequence(
+            tokens=array_of(values["tokens"]),
+            loss_mask=array_of(values["mask"]),
+            weight=values["weight"],
+            per_token={name: array_of(x) for name, x in values["per_token"].items()},
+            per_sequence=values["per_sequence"],
+            pictures=pictures,
+        )
+        sequences.append(sequence)
+    notes = tuple(Note(rule, text) for rule, text in saved["notes"])
+    return Kept(tuple(sequences), saved["truncated"], notes=notes)
+
+
+def renderer(
+    rows: Rows, tokenizer: Tokenizer | None, config: DataConfig, train_on: RowKind, vocab_size: int | None
+) -> Renderer:
+    """Renders rows by a recipe's `data` section; the first row determines the shape of all."""
+    settings = replace(rendering(config, rows[0], f"row 1 of {rows.name}", train_on), vocab_size=vocab_size)
+    return lambda i: to_example(rows[i], tokenizer, settings, f"row {i + 1} of {rows.name}", rows.folder)
+
+
+def reasons(accounting: Accounting) -> str:
+    """The reasons why rows were dropped with their counts, for a message."""
+    counts = ", ".join(f"{count} x {reason}" for reason, count in accounting.dropped.items())
+    return counts or "all have weight 0"
+
+
+class Groups(Generic[T]):
+    """Iterates over groups of exactly `batch_size` kept rows in Grain's order, in the thread that prefetches them."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer | None,
+        config: DataConfig,
+        batch_size: int,
+        seed: int,
+        epochs: int | None,
+        train_on: RowKind,
+        vocab_size: int | None,
+        made: Callable[[list[Kept], Accounting], T],
+        divided: bool = False,
+    ) -> None:
+        """Starts at the first place, with the arguments of `Batches`; nothing is read but the first row.
+
+        Args:
+            made: turns a group of kept rows, and the accounting up to there, into an item.
+            divided: whether all processes of the run render rows together, and go through them in the same order.
+        """
+        self.rows = rows
+        self._batch_size, self._made = batch_size, made
+        render = renderer(rows, tokenizer, config, train_on, vocab_size)
+        order: grain.MapDataset[int] = grain.MapDataset.range(len(rows)).seed(seed % 2**32)
+        order = (order.shuffle() if config.shuffle else order).repeat(epochs)
+        self._places = len(order)
+
+        def render_place(place: int) -> Kept | Dropped:
+            number = order[place]
+            assert number is not None, "a range has no gaps"
+            return render(number)
+
+        several = divided and processes.number() > 1
+        self._divided = Divided(render_place, self._places, f"rows/{next(_streams)}") if several else None
+        self._render = self._divided or render_place
+        self._cut = cutter(config, train_on)
+        self._next = 0
+        self._accounting = Accounting()
+        self._example: Kept | Dropped | None = None
+        """The example of the next place, where it is rendered and not yet taken whole."""
+
+    def __iter__(self) -> "Groups[T]":
+        return self
+
+    def __next__(self) -> T:
+        group: list[Kept] = []
+        self._cut.new_batch()
+        while self._next < self._places:
+            example = self._example = self._render(self._next) if self._example is None else self._example
+            # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
+            if len(group) == self._batch_size and self._cut.has_target(example):
+                break
+            taken = self._cut.take(example)
+            self._accounting += taken.account
+            if taken.finished:
+                self._next += 1
+                self._example = None
+            if not self._accounting.kept and self._accounting.rows >= len(self.rows):
+                last = f"; of the last one, {example.detail}" if isinstance(example, Dropped) and example.detail else ""
+                raise UserError(f"{self.rows.name}: nothing in it can be trained on: {reasons(self._accounting)}{last}")
+            if taken.piece:
+                group.append(taken.piece)
+        if not group:
+            raise StopIteration
+        return self._made(group, self._accounting)
+
+    def get_state(self) -> dict[str, Any]:
+        """The next position in the order and within its row, and the accounting up to there."""
+        return {"next_index": self._next, "accounting": self._accounting.to_dict(), **self._cut.get_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a position that `get_state` returned."""
+        self._next = state["next_index"]
+        self._accounting = Accounting.from_dict(state["accounting"])
+        self._cut.set_state(state)
+        self._example = None
+        if self._divided is not None:
+            self._divided.restart()
+
+    def stop(self) -> None:
+        """Ends waiting for other processes: this stream is closed, or goes on elsewhere."""
+        if self._divided is not None:
+            self._divided.stop()
 
 
 def _as_it_is(sequence: Sequence) -> Sequence:
@@ -78,8 +411,15 @@ class Layout:
         """
         sequences = tuple(self.prepare_sequence(sequence) for kept in group for sequence in kept.sequences)
         number, length = self.sequences_per_example, self.length(config)
-        how = {"multiple": self.multiple, "pictures": self.pictures(config)}
-        batch = pack(sequences, number * size, length, config.packing, number, **how)
+        batch = pack(
+            sequences,
+            number * size,
+            length,
+            config.packing,
+            number,
+            multiple=self.multiple,
+            pictures=self.pictures(config),
+        )
         return Packed(batch, accounting, sequences)
 
 
@@ -90,44 +430,23 @@ PLAIN = Layout()
 class Stream(Generic[T]):
     """An endless or counted stream of groups of kept rows, with a position that can be saved."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        tokenizer: Tokenizer | None,
-        config: DataConfig,
-        batch_size: int,
-        seed: int,
-        epochs: int | None,
-        train_on: RowKind,
-        vocab_size: int | None,
-        made: Callable[[list[Kept], Accounting], T],
-        read_ahead: int,
-    ) -> None:
-        """Sets up the stream; nothing is read but the first row.
+    def __init__(self, groups: Groups[T], prefetched: int) -> None:
+        """Starts the thread.
 
         Args:
-            rows: from `open_rows`.
-            tokenizer: None where rows are token ids.
-            config: the recipe's `data` section.
-            batch_size: kept rows of a group.
-            seed: seed of the order; each epoch has its own.
-            epochs: None continues without end.
-            train_on: see `Rendering`.
-            vocab_size: see `Rendering`.
-            made: turns a group of kept rows, and the accounting up to there, into an item of the stream.
-            read_ahead: how many items are prepared ahead.
+            groups: the items.
+            prefetched: how many of them are prepared before they are asked for.
         """
-        self._rows = rows
-        renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
-        order = order_of(rows, config, seed, epochs)
-        # Prompts are short, and all processes need all of them soon.
-        divided = train_on not in (RowKind.PROMPT, RowKind.ROW)
-        groups = Groups(renderer, order, batch_size, made, cutter(config, train_on), divided)
-        self._stop = groups.stop
+        self._rows, self._stop = groups.rows, groups.stop
         # Kept in a list that the finalizer empties: Grain's iterator has to be deleted before the interpreter exits, or
         # its __del__ fails on modules that are already gone; and its thread must not outlive this object.
-        self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, read_ahead)]
-        self._close = weakref.finalize(self, _release, self._held, groups.stop)
+        held = self._held = [grain.experimental.ThreadPrefetchDatasetIterator(groups, prefetched)]
+
+        def release() -> None:
+            groups.stop()
+            held.pop().close()
+
+        self._close = weakref.finalize(self, release)
 
     def mark(self) -> Callable[[], dict[str, Any]]:
         """What returns the position of now, whenever it is called."""
@@ -201,8 +520,10 @@ class Batches(Stream[Packed]):
                 raise UserError(f"{rows.name}: a whole batch of {len(group)} rows has weight 0; leave such rows out")
             return layout.packed(group, batch_size, config, accounting)
 
-        made = (packed, _READ_AHEAD)
-        super().__init__(rows, tokenizer, config, batch_size, seed, epochs, train_on, vocab_size, *made)
+        groups = Groups(
+            rows, tokenizer, config, batch_size, seed, epochs, train_on, vocab_size, made=packed, divided=True
+        )
+        super().__init__(groups, _PREFETCHED_BATCHES)
 
     def __iter__(self) -> "Batches":
         return self
@@ -225,8 +546,13 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
         train_on: RowKind = RowKind.PROMPT,
     ) -> None:
         """Sets up the stream with the arguments of `Batches`; with `RowKind.ROW` an environment makes the prompts."""
-        made = (lambda group, accounting: (group[0], accounting), _PROMPTS_AHEAD)
-        super().__init__(rows, tokenizer, config, 1, seed, epochs, train_on, vocab_size, *made)
+
+        def single(group: list[Kept], accounting: Accounting) -> tuple[Kept, Accounting]:
+            return group[0], accounting
+
+        # Prompts are short, and all processes need all of them soon: each renders them itself.
+        groups = Groups(rows, tokenizer, config, 1, seed, epochs, train_on, vocab_size, made=single)
+        super().__init__(groups, _PREFETCHED_PROMPTS)
         self.accounting = Accounting()
         """Counts of the rows read so far, up to the last prompt handed out."""
 
@@ -250,12 +576,6 @@ def _counts(kept: Kept) -> bool:
     return any(sequence.weight > 0 for sequence in kept.sequences)
 
 
-def _release(held: "list[grain.experimental.ThreadPrefetchDatasetIterator[Any]]", stop: Callable[[], None]) -> None:
-    """Stops Grain's thread and deletes its iterator."""
-    stop()
-    held.pop().close()
-
-
 def eval_batches(
     rows: Rows,
     tokenizer: Tokenizer | None,
@@ -271,8 +591,8 @@ def eval_batches(
     Raises:
         UserError: none of these rows can be evaluated.
     """
-    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
-    examples = [renderer(i) for i in range(min(limit, len(rows)))]
+    render = renderer(rows, tokenizer, config, train_on, vocab_size)
+    examples = [render(i) for i in range(min(limit, len(rows)))]
     weightless = [example for example in examples if isinstance(example, Kept) and not _counts(example)]
     weighted = (example for example in examples if isinstance(example, Dropped) or _counts(example))
     groups = list(grouped(weighted, cutter(config, train_on), batch_size))
@@ -295,8 +615,8 @@ def eval_prompts(
     Raises:
         UserError: none of these rows has one.
     """
-    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
-    examples = [renderer(i) for i in range(min(limit, len(rows)))]
+    render = renderer(rows, tokenizer, config, train_on, vocab_size)
+    examples = [render(i) for i in range(min(limit, len(rows)))]
     if prompts := [prompt_of(example) for example in examples if isinstance(example, Kept)]:
         return prompts
     total = sum(map(Accounting.of, examples), Accounting())
@@ -311,8 +631,8 @@ def account(
     vocab_size: int | None = None,
 ) -> Accounting:
     """Counts over all rows of the data, before any is cut into pieces."""
-    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
-    return sum((Accounting.of(renderer(i)) for i in range(len(rows))), Accounting())
+    render = renderer(rows, tokenizer, config, train_on, vocab_size)
+    return sum((Accounting.of(render(i)) for i in range(len(rows))), Accounting())
 
 
 def sequences_of(
@@ -333,9 +653,9 @@ def sequences_of(
         vocab_size: see `Rendering`.
         limit: how many rows are read; None for all.
     """
-    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
+    render = renderer(rows, tokenizer, config, train_on, vocab_size)
     for i in range(min(limit or len(rows), len(rows))):
-        if isinstance(example := renderer(i), Kept):
+        if isinstance(example := render(i), Kept):
             yield from example.sequences
 
 
@@ -351,6 +671,4 @@ def cut_steps(
 ) -> int:
     """Number of batches in `epochs` epochs where rows are cut into pieces. It depends on the lengths and the order, so
     every row is rendered once for each epoch. The arguments are those of `Batches`."""
-    renderer = Renderer.of(rows, tokenizer, config, train_on, vocab_size)
-    order = order_of(rows, config, seed, epochs)
-    return sum(Groups(renderer, order, batch_size, lambda *_: 1, cutter(config, train_on)))
+    return sum(Groups(rows, tokenizer, config, batch_size, seed, epochs, train_on, vocab_size, made=lambda *_: 1))

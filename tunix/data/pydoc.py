@@ -107,19 +107,22 @@ def _rows() -> list[dict[str, str]]:
     standard library (transformers adds methods to logging.Logger, ipykernel replaces input), and a resumed run must get
     the same rows.
     """
-    found = subprocess.run([sys.executable, "-I", "-S", __file__], check=True, stdout=subprocess.PIPE).stdout
-    return [{"prompt": prompt, "completion": line} for prompt, line in json.loads(found)]
+    output = subprocess.run([sys.executable, "-I", "-S", __file__], check=True, stdout=subprocess.PIPE).stdout
+    return [{"prompt": prompt, "completion": line} for prompt, line in json.loads(output)]
 
 
 def _read() -> list[tuple[str, str]]:
     """Prompt and answer of everything that is documented in `MODULES`, as this process sees it."""
     warnings.simplefilter("ignore")  # deprecated modules and names warn when they are accessed
-    pairs = {
-        (name + _signature(thing) + "\n", line)
-        for module in MODULES
-        for name, thing in _documented(module)
-        if (line := _first_line(thing, name))
-    }
+    pairs = set[tuple[str, str]]()
+    for name, thing in (pair for module in MODULES for pair in _documented(module)):
+        # The docstring's first line of prose, of at least two words and 12 characters.
+        doc = inspect.cleandoc(thing.__doc__) if isinstance(thing.__doc__, str) else ""
+        called = name.rsplit(".", 1)[-1] + "("
+        lines = [line.strip() for line in doc.splitlines()]
+        prose = [line for line in lines if line and called not in line and not line.startswith((">>>", "--"))]
+        if prose and " " in prose[0] and len(prose[0]) >= 12:
+            pairs.add((name + _signature(thing) + "\n", prose[0]))
     return sorted(pairs)
 
 
@@ -130,26 +133,17 @@ def _documented(name: str) -> Iterator[tuple[str, Any]]:
     except ImportError:
         return
     prefix = "" if name == "builtins" else name + "."
+    kinds = property | classmethod | staticmethod | functools.cached_property
     for attribute, thing in list(vars(module).items()):  # access may import more
-        if attribute.startswith("_") or not (callable(thing) and _is_home(thing, name)):
+        # It is where users find it: it was not imported from another module of the list.
+        home = thing.__module__ if isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType) else None
+        if attribute.startswith("_") or not callable(thing) or not (home == name or home not in MODULES):
             continue
         yield prefix + attribute, thing
         if isinstance(thing, type):
             for method, function in vars(thing).items():
-                if not method.startswith("_") and _is_method(function):
+                if not method.startswith("_") and (inspect.isroutine(function) or isinstance(function, kinds)):
                     yield f"{prefix}{attribute}.{method}", function
-
-
-def _is_home(thing: Any, module: str) -> bool:
-    """Whether `module` is where users find it: it was not imported from another module of the list."""
-    home = thing.__module__ if isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType) else None
-    return home == module or home not in MODULES
-
-
-def _is_method(thing: Any) -> bool:
-    return inspect.isroutine(thing) or isinstance(
-        thing, property | classmethod | staticmethod | functools.cached_property
-    )
 
 
 def _signature(thing: Any) -> str:
@@ -157,10 +151,10 @@ def _signature(thing: Any) -> str:
     if isinstance(thing, property | functools.cached_property):
         return ""
     try:
-        found = inspect.signature(thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing)
+        signature = inspect.signature(thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing)
     except (ValueError, TypeError, AttributeError):  # Python 3.13 fails on select.epoll.register
         return "(...)"
-    text = str(found.replace(parameters=[_plain(parameter) for parameter in found.parameters.values()]))
+    text = str(signature.replace(parameters=[_plain(parameter) for parameter in signature.parameters.values()]))
     return text if len(text) <= _LONGEST else "(...)"
 
 
@@ -175,15 +169,6 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
 class _Dots:
     def __repr__(self) -> str:
         return "..."
-
-
-def _first_line(thing: Any, name: str) -> str:
-    """The docstring's first line of prose; empty where there is none of at least two words and 12 characters."""
-    doc = inspect.cleandoc(thing.__doc__) if isinstance(thing.__doc__, str) else ""
-    called = name.rsplit(".", 1)[-1] + "("
-    lines = [line.strip() for line in doc.splitlines()]
-    prose = [line for line in lines if line and called not in line and not line.startswith((">>>", "--"))]
-    return prose[0] if prose and " " in prose[0] and len(prose[0]) >= 12 else ""
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from tunix.types import Pictures
 def within(pictures: Pictures, begin: int, end: int) -> Pictures:
     """The pictures of the tokens `begin` to `end` of a sequence, none of which is cut, numbered from the first one."""
     at, counts = np.asarray(pictures.places)[begin:end], np.prod(pictures.grids, axis=-1)
-    here, ends = at[at > 0], np.cumsum(counts)
-    first = np.searchsorted(ends, here[0]) if len(here) else 0
-    last = np.searchsorted(ends, here[-1]) + 1 if len(here) else 0
-    assert len(here) == counts[first:last].sum(), "pictures are whole"
+    seen, ends = at[at > 0], np.cumsum(counts)
+    first = np.searchsorted(ends, seen[0]) if len(seen) else 0
+    last = np.searchsorted(ends, seen[-1]) + 1 if len(seen) else 0
+    assert len(seen) == counts[first:last].sum(), "pictures are whole"
     places = np.where(at > 0, at - counts[:first].sum(), 0).astype(np.int32)
     rope = None if pictures.rope is None else pictures.rope[begin:end]
     return Pictures(pictures.pixels[first:last], pictures.grids[first:last], places, rope)
@@ -41,14 +41,14 @@ def rope_positions(places: np.ndarray, grids: np.ndarray) -> np.ndarray:
         places: `[T]` as in `Pictures`.
         grids: `[Pi 2]` as in `Pictures`.
     """
-    found = np.zeros((len(places), 3), np.int32)
+    turned = np.zeros((len(places), 3), np.int32)
     at, seen, now = 0, 0, 0
     for rows, columns in np.asarray(grids).tolist():
         first, number = int(np.flatnonzero(places == seen + 1)[0]), rows * columns
-        found[at:first] = now + np.arange(first - at)[:, None]
+        turned[at:first] = now + np.arange(first - at)[:, None]
         now += first - at
-        found[first : first + number] = now
-        found[first : first + number, 1:] += np.indices((rows, columns)).reshape(2, -1).T
+        turned[first : first + number] = now
+        turned[first : first + number, 1:] += np.indices((rows, columns)).reshape(2, -1).T
         at, seen, now = first + number, seen + number, now + max(rows, columns)
-    found[at:] = now + np.arange(len(places) - at)[:, None]
-    return found
+    turned[at:] = now + np.arange(len(places) - at)[:, None]
+    return turned

@@ -1,20 +1,171 @@
-"""The shapes of rows: the columns of each shape, and the settings by which a recipe's rows are rendered.
+"""The columns of a row, and the shapes of rows: typed values, the columns of each shape, and how a recipe renders rows.
 
-The algorithm determines what is read of a row (`RowKind`); among the shapes that fit, `detect_format` finds the one
-whose columns a row has.
+A value of another type is refused with the column's name and the value. The algorithm determines what is read of a row
+(`RowKind`); among the shapes that fit, `detect_format` finds the one whose columns a row has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from tunix.config import LOSS_WEIGHTS, RowKind
-from tunix.data.columns import Row, listed, near
+from tunix.data.chat import check_messages
 from tunix.data.config import DataConfig
 from tunix.data.pictures import IMAGES
+from tunix.data.tokenizer import refuse_half_characters
 from tunix.errors import UserError, nearest
+
+Row = Mapping[str, Any]
+_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
+"""Arguments of a template, or of `apply_chat_template`, that no variable of a row replaces."""
+
+
+def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> Any:
+    """The value of a column; the default where it is absent or null.
+
+    Args:
+        row: the columns of one example.
+        name: our name of the column, e.g. `prompt`.
+        columns: our column name -> the data's.
+        default: at most one value, usually None.
+
+    Raises:
+        UserError: the column is absent or null, and there is no default.
+    """
+    theirs = columns.get(name, name)
+    if (value := row.get(theirs)) is not None:
+        return value
+    if default:
+        return default[0]
+    if theirs in row:
+        raise UserError(f"the column {theirs!r} is null")
+    hint = "".join(f" Did you mean {other!r}?" for other in near(theirs, row))
+    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{hint}")
+
+
+def as_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a column, without the keys that Arrow filled with null because another row has them."""
+    check_messages(value)
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+
+
+def as_tools(value: Any) -> dict[str, Any]:
+    """The template arguments of a `tools` column (a list of tools, or JSON of it, of each or of its parameters); empty
+    where a row has no tools."""
+    if value is None:
+        return {}
+    try:
+        tools = [_tool(_decoded(tool)) for tool in _decoded(value)]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"tools is {value!r:.80}, not a list of tools: {error}") from error
+    return {"tools": tools} if tools else {}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters are an object, also where they are JSON."""
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": _tool(tool["function"])}
+    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
+
+
+def as_template_kwargs(value: Any) -> dict[str, Any]:
+    """A row's own variables of the chat template, e.g. `{"enable_thinking": False}`, from an object or JSON of it."""
+    try:
+        variables = _decoded({} if value is None else value)
+    except ValueError as error:
+        raise UserError(f"chat_template_kwargs is {value!r:.80}, which is not JSON: {error}") from error
+    if not isinstance(variables, Mapping):
+        raise UserError(f"chat_template_kwargs is {value!r:.80}, not an object of the template's variables")
+    if taken := sorted(variables.keys() & _ARGUMENTS):
+        raise UserError(f"chat_template_kwargs sets {', '.join(taken)}, which tunix sets itself: leave it out")
+    return dict(variables)
+
+
+def _decoded(value: Any) -> Any:
+    """A value, or the value that a string of JSON holds."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def refuse_half_texts(value: Any, name: str) -> None:
+    """Refuses a column with a lone surrogate in one of its texts, however deep in lists and objects.
+
+    Raises:
+        UserError: the message names the column and the character.
+    """
+    if isinstance(value, str):
+        try:
+            refuse_half_characters(value)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_half_texts(key, name)
+            refuse_half_texts(item, name)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            refuse_half_texts(item, name)
+
+
+def as_string(value: Any, name: str) -> str:
+    """A column's text; other types are refused, not converted."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {value!r:.80}, not a string")
+    return value
+
+
+def as_weights(value: Any, name: str, number: int) -> np.ndarray:
+    """A list of finite numbers of at least 0, one for each of `number` tokens, as `[T]` float32."""
+    array = _list_of(value, name, "iuf", "numbers")
+    if len(array) != number:
+        raise UserError(f"{name} has {len(array)} values for {number} input_ids")
+    wrong = ~(np.isfinite(array) & (array >= 0))
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        raise UserError(f"{name}[{place}] is {array[place]:g}, not a finite number of at least 0")
+    return array.astype(np.float32)
+
+
+def as_integers(value: Any, name: str) -> np.ndarray:
+    """A list of whole numbers (or booleans, for a mask) as `[T]` int32."""
+    array = _list_of(value, name, "iub", "whole numbers")
+    if array.size and max(abs(int(array.max())), abs(int(array.min()))) >= 2**31:
+        raise UserError(f"{name} holds {array.max()}, beyond any vocabulary")
+    return array.astype(np.int32)
+
+
+def _list_of(value: Any, name: str, kinds: str, what: str) -> np.ndarray:
+    """A flat list whose numpy kind is one of `kinds`, as an array `[T]`; an empty list has any kind."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a ragged list
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise UserError(f"{name} is {value!r:.80}, not a list of {what}")
+    return array
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, and no boolean."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def near(name: str, row: Iterable[str]) -> list[str]:
+    """The row's column with the most similar name, as a list of at most one."""
+    import difflib
+
+    return difflib.get_close_matches(name, [str(column) for column in row], n=1)
+
+
+def listed(row: Iterable[str]) -> str:
+    """The columns' names, formatted for a message."""
+    return ", ".join(repr(column) for column in row) or "no columns"
+
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
 Overflow = Literal["truncate", "drop", "error", "keep"]
@@ -79,7 +230,7 @@ class Rendering:
     max_length: int = 1024
     """Most tokens of a sequence, or of each side of a pair."""
     on_overflow: Overflow = "truncate"
-    """What happens to a longer sequence; `keep` leaves it to `cutting`."""
+    """What happens to a longer sequence; `keep` leaves it to `pipeline.Cutter`."""
     train_on: RowKind = RowKind.COMPLETION
     """Which columns of a row are read, and which of its tokens are targets."""
     prompt_length: int = 0
@@ -124,6 +275,9 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
     for name in (*shapes[shape], "prompt"):
         if _is_sharegpt(first.get(theirs := config.columns.get(name, name))):
             raise UserError(f"{where}: {_sharegpt(theirs, shapes)}")
+    optional = FIXED if train_on == RowKind.PAIRS else ()
+    if train_on == RowKind.COMPLETION and shape == "tokens":
+        optional = (LOSS_WEIGHTS,)
     return Rendering(
         format=shape,
         columns=config.columns,
@@ -135,15 +289,8 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
         chat=config.chat,
         system=config.system,
         template_kwargs=config.template_kwargs,
-        fixed=tuple(name for name in _fixed(train_on, shape) if first.get(config.columns.get(name, name)) is not None),
+        fixed=tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None),
     )
-
-
-def _fixed(train_on: RowKind, shape: Format) -> tuple[str, ...]:
-    """The optional columns that every row has or none."""
-    if train_on == RowKind.COMPLETION and shape == "tokens":
-        return (LOSS_WEIGHTS,)
-    return FIXED if train_on == RowKind.PAIRS else ()
 
 
 def detect_format(
@@ -166,9 +313,10 @@ def detect_format(
     for shape, wanted in shapes.items():
         if all(columns.get(name, name) in row for name in wanted):
             return shape
+    groups = [" and ".join([", ".join(group[:-1]), group[-1]] if group[1:] else group) for group in shapes.values()]
+    groups.sort(key=lambda group: USUAL.index(group) if group in USUAL else len(USUAL))
     raise UserError(
-        f"{where} has the columns {listed(row)}; wanted are {', or '.join(_described(shapes))}. "
-        f"{_remedy(row, columns, shapes)}"
+        f"{where} has the columns {listed(row)}; wanted are {', or '.join(groups)}. {_remedy(row, columns, shapes)}"
     )
 
 
@@ -195,7 +343,8 @@ def _remedy(row: Row, columns: Mapping[str, str], shapes: Shapes) -> str:
     wanted = [columns.get(name, name) for group in shapes.values() for name in group]
     strange = [name for name in row if name not in (*wanted, *_names())]
     hints = [f"{ours!r} for {theirs!r}" for theirs in strange for ours in near(theirs, wanted)]
-    return f"Name yours in data.columns, as in {_example(shapes)}." + (f" Is it {', '.join(hints)}?" if hints else "")
+    example = "{chosen: better, rejected: worse}" if shapes is PAIRS else "{prompt: question, completion: answer}"
+    return f"Name yours in data.columns, as in {example}." + (f" Is it {', '.join(hints)}?" if hints else "")
 
 
 def _turn(value: Any) -> Mapping[str, Any]:
@@ -222,14 +371,3 @@ def _sharegpt(name: str, shapes: Shapes) -> str:
 def _names() -> list[str]:
     """The names of all of our columns."""
     return sorted({name for shapes in SHAPES.values() for group in shapes.values() for name in group} | set(OPTIONAL))
-
-
-def _described(shapes: Shapes) -> list[str]:
-    """The columns of each shape in words, the most usual shapes first."""
-    groups = [" and ".join([", ".join(group[:-1]), group[-1]] if group[1:] else group) for group in shapes.values()]
-    return sorted(groups, key=lambda group: USUAL.index(group) if group in USUAL else len(USUAL))
-
-
-def _example(shapes: Shapes) -> str:
-    """An example value of `data.columns` for rows of such shapes."""
-    return "{chosen: better, rejected: worse}" if shapes is PAIRS else "{prompt: question, completion: answer}"

@@ -8,7 +8,6 @@ for no decision at all (`held_out`).
 import random
 import string
 import zlib
-from collections.abc import Iterator
 
 Row = dict[str, str]
 
@@ -41,22 +40,15 @@ def held_out() -> list[Row]:
 def _rows(split: str) -> list[Row]:
     """The first problems of a split, in an order that is the same everywhere."""
     rows: list[Row] = []
-    for letters in _problems():
-        if _split(letters) == split:
-            rows.append({"prompt": f"{letters}>", "completion": "".join(sorted(letters))})
-            if len(rows) == SIZES[split]:
-                return rows
-    raise AssertionError("the letters are endless")
-
-
-def _problems() -> Iterator[str]:
-    """Distinct problems, practically without end: 26 letters give 166 million."""
+    # Distinct problems, practically without end: 26 letters give 166 million.
     rng, seen = random.Random(0), set()
-    while True:
+    while len(rows) < SIZES[split]:
         letters = "".join(rng.sample(string.ascii_lowercase, LETTERS))
         if letters not in seen:
             seen.add(letters)
-            yield letters
+            if _split(letters) == split:
+                rows.append({"prompt": f"{letters}>", "completion": "".join(sorted(letters))})
+    return rows
 
 
 def _split(letters: str) -> str:

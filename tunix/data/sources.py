@@ -24,9 +24,9 @@ from tunix.data.files import (
     SUFFIXES,
     ArrowTable,
     Chain,
+    JsonLines,
     Table,
     files_by_split,
-    line_digests,
     open_file,
     open_split,
     splits_named,
@@ -39,8 +39,6 @@ COMPARED = 1 << 16
 """Rows that a digest reads at most: 25 us each."""
 COMPARED_OBJECTS = 256
 """Rows that it reads at most where they hold more than JSON does, such as pictures, which take milliseconds each."""
-CHECKED = 10_000
-"""Rows that `check_rows` reads at most, from the start."""
 
 
 @runtime_checkable
@@ -123,7 +121,9 @@ class Rows:
             row = self[i * (len(self) - 1) // max(number - 1, 1)]
             values = sorted((str(name), value) for name, value in row.items() if value is not None)
             total.update(json.dumps(values, default=_as_json, skipkeys=True).encode() + b"\n")
-        parts = [str(len(self)), total.hexdigest(), *(line_digests(self._table) if len(self) > most else [])]
+        tables = self._table.tables if isinstance(self._table, Chain) else [self._table]
+        lines = [table.digest for table in tables if isinstance(table, JsonLines)] if len(self) > most else []
+        parts = [str(len(self)), total.hexdigest(), *lines]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def shares_rows_with(self, other: Rows) -> bool:
@@ -228,17 +228,6 @@ def held_out_rows(data: DataConfig) -> Rows | None:
     return open_rows(data.train, data.eval_split) if data.eval_split else None
 
 
-def check_rows(rows: Rows) -> None:
-    """Reads up to `CHECKED` rows from the start, and the last one, to find lines that are broken.
-
-    Raises:
-        UserError: names the file and the line.
-    """
-    for i in range(min(len(rows), CHECKED if rows.is_plain else COMPARED_OBJECTS)):
-        rows[i]
-    rows[len(rows) - 1]
-
-
 def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:
     """The dataset that a spec stands for."""
     if isinstance(spec, Mapping):
@@ -247,57 +236,46 @@ def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:
         return _Source("the given rows", {"train": lambda: spec}, has_splits=False)
     name, path = str(spec), Path(spec).expanduser()
     if path.is_dir():
-        return _folder_source(path)
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            import datasets
+
+            try:
+                saved = datasets.load_from_disk(str(path))
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"{path} was saved by `datasets`, but does not load: {error}") from error
+            if not isinstance(saved, datasets.DatasetDict):
+                return _Source(str(path), {"train": lambda: saved}, False, path)
+            splits = {str(split): lambda rows=rows: rows for split, rows in saved.items()}
+            return _Source(str(path), splits, folder=path)
+        files, has_splits = files_by_split(path)
+        opened = {split: partial(open_split, path, split, files) for split in files}
+        return _Source(str(path), opened, has_splits, path, files)
     if path.is_file():
         return _Source(name, {"train": partial(open_file, path)}, False, path.parent, {"train": [path]})
     if is_reference(name):
-        return _Source(name, {"train": partial(_call, name)}, has_splits=False)
+
+        def call() -> Any:
+            function = load_object(name)
+            if not callable(function):
+                raise UserError(f"{name} is a {type(function).__name__}, not a function that returns rows")
+            return function()
+
+        return _Source(name, {"train": call}, has_splits=False)
     if path.suffix in _FILE_SUFFIXES or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{name}: there is no such file or folder (looked from {Path.cwd()})")
-    return _Source(name, {split: lambda rows=rows: rows for split, rows in _load_hub(name).items()})
-
-
-def _folder_source(folder: Path) -> _Source:
-    """The dataset in a folder of `datasets.save_to_disk`, or of data files whose names may contain their splits."""
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        import datasets
-
-        try:
-            saved = datasets.load_from_disk(str(folder))
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{folder} was saved by `datasets`, but does not load: {error}") from error
-        if not isinstance(saved, datasets.DatasetDict):
-            return _Source(str(folder), {"train": lambda: saved}, False, folder)
-        splits = {str(split): lambda rows=rows: rows for split, rows in saved.items()}
-        return _Source(str(folder), splits, folder=folder)
-    files, has_splits = files_by_split(folder)
-    opened = {split: partial(open_split, folder, split, files) for split in files}
-    return _Source(str(folder), opened, has_splits, folder, files)
-
-
-def _call(reference: str) -> Any:
-    """The result of calling the function that a recipe names."""
-    function = load_object(reference)
-    if not callable(function):
-        raise UserError(f"{reference} is a {type(function).__name__}, not a function that returns rows")
-    return function()
-
-
-def _load_hub(name: str) -> dict[str, Any]:
-    """All splits of a hub dataset, from the cache or the network."""
     import datasets
 
-    path, _, config = name.partition(":")
+    repository, _, config = name.partition(":")
     try:
-        splits = datasets.load_dataset(path, config or None)
+        loaded = datasets.load_dataset(repository, config or None)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"{name} is neither a file here nor a dataset that the hub gives: {reason}. Check the spelling and the "
             "network (a private one wants `hf auth login`; a configuration is written owner/name:config)"
         ) from error
-    assert isinstance(splits, datasets.DatasetDict), type(splits)
-    return {str(split): rows for split, rows in splits.items()}
+    assert isinstance(loaded, datasets.DatasetDict), type(loaded)
+    return _Source(name, {str(split): lambda rows=rows: rows for split, rows in loaded.items()})
 
 
 def _is_arrow(table: Table) -> bool:

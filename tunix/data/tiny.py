@@ -39,10 +39,10 @@ def pictures() -> list[dict[str, Any]]:
     rows = []
     for index in range(ROWS):
         number = 0 if index % 4 == 3 else PICTURES if index % 5 == 4 else 1
-        found = [names[(index + 3 * more) % len(names)] for more in range(number)]
-        asked = [*({"type": "image"} for _ in found), {"type": "text", "text": "Which colours do you see?"}]
-        answer = " and ".join(found) if found else "none"
-        images = [Image.new("RGB", (20 + index, 30), COLOURS[name]) for name in found]
+        colours = [names[(index + 3 * more) % len(names)] for more in range(number)]
+        asked = [*({"type": "image"} for _ in colours), {"type": "text", "text": "Which colours do you see?"}]
+        answer = " and ".join(colours) if colours else "none"
+        images = [Image.new("RGB", (20 + index, 30), COLOURS[name]) for name in colours]
         turns = [{"role": "user", "content": asked}, _said("assistant", answer)]
         rows.append({"messages": turns, "images": images, "answer": answer})
     return rows
@@ -59,9 +59,17 @@ def tokens() -> list[dict[str, Any]]:
     for index in range(ROWS):
         question, answer = _sum(index)
         prompt, right, wrong = list(question.encode()), list(answer.encode()), list(_wrong(index).encode())
-        given = {"input_ids": prompt + right, "labels": [-100] * len(prompt) + right, "prompt_ids": prompt}
-        compared = {"chosen_ids": right, "rejected_ids": wrong, "margin": _margin(index)}
-        rows.append({**given, **compared, "completion_ids": right if index % 2 else wrong, "label": bool(index % 2)})
+        row = {
+            "input_ids": prompt + right,
+            "labels": [-100] * len(prompt) + right,
+            "prompt_ids": prompt,
+            "chosen_ids": right,
+            "rejected_ids": wrong,
+            "margin": _margin(index),
+            "completion_ids": right if index % 2 else wrong,
+            "label": bool(index % 2),
+        }
+        rows.append(row)
     return rows
 
 
@@ -128,8 +136,7 @@ def _wrong(index: int) -> str:
 def _turns(index: int) -> list[dict[str, str]]:
     """One or two questions with their answers, as chat messages."""
     asked = (index, index + 1) if index % 3 == 0 else (index,)
-    pairs = [_sum(one) for one in asked]
-    return [turn for question, answer in pairs for turn in _turn(question, answer)]
+    return [turn for number in asked for turn in _turn(*_sum(number))]
 
 
 def _turn(question: str, answer: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -66,12 +66,8 @@ def refuse_half_characters(text: str) -> None:
         )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Log filter: False for transformers' advice to install torch, since only its tokenizers and configs are used."""
-    return "PyTorch was not found" not in record.getMessage()
-
-
-logging.getLogger("transformers").addFilter(_is_news)
+# Without transformers' advice to install torch, since only its tokenizers and configs are used.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,9 +275,9 @@ class Tokenizer:
 
     def seeing(self, pictures: PictureReader) -> Tokenizer:
         """A copy of this tokenizer that reads pictures so; what it has looked up is kept."""
-        found = copy.copy(self)
-        object.__setattr__(found, "pictures", pictures)
-        return found
+        tokenizer = copy.copy(self)
+        object.__setattr__(tokenizer, "pictures", pictures)
+        return tokenizer
 
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and the template, as transformers reads them."""
@@ -364,8 +360,9 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
         UserError: the folder does not exist, a file is a link out of it, its tokenizer does not load or is not a fast
             one, or the hub does not answer.
     """
-    folder = Path(folder_or_id).expanduser()
+    folder, source = Path(folder_or_id).expanduser(), str(folder_or_id)
     if folder.is_dir():
+        source = str(folder)
         for file in folder.iterdir():
             if file.suffix in READ:
                 refuse_foreign(folder, file.name)
@@ -373,14 +370,8 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
             if (folder / "tokenizer_config.json").is_file():
                 raise UserError(f"{folder} has a tokenizer_config.json, but no vocabulary: tokenizer.json is missing")
             return None
-        return Tokenizer(_load(str(folder)), _generation_stops(str(folder)))
-    if str(folder_or_id).startswith((".", "/", "~")) or str(folder_or_id).count("/") > 1:
+    elif source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"{folder_or_id}: there is no such folder, so no tokenizer either")
-    return Tokenizer(_load(str(folder_or_id)), _generation_stops(str(folder_or_id)))
-
-
-def _load(source: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder or a hub id; raises UserError where it does not load."""
     import transformers
 
     try:
@@ -398,7 +389,14 @@ def _load(source: str) -> PreTrainedTokenizerFast:
         ) from error
     if not hf.is_fast:
         raise UserError(f"{source}: only a slow tokenizer; save a tokenizer.json with save_pretrained of a fast one")
-    return hf
+    for name in _WITH_EOS:
+        try:
+            fields = _settings(source, name)
+        except ValueError as error:
+            raise UserError(f"{source}/{name} is not JSON: {error}. Fix or delete it") from error
+        if stops := eos_ids(fields, f"{source}/{name}"):
+            return Tokenizer(hf, stops)
+    return Tokenizer(hf)
 
 
 def _name_special_tokens(hf: PreTrainedTokenizerFast, source: str) -> None:
@@ -437,18 +435,6 @@ def _settings(source: str, name: str) -> dict[str, Any]:
     """The content of a JSON file of a folder or of a model on the hub; empty where it has none."""
     path = _file(source, name)
     return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-
-
-def _generation_stops(source: str) -> tuple[int, ...]:
-    """EOS ids of a generation_config.json, or of the config.json where that names none; empty without any."""
-    for name in _WITH_EOS:
-        try:
-            fields = _settings(source, name)
-        except ValueError as error:
-            raise UserError(f"{source}/{name} is not JSON: {error}. Fix or delete it") from error
-        if ids := eos_ids(fields, f"{source}/{name}"):
-            return ids
-    return ()
 
 
 def eos_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:

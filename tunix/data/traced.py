@@ -124,14 +124,6 @@ class Traced:
         written = self.text[first : last + 1 + self.untraced_after(last)]
         return "".join(written.split()) == "".join(field.text[self.offsets[field.begin] :].split())
 
-    def tail(self, text: str) -> tuple[int, str]:
-        """The last code in a text of coded messages, -1 where there is none, and what the template wrote after it."""
-        for place in range(len(text) - 1, -1, -1):
-            code = ord(text[place]) - self.base
-            if 0 <= code < len(self.offsets) and text.find(text[place]) == place:
-                return code, text[place + 1 :]
-        return -1, text
-
 
 @dataclass(frozen=True)
 class Outline:

@@ -1,8 +1,18 @@
 """Reads and writes Hugging Face model folders, tensor by tensor.
 
 Reading: every tensor that the config requires is looked up and its shape checked before anything is read. Then
-`tensor_loading` brings them to the devices, a few at a time; a matrix that is quantized is rounded on the way, so that
+`tensor_transfer` brings them to the devices, a few at a time; a matrix that is quantized is rounded on the way, so that
 the unrounded model is never in memory. Writing: the same way back, into an atomic folder.
+
+A written folder gets the generation_config.json of the folder which training started from, with all ids at which the
+trained turns end: transformers and vLLM stop at its `eos_token_id`, and read that of config.json only where there is no
+such file. Tensors of that folder that nothing here computes with (`FamilyText.passengers`, such as the head of Qwen 3.5
+that drafts several tokens, `mtp.`) are taken along as they were.
+
+A reward model's folder is transformers' sequence classifier with a single label. transformers scores the rightmost
+token that is not padding, so the padding id must be one that no sequence ends with: where a folder pads with its
+end-of-text token, as many do, the score would be that of the token before it. `padding` chooses another id, which
+is set in the tokenizer's files too.
 """
 
 import json
@@ -12,31 +22,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType
+from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.classifier_folder import classifier_fields, padding, write_padding
-from tunix.hf.compressed_tensors import VALUES, entries, unpacked
-from tunix.hf.expert_stacks import apart, hint, together
-from tunix.hf.generation_config import write_generation_config
-from tunix.hf.mxfp4 import with_blocks
-from tunix.hf.passengers import as_it_is, passenger_fields, passengers
+from tunix.hf.packed_weights import (
+    VALUES,
+    packed_entries,
+    split_experts,
+    stack_experts,
+    with_mxfp4,
+    with_quantized,
+)
 from tunix.hf.picture_settings import write_settings
-from tunix.hf.remote_folder import local_copy
-from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, tensors_of_folder, write_shards
-from tunix.hf.sending import sent, sent_scales, sent_values
-from tunix.hf.tensor_loading import load, reads_of
-from tunix.hf.tensor_names import rename, spelling
-from tunix.models.config import DecoderConfig
+from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
+from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
+from tunix.models.config import DecoderConfig, Stops
 from tunix.models.families.base import SCORE
-from tunix.models.families.table import FAMILIES, tensors_of, to_hf
+from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter, is_own
 from tunix.models.quantization.fake_quant import simulated
@@ -45,6 +55,98 @@ from tunix.models.quantization.modules import BANKS, modules_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
+
+
+def write_generation_config(
+    folder: Path, sources: Sequence[Path | None], stops: Sequence[int], special: Stops = ()
+) -> None:
+    """Writes a source's generation_config.json with every other field unchanged; only its `eos_token_id` grows.
+
+    Args:
+        folder: where it is written.
+        sources: folders, of which the first that has the file is taken.
+        stops: ids at which completions ended while the model was trained; without any the file is copied as it is.
+        special: fields of config.json that the file begins with where no source has one, since nothing reads them
+            there any more, e.g. `(("pad_token_id", 0),)`.
+
+    Raises:
+        UserError: the source's file is damaged.
+    """
+    files = [source / GENERATION_CONFIG for source in sources if source is not None]
+    file = next((file for file in files if file.is_file()), None)
+    fields = {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in special}
+    if file is not None:
+        fields = read_json(file)
+    eos = eos_ids(fields, str(file))
+    if file is not None and set(stops) <= set(eos):
+        shutil.copyfile(file, folder / GENERATION_CONFIG)
+    elif stops:
+        ids = list(dict.fromkeys((*eos, *stops)))
+        fields["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+        (folder / GENERATION_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+LABEL = "reward"
+
+
+class Padding(NamedTuple):
+    """The token that fills up the shorter sequences of a batch."""
+
+    id: int | None
+    """Its id, e.g. 0; None where no token is suitable: transformers then scores one sequence at a time."""
+    token: str | None = None
+    """Its text, e.g. `<pad>`, where the tokenizer's files contain it."""
+
+
+def require_classifier(config: DecoderConfig) -> None:
+    """Refuses a reward model of a family that transformers could not load.
+
+    Raises:
+        UserError: transformers has no sequence classifier for the family.
+    """
+    if FAMILIES[config.family].classifier is None:
+        raise UserError(
+            f"model.path: transformers has no sequence classifier for {config.family}, so that nothing could load a "
+            "reward model of it: train one of another family"
+        )
+
+
+def padding(config: DecoderConfig, files: Path | None) -> Padding:
+    """The padding of a reward model: the first that no sequence ends with of the folder's padding id, the tokenizer's
+    padding token, any added token with `pad` in its name, and BOS.
+
+    Args:
+        config: has the special ids of the folder's config.json.
+        files: folder of the tokenizer's files, or None.
+    """
+    stops = dict(config.stops)
+    eos = stops.get("eos_token_id")
+    ends = set(eos if isinstance(eos, tuple) else (eos,))
+    added: dict[str, int] = {}
+    if files is not None and (files / TOKENIZER).is_file():
+        tokens = read_json(files / TOKENIZER).get("added_tokens", [])
+        added = {token["content"]: token["id"] for token in tokens}
+    pad = _tokenizer_config(files).get("pad_token")
+    padded = added.get(str(pad["content"] if isinstance(pad, Mapping) else pad))  # older folders write an object
+    named = [number for token, number in added.items() if "pad" in token.lower()]
+    candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
+    chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
+    return Padding(chosen, next((token for token, number in added.items() if number == chosen), None))
+
+
+def _tokenizer_config(files: Path | None) -> dict[str, Any]:
+    known = files is not None and (files / TOKENIZER_CONFIG).is_file()
+    return read_json(files / TOKENIZER_CONFIG) if files is not None and known else {}
+
+
+def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
+    """A tensor's name by the first of these prefixes that it has; None where it belongs to a part that is left out."""
+    for theirs, ours in prefixes:
+        if key.startswith(theirs):
+            return None if ours is None else ours + key.removeprefix(theirs)
+    return key
+
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -64,6 +166,8 @@ HARMLESS_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|\.self_attn\.(bias|m
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 """What is taken of a folder from elsewhere: neither pickles nor code."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""Begins the names of a layer's tensors."""
 STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 TIE_CHUNK = 1 << 24
 """Elements compared at a time where a folder with tied embeddings also contains a head."""
@@ -85,26 +189,22 @@ def resolve_folder(path: str) -> Path:
         raise UserError(f"{path} is a file; a model is a folder with config.json and safetensors.")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path):
         raise UserError(f"{path}: there is no such folder.")
-    return _download(path)
-
-
-def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=["*/*"]))
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=WANTED, ignore_patterns=["*/*"]))
     except GatedRepoError as error:
         raise UserError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then `hf auth login`."
+            f"{path} is gated: accept its terms at https://huggingface.co/{path}, then `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"{name} is neither a folder here nor a model on the hub. Check the name; if private, `hf auth login`."
+            f"{path} is neither a folder here nor a model on the hub. Check the name; if private, `hf auth login`."
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
-            f"{name} is no folder here and the hub cannot be reached ({type(error).__name__}). "
+            f"{path} is no folder here and the hub cannot be reached ({type(error).__name__}). "
             "Download it where there is a network and give the folder's path."
         ) from error
 
@@ -122,8 +222,47 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     Raises:
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
-    stored = named_tensors(folder, model.config.family, pictures=model.config.vision is not None)
-    _check(model, stored, dtypes, folder)
+    config, family = model.config, FAMILIES[model.config.family]
+    stored = named_tensors(folder, config.family, pictures=config.vision is not None)
+    if model.has_lm_head and SCORE in stored:
+        raise reward_model(folder)
+    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
+    wanted = expected(config, {name: shape for name, shape in unscaled.items() if name in dtypes or not is_own(name)})
+    axes = "inputs, outputs" if family.alternate else "rows, columns"
+    # A folder may have one tensor of all experts in place of one for each.
+    stacks = (
+        f"one that ends in {end} [experts, {axes}] holds {' and '.join(parts)}"
+        for end, parts in family.stacked.items()
+        if not end.endswith("_bias")
+    )
+    hint = f"Of all experts of a layer {', '.join(stacks)}." if family.stacked else ""
+    check_tensors(stored, wanted, folder, hint)
+    extra = [name for name in stored if name not in wanted]
+    embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
+    if not model.has_lm_head:  # a language model's head is not needed for scores
+        extra = [name for name in extra if name != head]
+    if config.tied and head in extra:
+        a, b = stored[head], stored[embed]
+        equal = a.shape == b.shape
+        if equal:
+            rows = max(TIE_CHUNK // a.shape[1], 1)
+            starts = range(0, a.shape[0], rows)
+            equal = all(np.array_equal(a.read(i, i + rows), b.read(i, i + rows)) for i in starts)
+        if not equal:
+            raise UserError(
+                f"{a.file}: {head} differs from {embed}, although config.json ties them. "
+                "Set tie_word_embeddings to false there, or remove the tensor."
+            )
+        extra = [name for name in extra if name != head]
+    if extra := [name for name in extra if not family.spare(config, name)]:
+        layers = (int(at[1]) for name in extra if (at := LAYER.match(name)))
+        reason = ""
+        if any(layer >= config.num_layers for layer in layers):
+            reason = f"The files have more layers than num_hidden_layers = {config.num_layers}."
+        raise UserError(
+            f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. "
+            f"{reason}".rstrip()
+        )
     return load(reads_of(model, stored, dtypes, mesh))
 
 
@@ -159,10 +298,10 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     named: dict[str, Stored] = {}
     vision = FAMILIES[family].vision if pictures else None
     prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
-    for key, tensor in unpacked(with_blocks(tensors_of_folder(folder))).items():
+    for key, tensor in with_quantized(with_mxfp4(tensors_of_folder(folder))).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
-            named |= dict(apart(name, tensor, FAMILIES[family]))
+            named |= dict(split_experts(name, tensor, FAMILIES[family]))
     return named
 
 
@@ -178,49 +317,6 @@ def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> di
         else:
             wanted[table[name].name] = table[name].their_shape(shape)
     return wanted
-
-
-def _check(model: Model, stored: Mapping[str, Stored], asked: Mapping[str, DType], folder: Path) -> None:
-    if model.has_lm_head and SCORE in stored:
-        raise reward_model(folder)
-    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
-    base = {name: shape for name, shape in unscaled.items() if name in asked or not is_own(name)}
-    wanted = expected(model.config, base)
-    check_tensors(stored, wanted, folder, hint(FAMILIES[model.config.family]))
-    extra = [name for name in stored if name not in wanted]
-    if not model.has_lm_head:  # a language model's head is not needed for scores
-        extra = [name for name in extra if name != FAMILIES[model.config.family].tensors["head/w"].name]
-    _check_extra(model.config, extra, stored, folder)
-
-
-def _check_extra(config: DecoderConfig, extra: list[str], stored: Mapping[str, Stored], folder: Path) -> None:
-    head, embed = (FAMILIES[config.family].tensors[name].name for name in ("head/w", "embed/w"))
-    if config.tied and head in extra:
-        if not _equal(stored[head], stored[embed]):
-            raise UserError(
-                f"{stored[head].file}: {head} differs from {embed}, although config.json ties them. "
-                "Set tie_word_embeddings to false there, or remove the tensor."
-            )
-        extra = [name for name in extra if name != head]
-    extra = [name for name in extra if not FAMILIES[config.family].spare(config, name)]
-    if not extra:
-        return
-    beyond = [
-        name for name in extra if (at := re.match(r"model\.layers\.(\d+)\.", name)) and int(at[1]) >= config.num_layers
-    ]
-    reason = f"The files have more layers than num_hidden_layers = {config.num_layers}." if beyond else ""
-    raise UserError(
-        f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. {reason}".rstrip()
-    )
-
-
-def _equal(a: Stored, b: Stored) -> bool:
-    """Whether two tensors hold the same values, compared a few rows at a time."""
-    if a.shape != b.shape:
-        return False
-    rows = max(TIE_CHUNK // a.shape[1], 1)
-    spans = [(start, start + rows) for start in range(0, a.shape[0], rows)]
-    return all(np.array_equal(a.read(*span), b.read(*span)) for span in spans)
 
 
 def save_folder(
@@ -260,24 +356,44 @@ def save_folder(
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
     params = {name: x for name, x in params.items() if scores or not is_own(name)}
+    family = FAMILIES[config.family]
     with shared_folder(path) as folder:
-        packing = _packing(config, params, rules) if packed else {}
-        along = [] if base is None or scores else passengers(base, config.family)
+        packing: dict[str, Packing] = {}
+        if packed:
+            assert rules is not None, "packing follows rules"
+            check_packs(rules)
+            for ours, simulation in simulated(rules):
+                name = f"layers/{ours}/w"
+                if name not in params:
+                    continue  # a matrix of another family
+                outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
+                assert simulation.weights is not None
+                tile = tile_of(inputs, simulation.weights.tile)
+                packing[ours] = Packing(rules.modules[ours], (outputs, inputs), tile)
+        along: list[Stored] = []
+        if base is not None and not scores and family.passengers:
+            along = [x for key, x in tensors_of_folder(base).items() if key.startswith(family.passengers)]
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
             if base is not None and along:
+                raw = read_json(base / "config.json")
+                raw = raw.get("text_config", raw)
                 inside = fields if config.vision is None else fields["text_config"]
-                inside |= passenger_fields(base, config.family)
+                inside |= {name: raw[name] for name in family.passenger_fields if name in raw}
             if processes.lead():
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
-                    write_settings(folder.path, config.vision, [one for one in (source, base) if one is not None])
-        called = spelling(config, base)
-        ours = (replace(entry, key=called(entry.key)) for entry in _entries(config, params, dtype, packing))
-        if FAMILIES[config.family].writes_stacked:
-            ours = together(ours, FAMILIES[config.family])
-        whole = [*ours, *map(as_it_is, along)]
-        write_shards(folder, whole, max_shard_bytes)
+                    write_settings(folder.path, config.vision, [x for x in (source, base) if x is not None])
+        ours = _entries(config, params, dtype, packing)
+        if config.vision is not None and family.vision is not None:
+            # A multimodal export keeps the names of the folder that the weights were loaded from.
+            keys, written = () if base is None else tensors_of_folder(base), family.vision.written
+            theirs = {rename(key, family.vision.prefixes): key for key in keys}
+            ours = (replace(x, key=theirs.get(x.key) or str(rename(x.key, written))) for x in ours)
+        if family.writes_stacked:
+            ours = stack_experts(ours, family)
+        unchanged = (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
+        write_shards(folder, [*ours, *unchanged], max_shard_bytes)
 
 
 def write_beside(
@@ -308,13 +424,24 @@ def write_beside(
     write_generation_config(folder, (source, base), stops, config.stops)
     if scores:
         pad = padding(config, source)
-        fields |= classifier_fields(config, pad)
-        write_padding(folder, pad)
+        fields |= {
+            "architectures": [FAMILIES[config.family].classifier],
+            "id2label": {"0": LABEL},
+            "label2id": {LABEL: 0},
+            "pad_token_id": pad.id,
+        }
+        if (raw := _tokenizer_config(folder)) and pad.token is not None:
+            text = json.dumps({**raw, "pad_token": pad.token}, indent=2, ensure_ascii=False) + "\n"
+            (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
     if rules is not None:
         write_rules(folder, rules)
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
-        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), _modules(config))
+        table = tensors_of(config)
+        modules = {name: ours for name, ours in modules_of(config).items() if not set(ours) & set(BANKS)}
+        for name in BANKS if config.experts else ():  # under its name in a folder
+            modules[table[f"layers/{name}/w"].name.partition("{layer}.")[2].removesuffix(f".{VALUES}")] = (name,)
+        fields[SECTION] = section(packing, head.removesuffix(f".{VALUES}"), modules)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -325,46 +452,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _modules(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-    """`modules_of`, with each matrix of experts under its name in a folder."""
-    table, names = tensors_of(config), modules_of(config)
-    dense = {name: ours for name, ours in names.items() if not set(ours) & set(BANKS)}
-    banks = {name: table[f"layers/{name}/w"].name.partition("{layer}.")[2] for name in BANKS if config.experts}
-    return dense | {called.removesuffix(f".{VALUES}"): (name,) for name, called in banks.items()}
-
-
-def _packing(config: DecoderConfig, params: Mapping[str, jax.Array], rules: Rules | None) -> dict[str, Packing]:
-    """How each of the layers' matrices is packed, by our short names."""
-    assert rules is not None, "packing follows rules"
-    check_packs(rules)
-    table, found = FAMILIES[config.family].tensors, {}
-    for ours, how in simulated(rules):
-        name = f"layers/{ours}/w"
-        if name not in params:
-            continue  # a matrix of another family
-        outputs, inputs = table[name].outputs_first.their_shape(params[name].shape[1:])
-        assert how.weights is not None
-        found[ours] = Packing(rules.modules[ours], (outputs, inputs), tile_of(inputs, how.weights.tile))
-    return found
-
-
 def _entries(
     config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
 ) -> Iterator[Entry]:
     """The tensors to write in the order of the model: embedding, layer by layer, norm, head."""
-    table, packed = tensors_of(config), {f"layers/{ours}/w": how for ours, how in packing.items()}
+    table, packed = tensors_of(config), {f"layers/{ours}/w": packing[ours] for ours in packing}
 
     def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
         tensor, written = table[name], dtype or str(params[name].dtype)
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
         for number, key in enumerate(tensor.keys(layer, shape)):
-            own = (*place, number) if tensor.by_expert else place
+            index = (*place, number) if tensor.by_expert else place
             if name in packed:
-                about = (params[name], own, tensor.outputs_first, packed[name])
-                parts = (partial(send, *about) for send in (sent_values, sent_scales))
-                yield from entries(key.removesuffix(VALUES), packed[name], *parts)
+                values, scales = sent_rounded(params[name], index, tensor.outputs_first, packed[name])
+                yield from packed_entries(key.removesuffix(VALUES), packed[name], values, scales)
             else:
-                send = partial(sent, params[name], own, tensor.write, written)
+                send = partial(sent, params[name], index, tensor.write, written)
                 yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
 
     ends = {name: array.shape for name, array in params.items() if not table[name].layered}

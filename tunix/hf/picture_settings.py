@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunix.data.picture_reader import AnyShapeReader, PictureReader, SquareReader
+from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import PICTURE_MARKERS
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
@@ -52,50 +52,47 @@ def with_reader(
         )
     vision = replace(vision, tokens=tokens or vision.tokens)
     if folder is None:
-        vision = replace(vision, **_ids(tokenizer, PICTURE_MARKERS[FAMILIES[decoder.family].template]))
+        markers = PICTURE_MARKERS[FAMILIES[decoder.family].template].values()
+        if missing := [token for token in markers if not tokenizer.has_token(token)]:
+            raise UserError(
+                f"data.pictures: {tokenizer.name} has no token {', '.join(missing)}: take a multimodal model's "
+                "tokenizer, or `tokenizer: bytes`"
+            )
+        vocabulary = tokenizer.hf.get_added_vocab()
+        begin_id, end_id, soft_id = (vocabulary[token] for token in markers)
+        vision = replace(vision, begin_id=begin_id, end_id=end_id, soft_id=soft_id)
     ids = (vision.begin_id, vision.soft_id, vision.end_id)
-    names = [tokenizer.hf.convert_ids_to_tokens(one) for one in ids]
-    if wrong := [one for one, name in zip(ids, names, strict=True) if name is None or not tokenizer.is_added(one)]:
+    names = [tokenizer.hf.convert_ids_to_tokens(i) for i in ids]
+    if wrong := [i for i, name in zip(ids, names, strict=True) if name is None or not tokenizer.is_added(i)]:
         raise UserError(f"data.pictures: {tokenizer.name} has no special token of id {wrong[0]}, which marks pictures")
-    own: dict[str, Any] = dict(zip(("begin", "soft", "end"), map(str, names), strict=True))
-    own |= {name: getattr(vision, name) for name in ("soft_id", "tokens", "patch", "pool")} | {"most": most}
-    reader = _any_shape(own, folder, vision) if vision.any_shape else _squares(own, folder, vision)
+    if vision.any_shape:
+        wanted = {"patch_size": (vision.patch,), "merge_size": (vision.pool,), "temporal_patch_size": (FRAMES,)}
+        raw = {} if folder is None else _settings(folder, wanted)
+        size = raw.get("size") or {}
+        least_pixels = raw.get("min_pixels") or size.get("shortest_edge") or LEAST_PIXELS
+        most_pixels = raw.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS
+        square = (vision.pool * vision.patch) ** 2
+        # Sides are rounded up where a picture is enlarged: this leaves room for it.
+        least_pixels = min(least_pixels, max(math.isqrt(vision.tokens) - 1, 1) ** 2 * square)
+        resample, pixel_range = BICUBIC, (least_pixels, min(most_pixels, vision.tokens * square))
+    else:
+        size = {"height": vision.side, "width": vision.side}
+        raw = {} if folder is None else _settings(folder, {"size": (size,), "do_pan_and_scan": (None, False)})
+        resample, pixel_range = BILINEAR, None
+    begin, soft, end = map(str, names)
+    reader = PictureReader(
+        begin=begin,
+        soft=soft,
+        end=end,
+        soft_id=vision.soft_id,
+        tokens=vision.tokens,
+        patch=vision.patch,
+        pool=vision.pool,
+        most=most,
+        resample=int(raw.get("resample", resample)),
+        pixel_range=pixel_range,
+    )
     return replace(decoder, vision=vision), tokenizer.seeing(reader)
-
-
-def _ids(tokenizer: Tokenizer, markers: Mapping[str, str]) -> dict[str, int]:
-    """The ids of the tokens of pictures, as `VisionConfig` names them, from the tokens before, after and for each."""
-    if missing := [token for token in markers.values() if not tokenizer.has_token(token)]:
-        raise UserError(
-            f"data.pictures: {tokenizer.name} has no token {', '.join(missing)}: take a multimodal model's tokenizer, "
-            "or `tokenizer: bytes`"
-        )
-    vocabulary = tokenizer.hf.get_added_vocab()
-    names = ("begin_id", "end_id", "soft_id")
-    return {ours: vocabulary[token] for ours, token in zip(names, markers.values(), strict=True)}
-
-
-def _squares(own: dict[str, Any], folder: Path | None, vision: VisionConfig) -> PictureReader:
-    """The reader of pictures that all become squares of one size; `own` are what all readers have."""
-    side = vision.side
-    wanted = {"size": ({"height": side, "width": side},), "do_pan_and_scan": (None, False)}
-    raw = {} if folder is None else _settings(folder, wanted)
-    return SquareReader(**own, resample=int(raw.get("resample", BILINEAR)))
-
-
-def _any_shape(own: dict[str, Any], folder: Path | None, vision: VisionConfig) -> PictureReader:
-    """The reader of pictures that keep their proportions; `own` are what all readers have."""
-    wanted = {"patch_size": (vision.patch,), "merge_size": (vision.pool,), "temporal_patch_size": (FRAMES,)}
-    raw = {} if folder is None else _settings(folder, wanted)
-    size = raw.get("size") or {}
-    least = raw.get("min_pixels") or size.get("shortest_edge") or LEAST_PIXELS
-    most = raw.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS
-    square = (vision.pool * vision.patch) ** 2
-    # Sides are rounded up where a picture is enlarged: this leaves room for it.
-    least = min(least, max(math.isqrt(vision.tokens) - 1, 1) ** 2 * square)
-    own |= {"least_pixels": least, "most_pixels": min(most, vision.tokens * square)}
-    own["resample"] = int(raw.get("resample", BICUBIC))
-    return AnyShapeReader(**own)
 
 
 def _settings(folder: Path, wanted: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
@@ -131,28 +128,25 @@ def write_settings(folder: Path, vision: VisionConfig, sources: list[Path]) -> N
         sources: folders whose files are copied, the first one that has each; without any they are made anew.
     """
     for name in (SETTINGS, PROCESSOR):
-        if found := next((source / name for source in sources if (source / name).is_file()), None):
-            shutil.copyfile(found, folder / name)
+        if file := next((source / name for source in sources if (source / name).is_file()), None):
+            shutil.copyfile(file, folder / name)
     if not (folder / SETTINGS).exists() and not (folder / PROCESSOR).exists():
-        settings, about = _of_any_shape(vision) if vision.any_shape else _of_squares(vision)
+        about: dict[str, Any] = {"processor_class": "Qwen3VLProcessor" if vision.any_shape else "Gemma3Processor"}
+        if vision.any_shape:
+            settings = {
+                "image_processor_type": "Qwen2VLImageProcessor",
+                **about,
+                "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS},
+                "patch_size": vision.patch,
+                "merge_size": vision.pool,
+                "temporal_patch_size": FRAMES,
+                "resample": BICUBIC,
+            }
+        else:
+            size = {"height": vision.side, "width": vision.side}
+            settings = {"image_processor_type": "Gemma3ImageProcessor", **about, "size": size, "resample": BILINEAR}
+            about["image_seq_length"] = vision.tokens
         usual = {"image_mean": HALF, "image_std": HALF, "rescale_factor": 1 / 255}
         usual |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
         for name, values in ((SETTINGS, {**settings, **usual}), (PROCESSOR, about)):
             (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _of_squares(vision: VisionConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of both files for Gemma 3."""
-    about = {"processor_class": "Gemma3Processor"}
-    size = {"height": vision.side, "width": vision.side}
-    settings = {"image_processor_type": "Gemma3ImageProcessor", **about, "size": size, "resample": BILINEAR}
-    return settings, {**about, "image_seq_length": vision.tokens}
-
-
-def _of_any_shape(vision: VisionConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of both files for Qwen."""
-    about = {"processor_class": "Qwen3VLProcessor"}
-    size = {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS}
-    sizes = {"patch_size": vision.patch, "merge_size": vision.pool, "temporal_patch_size": FRAMES}
-    settings = {"image_processor_type": "Qwen2VLImageProcessor", **about, "size": size, **sizes, "resample": BICUBIC}
-    return settings, about

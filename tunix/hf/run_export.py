@@ -14,7 +14,7 @@ def exported(run: Path) -> Path:
     """
     stages = read_mapping(run / "recipe.yaml").get("stages") or []
     last = f"{len(stages) - 1}_*/export" if stages else "export"
-    found = next(run.glob(last), None)
-    if found is None:
+    folder = next(run.glob(last), None)
+    if folder is None:
         raise UserError(f"{run} has exported nothing yet: finish the run, or write a folder: tunix export {run} OUT")
-    return found
+    return folder

@@ -4,6 +4,10 @@ The safetensors library checks a file. Its tensors are read by ranges of rows, i
 would be read one by one, and count as this process's memory until the file is closed. Writing streams: the header needs
 only shapes; while one tensor is written, a few others are on their way from the device, bounded in bytes (format:
 https://huggingface.co/docs/safetensors, 8 bytes of header length, a JSON header, then the bytes in order).
+
+A model folder on an object store is read as a local one: its small files are copied into the user's cache folder, at a
+path that says the address, and its weights stay where they are. In the copy a file of weights is its header, and a hole
+as long as the rest: so it is checked as any other, and its tensors are read from the store, by ranges.
 """
 
 import json
@@ -13,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +29,47 @@ from safetensors import SafetensorError, safe_open
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import SharedFolder
 from tunix.errors import UserError
-from tunix.hf.remote_folder import address_of
 from tunix.models.families.table import read_json
 from tunix.util.ahead import ahead, limit_of
-from tunix.util.atomic_io import refuse_foreign
-from tunix.util.object_store import read
+from tunix.util.atomic_io import refuse_foreign, replacing
+from tunix.util.object_store import files_of, read
+
+COPIES = Path("~/.cache/tunix/folders")
+"""Where the copies are; deleted at any time, they are made again."""
+LONGEST_HEADER = 100_000_000
+"""Bytes above which safetensors refuses a header."""
+
+
+def local_copy(url: str, wanted: Sequence[str]) -> Path:
+    """Copies the files of a folder but no tensors of its safetensors files, or brings an earlier copy up to date.
+
+    Args:
+        url: e.g. `gs://bucket/model`.
+        wanted: patterns of the files' names.
+
+    Raises:
+        UserError: there is no such folder, or the store cannot be reached.
+    """
+    sizes = {name: size for name, size in files_of(url).items() if any(fnmatch(name, pattern) for pattern in wanted)}
+    if not sizes:
+        raise UserError(f"{url}: there is no such folder, or no model in it.")
+    folder = COPIES.expanduser() / url.replace("://", "/")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in sizes:
+            file.unlink()
+    for name, size in sizes.items():
+        end = size
+        if name.endswith(".safetensors"):  # no more than its header
+            begin = read(f"{url}/{name}", 0, min(size, 8))
+            (length,) = struct.unpack("<Q", begin) if len(begin) == 8 else (0,)
+            end = min(size, 8 + length if length <= LONGEST_HEADER else 8)
+        content = read(f"{url}/{name}", 0, end)
+        with replacing(folder / name) as file:
+            file.write(content)
+            file.truncate(size)
+    return folder
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: Mapping[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -175,10 +216,12 @@ def tensors_of_file(file: Path) -> dict[str, Stored]:
     """
     refuse_foreign(file.parent, file.name)
     _check_file(file)
-    header, begins = _header(file)
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
     return {
-        key: Stored(file, key, tuple(held["shape"]), held["dtype"], begins + held["data_offsets"][0])
+        key: Stored(file, key, tuple(held["shape"]), held["dtype"], 8 + length + held["data_offsets"][0])
         for key, held in header.items()
     }
 
@@ -202,9 +245,9 @@ def check_tensors(
         )
     wrong = [name for name, shape in wanted.items() if stored[name].laid != shape]
     if wrong:
-        found = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].laid}" for name in wrong[:3])
+        shapes = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].laid}" for name in wrong[:3])
         raise UserError(
-            f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {found}. {hint}".rstrip()
+            f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {shapes}. {hint}".rstrip()
         )
     foreign = [name for name in wanted if stored[name].dtype not in DTYPES]
     if foreign:
@@ -240,21 +283,16 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the byte at which the first tensor begins."""
-    with open(file, "rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        return json.loads(opened.read(length)), 8 + length
-
-
 def read_range(file: Path, begin: int, into: memoryview) -> None:
     """Fills `into` with the bytes of a file from `begin` on; those of a copy come from the object store.
 
     Raises:
         UserError: the file cannot be read, or ends before.
     """
-    if url := address_of(file):
-        data = read(url, begin, begin + len(into))
+    copies = COPIES.expanduser()
+    if file.is_relative_to(copies):
+        scheme, *rest = file.relative_to(copies).parts
+        data = read(f"{scheme}://{'/'.join(rest)}", begin, begin + len(into))
         into[: len(data)] = data
         into = into[len(data) :]
     else:

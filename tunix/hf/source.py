@@ -1,7 +1,12 @@
 """Where weights come from: a Hugging Face folder, a hub id, a finished run, or random initialisation.
 
 A run's folder stands for what it exported. An adapter on a base, whether exported by a run or given in addition, is
-merged while the weights are loaded.
+merged while the weights are loaded. With `adapter: {from: FOLDER}` training continues from an existing adapter: its
+settings (rank, alpha, targets, ...) are read from its folder, and training starts from its A and B; the base stays the
+base: it is frozen, it is the reference, and the export names it.
+
+A folder's config.json is checked against the headers of its weights: a size that contradicts the files is refused at
+the cost of reading headers, where with a billion layers even a list of the missing tensors would take minutes.
 """
 
 import sys
@@ -21,19 +26,35 @@ from tunix.data.config import DataConfig
 from tunix.data.sources import Rows, texts
 from tunix.data.tokenizer import Tokenizer, bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import foreign_base, named_base, rounding_of
-from tunix.hf.checked_config import read_folder
-from tunix.hf.classifier_folder import TOKENIZER_CONFIG
-from tunix.hf.generation_config import write_generation_config
-from tunix.hf.model_folder import has_score, load_params, resolve_folder, reward_model
-from tunix.hf.peft_adapter import HEAD, load_adapter
-from tunix.hf.peft_config import CONFIG, described
+from tunix.hf.model_folder import (
+    LAYER,
+    TOKENIZER_CONFIG,
+    has_score,
+    load_params,
+    named_tensors,
+    resolve_folder,
+    reward_model,
+    write_generation_config,
+)
+from tunix.hf.peft_folder import CONFIG, HEAD, described, foreign_base, load_adapter, named_base, rounding_of
 from tunix.hf.picture_settings import with_reader
 from tunix.hf.run_export import exported
+from tunix.hf.safetensors_io import check_tensors, some
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import FAMILIES, preset, small, with_sizes, with_vision
+from tunix.models.families.table import (
+    FAMILIES,
+    axes_of,
+    family_of,
+    from_hf,
+    preset,
+    read_json,
+    small,
+    tensors_of,
+    with_sizes,
+    with_vision,
+)
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_own, trains
 from tunix.models.quantization.fake_quant import simulated, supported
@@ -41,6 +62,67 @@ from tunix.models.quantization.formats import SCALE, Quantization, check_support
 from tunix.models.quantization.rules import Rules, read_rules
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
+
+
+def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
+    """The structure of the model in a folder with weights.
+
+    Args:
+        folder: has config.json and safetensors.
+        pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
+
+    Raises:
+        UserError: config.json is missing, broken or not supported; there are no weights, or a file of them is damaged;
+            or the two disagree about a size.
+    """
+    file = folder / "config.json"
+    raw = read_json(file)
+    family = family_of(raw, file)
+    stored = named_tensors(folder, family)
+    # No other size of config.json becomes the length of a list.
+    text = raw.get("text_config")
+    layers = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
+    there = len({at[1] for name in stored if (at := LAYER.match(name))})
+    if isinstance(layers, int) and layers > there:
+        raise UserError(
+            f"{file}: num_hidden_layers = {layers}, but the files beside it have {there} layers: "
+            f"model.layers.{there}. and what follows are missing. Download the folder again, or correct the number."
+        )
+    config = from_hf(raw, file, pictures)
+    stored = stored if config.vision is None else named_tensors(folder, family, pictures=True)
+    sizes, wanted = axes_of(config), {}
+    for tensor in tensors_of(config).values():
+        shape = tuple(sizes[axis] for axis in tensor.ours.split())
+        keys = {key for layer in config.layers_with(tensor.mixer) for key in tensor.keys(layer, shape)}
+        wanted |= dict.fromkeys(keys & stored.keys(), tensor.their_shape(shape))
+    check_tensors(stored, dict(sorted(wanted.items())), folder)
+    return config
+
+
+def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> None:
+    """Refuses another model's tokenizer if its vocabulary differs from that of the model that trains.
+
+    Args:
+        key: the recipe's key that names the other model, e.g. `teacher.path`.
+        name: the other model's path or hub id.
+        theirs: its tokenizer.
+        ours: the tokenizer of the model that trains.
+
+    Raises:
+        UserError: an id stands for another token there; the message names the first such id.
+    """
+    their_tokens, our_tokens = ({i: token for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
+    every = range(max(their_tokens.keys() | our_tokens.keys()) + 1)
+    wrong = next((i for i in every if their_tokens.get(i) != our_tokens.get(i)), None)
+    if wrong is not None:
+        their_token, our_token = (
+            repr(side[wrong]) if wrong in side else "no token" for side in (their_tokens, our_tokens)
+        )
+        raise UserError(
+            f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is {their_token} there and "
+            f"{our_token} here. Probabilities of ids are compared: take a model with the same tokenizer"
+        )
+
 
 TOKENIZER = "tokenizer"
 """Folder within a run folder, with the tokenizer that the run made or changed."""
@@ -110,7 +192,9 @@ def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -
     if (local / CONFIG).is_file() and not (local / "config.json").is_file():
         if merged is not None:
             raise UserError(f"{path} already ends in an adapter; export it (tunix export) before adding {merged}")
-        path, merged = _base(local), local
+        if not (base := named_base(local)):
+            raise UserError(f"{local} is an adapter that names no base: give the base, and --adapter {local}")
+        path, merged = base, local
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
     decoder = read_folder(folder, pictures)
@@ -143,9 +227,22 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
     chat_template, sees = data.chat_template, data.pictures is not None
     source = from_scratch(config, sees) if config.path is None else pretrained(config.path, pictures=sees)
     if not kept.is_dir():
-        tokenizer = source.tokenizer if config.path else _made(config, source.decoder, rows)
+        template = FAMILIES[source.decoder.family].template
+        if config.path:
+            tokenizer = source.tokenizer
+        elif config.tokenizer == "bytes":
+            tokenizer = bytes_tokenizer(template, pictures=source.decoder.vision is not None)
+        elif config.tokenizer == "bpe":
+            assert rows is not None
+            tokenizer = bpe_tokenizer(list(texts(rows)), source.decoder.vocab_size, template)
+        else:
+            tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
         if chat_template is not None:
-            tokenizer = _with_template(tokenizer, chat_template)
+            if tokenizer is None:
+                raise UserError(
+                    "data.chat_template changes nothing for a model without a tokenizer: its rows are token ids"
+                )
+            tokenizer = with_template(tokenizer, chat_template)
         if tokenizer is not None and (chat_template is not None or config.path is None):
             with atomic_folder(kept) as folder:
                 tokenizer.save(folder)
@@ -167,20 +264,10 @@ def from_scratch(config: ModelConfig, pictures: bool = False) -> Source:
     Args:
         pictures: whether it has a tower that sees them.
     """
-    decoder = preset(config.preset) if config.preset else small(_family(config))
+    assert config.preset or config.family, "the recipe is checked"
+    decoder = preset(config.preset) if config.preset else small(str(config.family))
     decoder = with_sizes(decoder, dict(config.sizes))
     return Source(with_vision(decoder, config.preset is not None) if pictures else decoder, None)
-
-
-def _made(config: ModelConfig, decoder: DecoderConfig, rows: Rows | None) -> Tokenizer | None:
-    """The tokenizer that a recipe names for a randomly initialised model."""
-    template = FAMILIES[decoder.family].template
-    if config.tokenizer == "bytes":
-        return bytes_tokenizer(template, pictures=decoder.vision is not None)
-    if config.tokenizer == "bpe":
-        assert rows is not None
-        return bpe_tokenizer(list(texts(rows)), decoder.vocab_size, template)
-    return load_tokenizer(config.tokenizer) if config.tokenizer else None
 
 
 def _stopping(tokenizer: Tokenizer, replaced: Tokenizer | None = None) -> Tokenizer:
@@ -190,12 +277,6 @@ def _stopping(tokenizer: Tokenizer, replaced: Tokenizer | None = None) -> Tokeni
     if (end := turn_end(tokenizer)) is not None:
         stops.append(end)
     return replace(tokenizer, generation_stops=tuple(dict.fromkeys(stops)))
-
-
-def _with_template(tokenizer: Tokenizer | None, chat_template: str) -> Tokenizer:
-    if tokenizer is None:
-        raise UserError("data.chat_template changes nothing for a model without a tokenizer: its rows are token ids")
-    return with_template(tokenizer, chat_template)
 
 
 def check_vocabulary(source: Source) -> None:
@@ -235,18 +316,37 @@ def weights(
         trained: dtype of the weights that train.
         frozen: dtype of those that do not.
         full: whether all weights train, or only the adapter's.
+
+    Raises:
+        UserError: the files are damaged or do not fit, or the adapter is a reward model's and a language model is
+            needed.
     """
     dtypes: dict[str, DType] = {name: trained if trains(name, full) else frozen for name in model.shapes}
     params: Params = {}
     if source.folder is not None:
         head = {HEAD} if HEAD in dtypes and not model.has_lm_head and has_score(source.folder) else set()
         base: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name in head or not is_own(name)}
-        params = _loaded(source, model, base, mesh)
+        if source.merged is None:
+            params = load_params(model, source.folder, base, mesh)
+        else:
+            whole, adapter = replace(model, quantization=None), load_adapter(source.merged, source.decoder)
+            if model.has_lm_head and HEAD in adapter[1]:
+                raise reward_model(source.merged)
+            rest: dict[str, DType] = {name: dtype for name, dtype in base.items() if name not in model.kinds}
+            places = model.shardings(mesh)
+            params = _merged(load_params(whole, source.folder, rest, mesh), source, adapter, mesh)
+            # One after the other, so that only one matrix at a time is in memory unrounded.
+            for name in (name for name in model.quantized if name in base):
+                single = load_params(whole, source.folder, {name: base[name]}, mesh)
+                pair = (name, name + SCALE)
+                rounded = jit(partial(_rounded, model, name), out_shardings=tuple(places[x] for x in pair))
+                values = rounded(_merged(single, source, adapter, mesh)[name])
+                params |= zip(pair, jax.block_until_ready(values), strict=True)
     missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
     if missing:
         params |= model.init(jax.random.key(seed), missing, mesh)
-    mine = {name for name in dtypes if trains(name, full)}
-    return {n: params[n] for n in dtypes if n in mine}, {n: params[n] for n in dtypes if n not in mine}
+    trainable = {name for name in dtypes if trains(name, full)}
+    return {n: params[n] for n in dtypes if n in trainable}, {n: params[n] for n in dtypes if n not in trainable}
 
 
 def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
@@ -295,50 +395,32 @@ def adapted(
     adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
     if rounding is not None:
         check_supported(rounding)
-    changes = {"adapt": adaptation, "quantization": rounding, "simulated": supported(rules)}
     if config.router_aux_loss_coef and decoder.experts is None:
         raise UserError(f"model.router_aux_loss_coef: {decoder.family} has no experts whose use it would even out")
-    settings = config.model_dump(include={"dtype", "attention", "gradient_sums", "router_aux_loss_coef"})
-    return Model(decoder, remat="block" if config.remat == "auto" else config.remat, **settings, **changes)
+    return Model(
+        decoder,
+        dtype=config.dtype,
+        attention=config.attention,
+        remat="block" if config.remat == "auto" else config.remat,
+        gradient_sums=config.gradient_sums,
+        router_aux_loss_coef=config.router_aux_loss_coef,
+        adapt=adaptation,
+        quantization=rounding,
+        simulated=supported(rules),
+    )
 
 
-def _loaded(source: Source, model: Model, dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
-    """Loads the weights of a source's folder and merges its adapter; quantized weights are rounded afterwards.
-
-    Raises:
-        UserError: the adapter is a reward model's, and a language model is needed.
-    """
-    assert source.folder is not None
-    if source.merged is None:
-        return load_params(model, source.folder, dtypes, mesh)
-    whole, params = replace(model, quantization=None), Params()
-    adapter = load_adapter(source.merged, source.decoder)
-    if model.has_lm_head and HEAD in adapter[1]:
-        raise reward_model(source.merged)
-    rest: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in model.kinds}
-    places = model.shardings(mesh)
-    params |= _merged(load_params(whole, source.folder, rest, mesh), source, adapter, mesh)
-    # One after the other, so that only one matrix at a time is in memory unrounded.
-    for name in (name for name in model.quantized if name in dtypes):
-        found = _merged(load_params(whole, source.folder, {name: dtypes[name]}, mesh), source, adapter, mesh)
-        pair = (name, name + SCALE)
-        rounded = jit(partial(_rounded, model, name), out_shardings=tuple(places[one] for one in pair))
-        params |= zip(pair, jax.block_until_ready(rounded(found[name])), strict=True)
-    return params
-
-
-def as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
+def as_rounded(params: Params, decoder: DecoderConfig, rounding: Quantization) -> Params:
     """The weights with the layers' matrices rounded and dequantized, in the same dtype; donates `params`."""
-    return jit(partial(_as_rounded, decoder=decoder, how=how), donate_argnums=0)(params)
+    model = Model(decoder, quantization=rounding)
 
-
-def _as_rounded(params: Params, decoder: DecoderConfig, how: Quantization) -> Params:
-    model = Model(decoder, quantization=how)
-
-    def one(name: str, w: jax.Array) -> jax.Array:
+    def dequantized(name: str, w: jax.Array) -> jax.Array:
         return plain(dict(zip((name, name + SCALE), _rounded(model, name, w), strict=True)), name).astype(w.dtype)
 
-    return {name: one(name, w) if name in model.quantized else w for name, w in params.items()}
+    def rounded(params: Params) -> Params:
+        return {name: dequantized(name, w) if name in model.quantized else w for name, w in params.items()}
+
+    return jit(rounded, donate_argnums=0)(params)
 
 
 def _rounded(model: Model, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -362,7 +444,7 @@ def _merged(
     arrays = {name: array.astype(params[name].dtype) if name in params else array for name, array in arrays.items()}
     placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
     params = {name: x for name, x in params.items() if name not in placed}
-    return jit(lambda base, mine: merge({**base, **mine}, config), donate_argnums=0)(params, placed)
+    return jit(lambda base, adapter: merge({**base, **adapter}, config), donate_argnums=0)(params, placed)
 
 
 def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Params]:
@@ -388,22 +470,93 @@ def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[Ada
     return settings, placed
 
 
-def _base(adapter: Path) -> str:
-    """The base of a PEFT folder that was given as a model.
-
-    Raises:
-        UserError: the folder names no base.
-    """
-    if not (named := named_base(adapter)):
-        raise UserError(f"{adapter} is an adapter that names no base: give the base, and --adapter {adapter}")
-    return named
-
-
 def listed_ids(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """Special ids of a folder, which may be none or one."""
     return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
 
-def _family(config: ModelConfig) -> str:
-    assert config.family is not None  # the recipe is checked
-    return config.family
+KEY = "adapter.from"
+
+
+def settled(adapter: AdapterConfig | None, source: Source) -> tuple[AdapterConfig | None, Source]:
+    """The complete adapter section once `from` has been read, and the source of the base under that adapter.
+
+    Args:
+        adapter: the recipe's section; without a `from` it is returned unchanged.
+        source: the model's; where it ends in the same adapter that `from` names, its base is returned.
+
+    Raises:
+        UserError: there is no such adapter, tunix does not support its kind, it belongs to another base, or the section
+            contradicts it.
+    """
+    if adapter is None or adapter.source is None:
+        return adapter, source
+    local = Path(adapter.source).expanduser()
+    try:
+        folder = exported(local) if (local / "recipe.yaml").is_file() else resolve_folder(adapter.source)
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from error
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{KEY}: {folder} holds no {CONFIG}, so no adapter; `tunix export RUN OUT --adapter` writes that of a run"
+        )
+    if source.merged is not None:
+        if source.merged.resolve() != folder.resolve():
+            raise UserError(
+                f"{KEY}: model.path ends in the adapter {source.merged}, which would be merged below {folder}: name "
+                "the base as model.path, or the same adapter in both places"
+            )
+        source = replace(source, merged=None, rounding=None)
+    assert source.folder is not None, "the recipe is checked: there is a model.path"
+    # The settings are checked before the base's numbers are read, because it costs nothing.
+    theirs = described(folder / CONFIG, source.decoder.tied).adapter
+    named = adapter.model_fields_set
+    for key in ("rank", "alpha", "ranks", "alphas", "targets", "rslora", "dora", "also"):
+        asked = getattr(adapter, key)
+        if key in ("rslora", "dora", "also"):
+            differs = getattr(theirs, key) != asked
+        else:  # different patterns may select the same modules
+            other = theirs.model_copy(update={key: asked})
+            differs = other.modules_of(source.decoder) != theirs.modules_of(source.decoder)
+        if key in named and differs:
+            raise UserError(
+                f"adapter.{key}: {asked} contradicts {folder}, which {KEY} names: its {key} is "
+                f"{getattr(theirs, key)}. Leave {key} out"
+            )
+    # A folder does not record dropout, and rounding only where its base was rounded.
+    base, rounding = {"kind": adapter.kind, "base": adapter.base, "tile": adapter.tile}, rounding_of(folder)
+    if rounding is not None:
+        if "kind" in named and quantization(adapter) != rounding:
+            raise UserError(
+                f"adapter.kind: {folder} was trained on a base in {rounding.base} (tile {rounding.tile}): leave kind, "
+                "base and tile out, or say the same"
+            )
+        base = {"kind": "qlora", "base": rounding.base, "tile": rounding.tile}
+    whole = theirs.model_copy(update={**base, "dropout": adapter.dropout, "source": str(folder)})
+    if doubt := foreign_base(folder, source.name, source.folder, source.decoder):
+        print(doubt, file=sys.stderr)
+    return whole, source
+
+
+def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained: DType, mesh: Mesh) -> Params:
+    """The weights that train: the adapter's A and B, and its tables and scalar head where its folder has them.
+
+    Args:
+        adapter: the section that `settled` returned.
+        model: the model with that adapter.
+        fresh: initial weights of everything that trains; those that the folder does not have are kept.
+        trained: dtype of the weights that train.
+        mesh: where they are placed.
+
+    Raises:
+        UserError: its tensors are damaged or do not fit the model.
+    """
+    folder = Path(str(adapter.source))
+    _, arrays = load_adapter(folder, model.config)
+    if model.has_lm_head and HEAD in arrays:
+        raise reward_model(folder)
+    if foreign := sorted(set(arrays) - set(model.shapes)):
+        raise UserError(f"{KEY}: {folder} brings {some(foreign)}, which the model that trains does not have")
+    places = model.shardings(mesh)
+    from_folder = {name: jax.device_put(jnp.asarray(array, trained), places[name]) for name, array in arrays.items()}
+    return {**fresh, **from_folder}

@@ -1,32 +1,349 @@
 """MaxText's checkpoints: a model folder becomes one, and one becomes a model folder, an array at a time.
 
-A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_arrays`); `maxtext_tables` has the names and
-the arithmetic. Both ways the arrays that there must be are known before any is read: those that are missing, too many
-or of another shape are named.
+A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_arrays`). First the settings by which MaxText
+computes a model, and the models that it has none for; then a table for each family with what MaxText calls each weight,
+how it lies there and the arithmetic between; then both directions. Both ways the arrays that there must be are known
+before any is read: those that are missing, too many or of another shape are named.
 
-Axes: V vocabulary, D model width, L layers.
+Settings are read from MaxText 0.2.5: `layers/attentions.py` and `layers/embeddings.py` for ropes, `models/gemma*.py`
+for scores and norms, `configs/models` for what a model's name stands for. Every size and number that a config.json
+states is set, so that a name gives the kind of model alone.
+
+Read from the public mapping of MaxText, AI-Hypercomputer/maxtext at commit 0647496f, in
+src/maxtext/checkpoint_conversion/utils/param_mapping.py, functions `*_MAXTEXT_TO_HF_PARAM_MAPPING` (names) and
+`*_MAXTEXT_TO_HF_PARAM_HOOK_FN` (values) of LLAMA31, GEMMA2, GEMMA3 and QWEN; vocabularies from the files in
+src/maxtext/configs/models.
+Our layout of a layer's weights is MaxText's already. What differs, and is easily overlooked:
+
+* Llama's queries are divided by sqrt(H). Where the rope is stretched as Llama 3.1's, of each head's query and key the
+  two halves that rope turns together are interleaved: dimensions 0, H/2, 1, H/2 + 1, ... The mapping always does so,
+  and its models are all of 3.1; a plain rope of MaxText's turns halves (`neighbours`).
+* Gemma 2's queries are divided too, Gemma 3's are not. By the mapping the divisor is sqrt(H); here it is what scores
+  are divided by, which for Gemma 2 27B is sqrt(D / N), as in `standalone_scripts/convert_gemma2_chkpt.py`: MaxText
+  divides nothing afterwards.
+* Gemma's norms hold 1 + w, and its embedding is multiplied by sqrt(D), which for Gemma 3 is rounded to bfloat16 first.
+* Gemma 2 has a local and a global layer in one layer of MaxText; a scan over Gemma 3 has six, and the layers that are
+  left over stand apart.
+* A scanned stack has its layers as the second axis (`param_scan_axis`, 1 by default), also of norms: `[D L]`.
+
+Everything is computed in float32. Moves round nothing, nor does sqrt(H) where H is a power of 4; elsewhere a value is
+rounded once each way, in float32: what was bfloat16 comes back to the bit (1 + w from |w| = 2^-16 on).
+
+Axes: V vocabulary, D model width, N query heads, K kv heads, H head dim, L layers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
+from jaxtyping import Float32
 
 from tunix.config import DType
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
-from tunix.interop.maxtext_settings import settings_of
-from tunix.interop.maxtext_tables import TABLES, Array, Leaf, Table, table_of
 from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, nested, write_step
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import FAMILIES, read_config, to_hf
 from tunix.models.model import Model
 from tunix.util.atomic_io import atomic_folder, refuse_taken
+
+NAMES = {
+    "llama": "llama3-8b",
+    "gemma2": "gemma2-2b",
+    "gemma3": "gemma3-4b",
+    "qwen2": "qwen2.5-1.5b",
+    "qwen3": "qwen3-0.6b",
+}
+"""Our families -> a model of MaxText's of the same kind."""
+STRETCHED = "llama3.1-8b"
+"""Models of this name turn Llama's queries and keys by pairs of neighbours, and stretch the rope by `LLAMA31`."""
+WIDE_SCORES = "gemma3-27b"
+"""Gemma 3 under this name divides scores by the root of D / N instead of the root of H."""
+LLAMA31 = Rope(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+"""Numbers that MaxText has in its code."""
+GEMMAS_EPS = 1e-6
+"""MaxText's Gemma has it in its code for the norms of its layers."""
+
+
+def neighbours(config: DecoderConfig) -> bool:
+    """Whether MaxText turns dimensions 2i and 2i + 1 together, and not i and H/2 + i as everywhere else."""
+    return config.family == "llama" and config.rope.kind == "llama3"
+
+
+def differences(config: DecoderConfig) -> Iterator[str]:
+    """What MaxText would compute in another way, whatever its settings are."""
+    family, none = config.family, (False,) * config.num_layers
+    if (config.local_layers or none) != (FAMILIES[family].local(config.num_layers) or none):
+        yield f"layer_types differ from the pattern of MaxText's {family}, which its code fixes"
+    if family == "gemma2" and config.num_layers % 2:
+        yield (
+            f"num_hidden_layers = {config.num_layers} is odd, and MaxText's gemma2 pairs a local with a global layer"
+        )
+    if family in ("gemma2", "gemma3") and config.norm_eps != GEMMAS_EPS:
+        yield f"rms_norm_eps = {config.norm_eps}, and MaxText's {family} has {GEMMAS_EPS} in its code"
+    wide = (config.d_model // config.num_heads) ** -0.5
+    if family == "gemma3" and config.scale not in (config.head_dim**-0.5, wide):
+        yield (
+            f"query_pre_attn_scalar is neither head_dim = {config.head_dim} nor hidden_size // num_attention_heads, "
+            "and MaxText's gemma3 has no other"
+        )
+    rope, local = config.rope, config.rope_local
+    if rope.kind not in ("default", "linear") and not neighbours(config):
+        yield f"a rope of the type {rope.kind} is not one that we know MaxText's {config.family} to compute"
+    numbers = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_length)
+    fixed = (LLAMA31.factor, LLAMA31.low_freq_factor, LLAMA31.high_freq_factor, LLAMA31.original_length)
+    if neighbours(config) and numbers != fixed:
+        yield (
+            "rope_parameters has the factors {:g}, {:g} and {:g} and the length {}, and MaxText has Llama 3.1's in its "
+            "code: {:g}, {:g}, {:g} and {}".format(*numbers, *fixed)
+        )
+    if local is not None and local.kind != "default":
+        yield f"the rope of its local layers is stretched, which that of MaxText's {config.family} is not"
+    for each in (rope, local):
+        if each is not None and each.theta % 1:
+            yield f"rope_theta = {each.theta} is no whole number, which MaxText's has to be"
+
+
+def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str, str | int | float | bool]:
+    """MaxText's settings for a model.
+
+    Args:
+        config: of the model, without `differences`.
+        rows: of MaxText's embedding.
+        scanned: whether layers are stacked.
+    """
+    name = NAMES[config.family]
+    if neighbours(config):
+        name = STRETCHED
+    elif config.family == "gemma3" and config.scale != config.head_dim**-0.5:
+        name = WIDE_SCORES
+    in_one = 2 if config.family == "gemma2" else 1
+    local = {} if config.window is None else {"sliding_window_size": config.window}
+    if config.rope_local is not None:
+        local["local_rope_max_timescale"] = int(config.rope_local.theta)
+    return {
+        "model_name": name,
+        "override_model_config": True,
+        "scan_layers": scanned,
+        "base_num_decoder_layers": config.num_layers // in_one,
+        "base_emb_dim": config.d_model,
+        "base_num_query_heads": config.num_heads,
+        "base_num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "base_mlp_dim": config.ffn,
+        "vocab_size": rows,
+        # It divides logits by sqrt(D) where the head is the embedding, unless told otherwise: right for Gemma, whose
+        # embedding is multiplied by that.
+        "logits_via_embedding": config.tied,
+        "normalize_embedding_logits": config.scale_embeddings,
+        "normalization_layer_epsilon": config.norm_eps,
+        "rope_max_timescale": int(config.rope.theta),
+        "rope_linear_scaling_factor": config.rope.factor if config.rope.kind == "linear" else 1.0,
+        "attn_logits_soft_cap": config.attention_softcap or 0.0,
+        "final_logits_soft_cap": config.logit_softcap or 0.0,
+        **local,
+    }
+
+
+Array = Float32[np.ndarray, "..."]
+Step = Callable[[Array, DecoderConfig], Array]
+PERIOD = 6
+"""Layers of one step of MaxText's scan over Gemma 3."""
+
+
+class Change(NamedTuple):
+    """How the values of a weight change; both ways take and give our layout."""
+
+    there: Step
+    """Ours -> MaxText's."""
+    back: Step
+    """MaxText's -> ours."""
+
+    def then(self, other: "Change") -> "Change":
+        """Both changes, one after the other."""
+        return Change(
+            lambda x, c: other.there(self.there(x, c), c),
+            lambda x, c: self.back(other.back(x, c), c),
+        )
+
+
+class Leaf(NamedTuple):
+    """One weight's name in MaxText."""
+
+    path: str
+    """Below `params`, or below its layer: `self_attention/query/kernel`."""
+    change: Change
+    turned: bool = False
+    """Whether a matrix lies the other way round than here."""
+
+
+class Block(NamedTuple):
+    """Layers that MaxText keeps together."""
+
+    prefix: str
+    """Below `decoder`, e.g. `layers_3`."""
+    layers: tuple[int, ...]
+    """Their numbers here, from 0."""
+    stacked: bool
+    """Whether their weights are stacks, even of one layer."""
+    suffix: str = ""
+    """Added to the first part of their weights' names: `self_attention_local`."""
+
+
+class Table(NamedTuple):
+    """Everything that MaxText has of one family."""
+
+    leaves: Mapping[str, Leaf]
+    """By our names."""
+    blocks: Callable[[int, bool], Sequence[Block]]
+    """Number of layers, whether they are scanned -> where they are."""
+    vocabulary: Mapping[int, int]
+    """Rows of the published embedding -> rows of MaxText's, where they differ: the others are zeros, or left out."""
+
+    def rows(self, config: DecoderConfig) -> int:
+        """The rows of MaxText's embedding."""
+        return self.vocabulary.get(config.vocab_size, config.vocab_size)
+
+
+def table_of(config: DecoderConfig, names: Sequence[str], where: str) -> Table:
+    """The table of a model's family.
+
+    Args:
+        config: of the model.
+        names: of its parameters.
+        where: the folder for the message.
+
+    Raises:
+        UserError: MaxText's mapping has no such family, or the model differs from what MaxText computes.
+    """
+    table = TABLES.get(config.family)
+    if table is None:
+        raise UserError(
+            f"{where}: {config.family} has no table for MaxText, whose mapping we know of {', '.join(TABLES)}; "
+            "a new one is a line of tunix/interop/maxtext.py"
+        )
+    lost = [name for name in names if name not in table.leaves]
+    if lost:
+        raise UserError(f"{where}: MaxText's {config.family} has no place for {', '.join(lost)} of this model")
+    for difference in differences(config):
+        raise UserError(f"{where}: {difference}")
+    return table
+
+
+def _embedding(kind: type) -> Change:
+    """The embedding times sqrt(D), which is rounded to this type."""
+
+    def factor(config: DecoderConfig) -> np.float32:
+        return np.float32(kind(config.d_model**0.5))
+
+    return Change(lambda x, c: x * factor(c), lambda x, c: x / factor(c))
+
+
+def _interleaved(x: Array, config: DecoderConfig) -> Array:
+    if not neighbours(config):
+        return x
+    first, second = np.split(x, 2, axis=-1)
+    return np.stack([first, second], axis=-1).reshape(x.shape)
+
+
+def _halved(x: Array, config: DecoderConfig) -> Array:
+    return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if neighbours(config) else x
+
+
+MOVED = Change(lambda x, c: x, lambda x, c: x)
+SCALED = Change(lambda x, c: x * np.float32(c.scale), lambda x, c: x * np.float32(1 / c.scale))
+ROTATED = Change(_interleaved, _halved)
+OFFSET = Change(lambda x, c: x + np.float32(1), lambda x, c: x - np.float32(1))
+
+
+def _plain(layers: int, scanned: bool) -> list[Block]:
+    if scanned:
+        return [Block("layers", tuple(range(layers)), True)]
+    return [Block(f"layers_{layer}", (layer,), False) for layer in range(layers)]
+
+
+def _paired(layers: int, scanned: bool) -> list[Block]:
+    """Gemma 2: even layers are local, odd ones global."""
+    kinds = ("_local", "_global")
+    if scanned:
+        return [Block("layers", tuple(range(kind, layers, 2)), True, kinds[kind]) for kind in range(2)]
+    return [Block(f"layers_{layer // 2}", (layer,), False, kinds[layer % 2]) for layer in range(layers)]
+
+
+def _in_sixes(layers: int, scanned: bool) -> list[Block]:
+    """Gemma 3: a scan over six layers at a time, and what is left over."""
+    if not scanned:
+        return _plain(layers, False)
+    whole = layers - layers % PERIOD
+    scan = [Block(f"layers/layers_{place}", tuple(range(place, whole, PERIOD)), True) for place in range(PERIOD)]
+    rest = [Block(f"layers_remainder/layers_{layer - whole}", (layer,), False) for layer in range(whole, layers)]
+    return (scan if whole else []) + rest
+
+
+def _layers(
+    query: Change, key: Change, norms: Mapping[str, str], of_norms: Change = MOVED, **more: str
+) -> dict[str, Leaf]:
+    """A layer's weights by our names; `norms` and `more` are those that not all families have."""
+    matrices = {
+        "q/w": Leaf("self_attention/query/kernel", query),
+        "k/w": Leaf("self_attention/key/kernel", key),
+        "v/w": Leaf("self_attention/value/kernel", MOVED),
+        "o/w": Leaf("self_attention/out/kernel", MOVED),
+        "gate/w": Leaf("mlp/wi_0/kernel", MOVED),
+        "up/w": Leaf("mlp/wi_1/kernel", MOVED),
+        "down/w": Leaf("mlp/wo/kernel", MOVED),
+    }
+    scales = {f"{ours}/w": Leaf(f"{theirs}/scale", of_norms) for ours, theirs in norms.items()}
+    biases = {f"{ours}/b": Leaf(f"self_attention/{theirs}/bias", MOVED) for ours, theirs in more.items()}
+    return {f"layers/{ours}": leaf for ours, leaf in {**matrices, **scales, **biases}.items()}
+
+
+def _tops(embedding: Change = MOVED, norm: Change = MOVED) -> dict[str, Leaf]:
+    return {
+        "embed/w": Leaf("token_embedder/embedding", embedding),
+        "norm/w": Leaf("decoder/decoder_norm/scale", norm),
+    }
+
+
+HEAD = {"head/w": Leaf("decoder/logits_dense/kernel", MOVED, turned=True)}
+"""Gemma's head is its embedding in every MaxText model."""
+TWO = {"pre_attn_norm": "pre_self_attention_layer_norm", "pre_mlp_norm": "post_self_attention_layer_norm"}
+FOUR = {
+    "pre_attn_norm": "pre_self_attention_norm",
+    "post_attn_norm": "post_self_attention_norm",
+    "pre_mlp_norm": "pre_ffw_norm",
+    "post_mlp_norm": "post_ffw_norm",
+}
+OF_HEADS = {"q_norm": "self_attention/query_norm", "k_norm": "self_attention/key_norm"}
+
+TABLES: Mapping[str, Table] = {
+    "llama": Table({**_tops(), **HEAD, **_layers(SCALED.then(ROTATED), ROTATED, TWO)}, _plain, {}),
+    "gemma2": Table(
+        {**_tops(_embedding(np.float32), OFFSET), **_layers(SCALED, MOVED, FOUR, OFFSET)},
+        _paired,
+        {256_000: 256_128},
+    ),
+    "gemma3": Table(
+        {**_tops(_embedding(ml_dtypes.bfloat16), OFFSET), **_layers(MOVED, MOVED, FOUR | OF_HEADS, OFFSET)},
+        _in_sixes,
+        {262_208: 262_144},
+    ),
+    "qwen2": Table(
+        {**_tops(), **HEAD, **_layers(MOVED, MOVED, TWO, q="query", k="key", v="value")},
+        _plain,
+        {},
+    ),
+    "qwen3": Table({**_tops(), **HEAD, **_layers(MOVED, MOVED, TWO | OF_HEADS)}, _plain, {}),
+}
+"""The families that can be converted."""
+
 
 ROOT = "params/params/"
 """Where a train state of MaxText has its weights."""
@@ -51,7 +368,7 @@ class Slot:
     stacked: bool
     shape: tuple[int, ...]
     """In the checkpoint, e.g. `[D L N H]`."""
-    own: tuple[int, ...]
+    ours: tuple[int, ...]
     """Shape of the weight here, in one layer, e.g. `[D N H]`."""
 
 
@@ -63,20 +380,20 @@ def slots(config: DecoderConfig, table: Table, scanned: bool) -> dict[str, Slot]
         table: of its family.
         scanned: whether layers are stacked.
     """
-    found: dict[str, Slot] = {}
+    arrays: dict[str, Slot] = {}
     for name, shape in Model(config).shapes.items():
         leaf = table.leaves[name]
         if not name.startswith("layers/"):
             there = (table.rows(config), *shape[1:]) if name in TABLES_OF_WORDS else shape
-            found[leaf.path] = Slot(name, (None,), leaf, False, there[::-1] if leaf.turned else there, shape)
+            arrays[leaf.path] = Slot(name, (None,), leaf, False, there[::-1] if leaf.turned else there, shape)
             continue
         for block in table.blocks(config.num_layers, scanned):
             first, _, rest = leaf.path.partition("/")
-            own = shape[1:]
-            whole = (own[0], len(block.layers), *own[1:]) if block.stacked else own
+            ours = shape[1:]
+            whole = (ours[0], len(block.layers), *ours[1:]) if block.stacked else ours
             path = f"decoder/{block.prefix}/{first}{block.suffix}/{rest}"
-            found[path] = Slot(name, block.layers, leaf, block.stacked, whole, own)
-    return found
+            arrays[path] = Slot(name, block.layers, leaf, block.stacked, whole, ours)
+    return arrays
 
 
 def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
@@ -112,20 +429,25 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
     with atomic_folder(out) as folder:
         write_beside(folder, config, {**to_hf(config), "dtype": "float32"}, source)
         write_step(folder, {**nested(arrays), "step": 0, "opt_state": {}})
-    return _settings(config, out, scanned)
+    settings = {
+        "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
+        **settings_of(config, TABLES[config.family].rows(config), scanned),
+    }
+    return " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
+    )
 
 
 def _stack(slot: Slot, config: DecoderConfig, stored: Mapping[str, Stored]) -> Array:
     """An array of a checkpoint, from the tensors of a model folder."""
-    found = np.zeros(slot.shape, np.float32)
+    array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
     for place, layer in enumerate(slot.layers):
-        tensor = _tensor(config, slot)
-        read = tensor.read(stored[tensor.key(layer)].read(), slot.own)
+        read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
         ours = slot.leaf.change.there(read.astype(np.float32), config)
-        there = found[:, place] if slot.stacked else found.T if slot.leaf.turned else found
+        there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
         rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
         there[:rows] = ours[:rows]
-    return found
+    return array
 
 
 def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: DType | None = None) -> None:
@@ -154,17 +476,8 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
     if not any(path.startswith(ROOT) for path in arrays.shapes):
         tops = some(sorted({path.partition("/")[0] for path in arrays.shapes})) or "nothing"
         raise UserError(f"{arrays.folder} holds {tops}, and no {ROOT}: it is no train state of MaxText")
-    scanned = any(path.startswith(tuple(ROOT + one for one in STACKS)) for path in arrays.shapes)
+    scanned = any(path.startswith(tuple(ROOT + stack for stack in STACKS)) for path in arrays.shapes)
     wanted = slots(config, table, scanned)
-    _check(arrays, wanted, like)
-    written = dtype or str(arrays.dtypes[ROOT + table.leaves["embed/w"].path])
-    with shared_folder(out) as folder:
-        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
-        write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
-
-
-def _check(arrays: Arrays, wanted: Mapping[str, Slot], like: Path) -> None:
-    """Raises UserError unless the arrays are those of the model, in their shapes and in a dtype that weights have."""
     there = {
         path.removeprefix(ROOT): shape
         for path, shape in arrays.shapes.items()
@@ -175,71 +488,44 @@ def _check(arrays: Arrays, wanted: Mapping[str, Slot], like: Path) -> None:
         raise UserError(f"{arrays.folder}: {len(missing)} array(s) are missing: {some(missing)}. {reads}")
     if extra := sorted(path for path in there if path not in wanted):
         raise UserError(f"{arrays.folder}: {len(extra)} array(s) have no place in the model: {some(extra)}. {reads}")
-    wrong = [path for path, slot in wanted.items() if not _fits(slot, there[path])]
-    if wrong:
-        found = "; ".join(f"{path} expected {wanted[path].shape}, found {there[path]}" for path in wrong[:3])
-        raise UserError(f"{arrays.folder}: {len(wrong)} array(s) have another shape: {found}. {reads}")
-    foreign = [path for path in wanted if str(arrays.dtypes[ROOT + path]) not in STORED_DTYPE]
-    if foreign:
+    # A vocabulary may also be as long as the model's own.
+    longer = {
+        path: slot.ours[::-1] if slot.leaf.turned else slot.ours
+        for path, slot in wanted.items()
+        if slot.name in TABLES_OF_WORDS
+    }
+    if wrong := [path for path, slot in wanted.items() if there[path] not in (slot.shape, longer.get(path))]:
+        shapes = "; ".join(f"{path} expected {wanted[path].shape}, found {there[path]}" for path in wrong[:3])
+        raise UserError(f"{arrays.folder}: {len(wrong)} array(s) have another shape: {shapes}. {reads}")
+    if foreign := [path for path in wanted if str(arrays.dtypes[ROOT + path]) not in STORED_DTYPE]:
         kind = arrays.dtypes[ROOT + foreign[0]]
         raise UserError(
             f"{arrays.folder}: {len(foreign)} array(s) are {kind}: {some(foreign)}. Only {', '.join(STORED_DTYPE)} are "
             "read"
         )
-
-
-def _fits(slot: Slot, shape: tuple[int, ...]) -> bool:
-    """Whether an array has its shape; a vocabulary may also be as long as the model's own."""
-    longer = slot.own[::-1] if slot.leaf.turned else slot.own
-    return shape == slot.shape or (slot.name in TABLES_OF_WORDS and shape == longer)
+    written = dtype or str(arrays.dtypes[ROOT + table.leaves["embed/w"].path])
+    with shared_folder(out) as folder:
+        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
+        write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
 
 
 def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, dtype: DType | None) -> Iterator[Entry]:
     """The tensors to write, array by array: each is read once and let go of before the next."""
-    reader = _OneAtATime(arrays)
+    held: dict[str, np.ndarray] = {}
+
+    def tensor_of(path: str, slot: Slot, place: int, tensor: Tensor, kind: str) -> np.ndarray:
+        if path not in held:
+            held.clear()  # let go of before the next is read
+            held[path] = arrays.read(ROOT + path)
+        whole, rows = held[path], slot.ours[0]
+        layer = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
+        ours = slot.leaf.change.back(layer.astype(np.float32), config)
+        if len(ours) != rows:
+            ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
+        return tensor.write(ours).astype(kind)
+
     for path, slot in wanted.items():
-        kind = dtype or str(arrays.dtypes[ROOT + path])
-        tensor = _tensor(config, slot)
+        kind, tensor = dtype or str(arrays.dtypes[ROOT + path]), FAMILIES[config.family].tensors[slot.name]
         for place, layer in enumerate(slot.layers):
-            make = partial(_single, reader, path, slot, place, config, kind)
-            shape = tensor.their_shape(slot.own)
-            yield Entry(tensor.key(layer), shape, STORED_DTYPE[kind], partial(partial, make))
-
-
-def _single(reader: "_OneAtATime", path: str, slot: Slot, place: int, config: DecoderConfig, kind: str) -> np.ndarray:
-    """A tensor of a model folder, from an array of a checkpoint."""
-    whole = reader.read(ROOT + path)
-    own = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
-    ours = slot.leaf.change.back(own.astype(np.float32), config)
-    rows = slot.own[0]
-    if len(ours) != rows:
-        ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
-    return _tensor(config, slot).write(ours).astype(kind)
-
-
-class _OneAtATime:
-    """Reads arrays, and keeps the last one: the tensors of its layers are asked for one after the other."""
-
-    def __init__(self, arrays: Arrays):
-        self._arrays, self._path, self._value = arrays, "", np.empty(0)
-
-    def read(self, path: str) -> np.ndarray:
-        if path != self._path:
-            self._value = np.empty(0)  # let go of before the next is read
-            self._path, self._value = path, self._arrays.read(path)
-        return self._value
-
-
-def _tensor(config: DecoderConfig, slot: Slot) -> Tensor:
-    return FAMILIES[config.family].tensors[slot.name]
-
-
-def _settings(config: DecoderConfig, out: Path, scanned: bool) -> str:
-    """MaxText's settings for a checkpoint, as they are written in a shell."""
-    settings = {
-        "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
-        **settings_of(config, TABLES[config.family].rows(config), scanned),
-    }
-    return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
-    )
+            read = partial(tensor_of, path, slot, place, tensor, kind)
+            yield Entry(tensor.key(layer), tensor.their_shape(slot.ours), STORED_DTYPE[kind], partial(partial, read))

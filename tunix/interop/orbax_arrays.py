@@ -93,16 +93,29 @@ class Arrays:
         Raises:
             UserError: there is no checkpoint, or it is damaged.
         """
-        self.folder = _items(folder)
+        place = path_of(folder)
+        if not place.is_dir():
+            raise UserError(
+                f"{folder}: there is no such folder; name a checkpoint of MaxText, such as RUN/checkpoints/0"
+            )
+        steps = sorted((int(step.name), step) for step in place.iterdir() if step.name.isdigit())
+        folders = (place, place / ITEMS, *(step / ITEMS for _, step in reversed(steps)))
+        items = next((x for x in folders if (x / METADATA).is_file()), None)
+        if items is None:
+            raise UserError(
+                f"{folder} holds no checkpoint of MaxText: {METADATA} is neither in it, nor in its {ITEMS}/, nor in "
+                f"a step's, such as {STEP}/{ITEMS}"
+            )
+        self.folder = items
         self._handler = ocp.PyTreeCheckpointHandler()
         try:
             tree = self._handler.metadata(self.folder).tree
         except Exception as error:  # Orbax and tensorstore raise whatever fails
             raise UserError(f"{self.folder} is no whole Orbax checkpoint: {_line(error)}") from error
-        self._found = {path: one for path, one in _leaves(tree).items() if getattr(one, "dtype", None) is not None}
-        self.shapes: dict[str, tuple[int, ...]] = {path: tuple(one.shape) for path, one in self._found.items()}
+        leaves = {path: leaf for path, leaf in _leaves(tree).items() if getattr(leaf, "dtype", None) is not None}
+        self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
         """Shape of each array."""
-        self.dtypes: dict[str, np.dtype] = {path: np.dtype(one.dtype) for path, one in self._found.items()}
+        self.dtypes: dict[str, np.dtype] = {path: np.dtype(leaf.dtype) for path, leaf in leaves.items()}
         """Dtype of each array."""
 
     def read(self, path: str) -> np.ndarray:
@@ -111,37 +124,18 @@ class Arrays:
         Raises:
             UserError: they cannot be read.
         """
-        how = ocp.args.PyTreeRestore(
+        args = ocp.args.PyTreeRestore(
             item=nested({path: 0}),
             restore_args=nested({path: ocp.RestoreArgs(restore_type=np.ndarray)}),
             partial_restore=True,
         )
         try:
-            found = self._handler.restore(self.folder, args=how)
+            restored = self._handler.restore(self.folder, args=args)
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise UserError(f"{self.folder}: {path} cannot be read: {_line(error)}") from error
         for part in path.split("/"):
-            found = found[part]
-        return found
-
-
-def _items(folder: Path) -> Any:
-    """The folder that holds the arrays, here or on an object store: this one, or one of a step in it.
-
-    Raises:
-        UserError: there is none.
-    """
-    place = path_of(folder)
-    if not place.is_dir():
-        raise UserError(f"{folder}: there is no such folder; name a checkpoint of MaxText, such as RUN/checkpoints/0")
-    steps = sorted((int(one.name), one) for one in place.iterdir() if one.name.isdigit())
-    for one in (place, place / ITEMS, *(step / ITEMS for _, step in reversed(steps))):
-        if (one / METADATA).is_file():
-            return one
-    raise UserError(
-        f"{folder} holds no checkpoint of MaxText: {METADATA} is neither in it, nor in its {ITEMS}/, nor in "
-        f"a step's, such as {STEP}/{ITEMS}"
-    )
+            restored = restored[part]
+        return restored
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:

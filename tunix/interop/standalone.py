@@ -28,8 +28,7 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, jax.Array], Callable, 
     description = json.loads((folder / "description.json").read_text())
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {
-        name: jax.ShapeDtypeStruct(one["shape"], one["dtype"], sharding=place)
-        for name, one in description["weights"].items()
+        name: jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=place) for name, x in description["weights"].items()
     }
     with ocp.StandardCheckpointer() as reader:
         weights = reader.restore((folder / "weights").absolute(), target)
@@ -49,16 +48,16 @@ def generate(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[li
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     logits, cache = prefill(weights, tokens, lengths)
-    found: list[list[int]] = [[] for _ in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
     for step in range(max_tokens):
         new = np.argmax(np.asarray(logits), axis=-1).astype(np.int32)
-        for answer, token in zip(found, new, strict=False):
+        for answer, token in zip(answers, new, strict=False):
             if not answer or answer[-1] not in description["stop_ids"]:
                 answer.append(int(token))
-        if step == max_tokens - 1 or all(answer[-1] in description["stop_ids"] for answer in found):
+        if step == max_tokens - 1 or all(answer[-1] in description["stop_ids"] for answer in answers):
             break
         logits, cache = decode(weights, cache, new, lengths + step)
-    return found
+    return answers
 
 
 def check(description: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> None:
@@ -81,5 +80,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Greedy tokens, without tunix.")
     parser.add_argument("prompts", type=json.loads, help="token ids as JSON, e.g. '[[5, 12, 7]]'")
     parser.add_argument("--max-tokens", type=int, default=16)
-    given = parser.parse_args()
-    print(json.dumps(generate(Path(__file__).parent, given.prompts, given.max_tokens)))
+    arguments = parser.parse_args()
+    print(json.dumps(generate(Path(__file__).parent, arguments.prompts, arguments.max_tokens)))

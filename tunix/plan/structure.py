@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tunix.config import ModelConfig
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import named_base
-from tunix.hf.peft_config import CONFIG
+from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
 from tunix.hf.source import Source, from_scratch
 from tunix.models.config import DecoderConfig

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.config import DType, ModelConfig, RowKind
 from tunix.data.types import Prompt
-from tunix.hf.given_adapter import settled
+from tunix.hf.source import settled
 from tunix.mesh import build_mesh
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model

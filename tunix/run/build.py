@@ -17,9 +17,8 @@ from tunix.data.pipeline import account, sequences_of
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed.global_arrays import own_part
-from tunix.hf.classifier_folder import require_classifier
-from tunix.hf.given_adapter import settled
-from tunix.hf.source import Source
+from tunix.hf.model_folder import require_classifier
+from tunix.hf.source import Source, settled
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe

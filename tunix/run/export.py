@@ -11,9 +11,8 @@ from pathlib import Path
 
 from tunix.config import MeshConfig
 from tunix.errors import UserError
-from tunix.hf.given_adapter import settled
 from tunix.hf.model_folder import resolve_folder
-from tunix.hf.source import TOKENIZER, of_recipe
+from tunix.hf.source import TOKENIZER, of_recipe, settled
 from tunix.lora.adapt import quantization
 from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs

@@ -6,8 +6,7 @@ from jax.sharding import Mesh
 
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import some
-from tunix.hf.source import Source, pretrained, require_lm_head, weights
-from tunix.hf.vocabulary import check_tokens
+from tunix.hf.source import Source, check_tokens, pretrained, require_lm_head, weights
 from tunix.models.model import Model, Params
 from tunix.models.quantization.rules import RULES_FILE
 

@@ -15,11 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType
-from tunix.data.columns import as_messages
 from tunix.data.config import DataConfig
+from tunix.data.packing import with_spare
 from tunix.data.rendered import asked, render_completion
-from tunix.data.scored import with_spare
-from tunix.data.shapes import Rendering
+from tunix.data.shapes import Rendering, as_messages
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.errors import UserError

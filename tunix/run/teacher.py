@@ -8,8 +8,7 @@ from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import DType, ModelConfig
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.hf.source import Source, beside, from_scratch, loaded, pretrained
-from tunix.hf.vocabulary import check_tokens
+from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params

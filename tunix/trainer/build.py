@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from tunix.config import CacheType, CriticKind, DType, ModelConfig
 from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
-from tunix.hf.base_fingerprint import fingerprint
-from tunix.hf.given_adapter import given_weights
-from tunix.hf.source import Source, adapted, weights, with_stops
+from tunix.hf.peft_folder import fingerprint
+from tunix.hf.source import Source, adapted, adapter_weights, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.model import Model, Params
@@ -336,7 +335,7 @@ def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh)
     if adapter is None:
         return params, base
     if adapter.source is not None:
-        return given_weights(adapter, model, params, trained, mesh), base
+        return adapter_weights(adapter, model, params, trained, mesh), base
     return started(adapter, model, params, base, trained, mesh), base
 
 

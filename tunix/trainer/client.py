@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from tunix.config import Config, CriticKind, MeshConfig, ModelConfig
 from tunix.errors import UserError
-from tunix.hf.given_adapter import settled
-from tunix.hf.source import Source, check_vocabulary, from_scratch, pretrained
+from tunix.hf.source import Source, check_vocabulary, from_scratch, pretrained, settled
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES
 from tunix.protocols import Sampler

@@ -9,7 +9,7 @@ import jax
 
 from tunix.config import DType
 from tunix.hf.model_folder import save_folder
-from tunix.hf.peft_adapter import save_adapter
+from tunix.hf.peft_folder import save_adapter
 from tunix.lora.adapt import merge, merge_rounded
 from tunix.models.model import Params
 from tunix.models.on_grid import rounded
@@ -32,7 +32,7 @@ class Exporter:
     folder: Path | None = None
     """The folder that the base was loaded from; see `base` of `hf.model_folder.save_folder`."""
     fingerprint: str | None = None
-    """Fingerprint of that base (`hf.base_fingerprint`), as text; None where no folder holds the base."""
+    """Fingerprint of that base (`hf.peft_folder`), as text; None where no folder holds the base."""
     stops: tuple[int, ...] = ()
     """Ids that end a completion, e.g. `(1, 106)`: where the folder is used, turns end as they did in training."""
 

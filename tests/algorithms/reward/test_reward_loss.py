@@ -13,8 +13,7 @@ from tests.trainer.test_step import assert_close, gradients
 from tests.trainers import PLAIN, RICH, trainer
 from tunix.algorithms.reward.algorithm import RewardModel
 from tunix.algorithms.reward.config import RewardModelConfig
-from tunix.data.packing import pack
-from tunix.data.scored import with_spare
+from tunix.data.packing import pack, with_spare
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce_outputs
 from tunix.types import LossInputs, Sequence

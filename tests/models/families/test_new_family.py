@@ -15,9 +15,8 @@ from tests.tiny_models import one_device
 from tests.tiny_runs import losses, train, write_recipe
 from tunix.config import MeshConfig
 from tunix.errors import UserError
-from tunix.hf.checked_config import read_folder
 from tunix.hf.model_folder import load_params, save_folder
-from tunix.hf.source import loaded, pretrained
+from tunix.hf.source import loaded, pretrained, read_folder
 from tunix.mesh import build_mesh
 from tunix.models.blocks import FEED_FORWARDS, Auxiliary
 from tunix.models.config import DecoderConfig

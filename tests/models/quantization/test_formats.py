@@ -13,7 +13,7 @@ from tests.paged import next_token, pages_of
 from tests.tiny_models import CASES, EACH, load, one_device, our_logits, reference_folder, rows_of, tokens
 from tests.trainers import PLAIN
 from tunix.errors import UserError
-from tunix.hf import tensor_loading
+from tunix.hf import tensor_transfer
 from tunix.hf.model_folder import load_params
 from tunix.lora.adapt import merge_rounded
 from tunix.lora.config import AdapterConfig
@@ -130,7 +130,7 @@ def test_loading_never_holds_the_whole_model(tmp_path, monkeypatch):
     reference_folder(CASES["qwen2-biases-grouped"], tmp_path)
     whole, exact = load(tmp_path)
     model = replace(whole, quantization=Quantization("nf4", 16))
-    before, read, seen = {id(x) for x in jax.live_arrays()}, tensor_loading._whole, []
+    before, read, seen = {id(x) for x in jax.live_arrays()}, tensor_transfer._whole, []
 
     def reading(*arguments):
         """Reads a tensor, and looks at what is alive beside those of this test."""
@@ -138,7 +138,7 @@ def test_loading_never_holds_the_whole_model(tmp_path, monkeypatch):
         seen.append(sum(stored_bytes(x) for x in jax.live_arrays() if id(x) not in before))
         return found
 
-    monkeypatch.setattr(tensor_loading, "_whole", reading)
+    monkeypatch.setattr(tensor_transfer, "_whole", reading)
     params = load_params(model, tmp_path, dict.fromkeys(model.shapes, "float32"), one_device())
     held = sum(stored_bytes(x) for x in params.values())
     one_tensor = max(x[0].nbytes if key.startswith("layers/") else x.nbytes for key, x in exact.items())

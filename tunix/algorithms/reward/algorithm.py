@@ -5,7 +5,7 @@ from typing import Literal
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.reward.loss import reward_loss
-from tunix.data.scored import as_scored
+from tunix.data.packing import as_scored
 from tunix.types import Loss, LossInputs, LossOutputs, Sequence
 
 

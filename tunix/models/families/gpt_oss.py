@@ -3,7 +3,7 @@
 Each head has a sink, a learned score that takes part in its softmax and mixes no value. All projections have biases,
 the router and the experts too, and the experts join their gates with clamped factors (`Clamp`). A folder has the
 matrices of all experts of a layer in one tensor, inputs before outputs, where gate and up take turns; published ones
-have them in MXFP4 (`hf/mxfp4.py`). Sizes are those of https://huggingface.co/openai/gpt-oss-20b, config.json.
+have them in MXFP4 (`hf/packed_weights.py`). Sizes are those of https://huggingface.co/openai/gpt-oss-20b, config.json.
 
 Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H head dim, E experts.
 """

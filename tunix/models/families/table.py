@@ -44,7 +44,7 @@ SIZE_NAMES = (
 
 
 def read_config(folder: Path, pictures: bool = False) -> DecoderConfig:
-    """The model that a folder's config.json describes, whatever its weights are (`hf.checked_config` checks).
+    """The model that a folder's config.json describes, whatever its weights are (`hf.source` checks).
 
     Args:
         folder: has config.json.

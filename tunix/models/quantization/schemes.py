@@ -1,7 +1,7 @@
 """How config.json describes packed weights: the `quantization_config` of compressed-tensors.
 
 A scheme states how many bits a matrix has, how many inputs share a scale, whether inputs are rounded too, and how the
-values are stored in the file, which `hf/compressed_tensors.py` reads and writes.
+values are stored in the file, which `hf/packed_weights.py` reads and writes.
 Format: https://github.com/vllm-project/compressed-tensors. Loads without jax.
 """
 

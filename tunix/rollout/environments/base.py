@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
 
-from tunix.data.columns import as_template_kwargs
-from tunix.data.shapes import TEMPLATE_KWARGS
+from tunix.data.shapes import TEMPLATE_KWARGS, as_template_kwargs
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.render import Observation, check_observation, render_observation, render_start

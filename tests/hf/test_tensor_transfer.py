@@ -15,7 +15,7 @@ from tests.marks import slow
 from tests.tiny_models import CASES, by_hf_name, load, one_device, reference_folder
 from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
-from tunix.hf import safetensors_io, tensor_loading
+from tunix.hf import safetensors_io, tensor_transfer
 from tunix.hf.model_folder import load_params
 from tunix.mesh import build_mesh
 from tunix.models.families.table import read_config
@@ -61,7 +61,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("sizes", [MESHES[2], *slow([MESHES[0], MESHES[1], MESHES[3], MESHES[4]])], ids=str)
 def test_each_byte_is_read_once_whatever_the_mesh(sizes, host, folder, ranges, monkeypatch):
     """And the numbers are the same where the host transposes, as for a CPU, and where the devices do."""
-    monkeypatch.setattr(tensor_loading, "_host_turns", lambda mesh: host)
+    monkeypatch.setattr(tensor_transfer, "_host_turns", lambda mesh: host)
     model, spread = load(folder, mesh=mesh_of(sizes))
     assert_read_once(ranges, folder / "model.safetensors")
     theirs = load_file(folder / "model.safetensors")

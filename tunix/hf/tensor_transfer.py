@@ -1,4 +1,5 @@
-"""Brings tensors from files onto a mesh, each byte read once, several tensors ahead of the one that is placed.
+"""Brings tensors from files onto a mesh, each byte read once, several tensors ahead of the one that is placed; and
+sends them back to the host, some time before they are written, in the layout of a file.
 
 Every device reads an equal run of a tensor's rows, so that files are read in long pieces by all hosts together,
 whatever axis a weight is split along. The rows become one array over all devices; one compiled program for each kind of
@@ -20,14 +21,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType
-from tunix.hf.expert_stacks import Turns
-from tunix.hf.safetensors_io import WRITTEN, Stored
+from tunix.distributed.global_arrays import everywhere
+from tunix.hf.packed_weights import Interleaved
+from tunix.hf.safetensors_io import WRITTEN, Sent, Stored
 from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import tensors_of
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize
+from tunix.models.quantization.schemes import Packing
 from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
@@ -130,7 +133,12 @@ def load(reads: Sequence[Read]) -> Params:
     with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
         try:
             for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
-                stacks = _stacks(read, loaded)
+                # The stacks to be written into, taken out of what is loaded, or new ones; none for a table.
+                kinds = zip(read.names, read.target.stacked, read.target.places, strict=True) if read.place else ()
+                stacks = tuple(
+                    loaded.pop(name) if name in loaded else jnp.zeros(stack.shape, stack.dtype, device=where)
+                    for name, stack, where in kinds
+                )
                 stacks = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
                 # Without waiting, what was read would be held until the device gets to it.
                 loaded |= zip(read.names, jax.block_until_ready(stacks), strict=True)
@@ -151,20 +159,35 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
     together = dict[Any, list[tuple[str, Stored, Place]]]()
     for name in (name for name in dtypes if not is_scale(name)):
         for key, place in _places(model.config, table[name], model.shapes[name]).items():
-            own = stored[key]
-            together.setdefault(own.whole if isinstance(own, Turns) else (name, key), []).append((name, own, place))
+            tensor = stored[key]
+            whole = tensor.whole if isinstance(tensor, Interleaved) else (name, key)
+            together.setdefault(whole, []).append((name, tensor, place))
     targets, reads = dict[Any, Target](), list[Read]()
     for parts in together.values():
-        names, (_, own, place) = tuple(name for name, _, _ in parts), parts[0]
-        taken = tuple(one.place for _, one, _ in parts if isinstance(one, Turns))
-        kind = names, own.turned, taken
+        names, (_, first, place) = tuple(name for name, _, _ in parts), parts[0]
+        taken = tuple(x.place for _, x, _ in parts if isinstance(x, Interleaved))
+        kind = names, first.turned, taken
         if kind not in targets:
-            tensor = table[names[0]].turned if own.turned else table[names[0]]
-            number = own.number if isinstance(own, Turns) else 1
-            wanted: dict[str, DType] = {name: dtypes[name] for name in names}
-            targets[kind] = _target_of(model, wanted, tensor, len(place), mesh, taken, number)
-        stacks = tuple(one for name in names for one in _stacks_of(model, name))
-        reads.append(Read(stacks, own.whole if isinstance(own, Turns) else own, targets[kind], place))
+            name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
+            layout = replace((table[name].turned if first.turned else table[name]).single, name="")
+            turned = layout.is_transposed and _host_turns(mesh)
+            layout = layout.turned if turned else layout
+            shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
+            if isinstance(first, Interleaved):
+                layout, shape, axes = layout.in_turns(first.number), (first.number, *shape), (None, *axes)
+            kinds = [(stack, dtypes[parameter]) for parameter in names for stack in _stacks_of(model, parameter)]
+            targets[kind] = Target(
+                layout,
+                turned,
+                shape,
+                sharding(axes, shape, mesh),
+                tuple(sharding(model.axes[x], model.shapes[x], mesh) for x, _ in kinds),
+                tuple(jax.ShapeDtypeStruct(model.shapes[x], model.kinds.get(x, dtype)) for x, dtype in kinds),
+                model.rounding(name) if name in model.quantized else None,
+                taken,
+            )
+        stacks = tuple(stack for name in names for stack in _stacks_of(model, name))
+        reads.append(Read(stacks, first.whole if isinstance(first, Interleaved) else first, targets[kind], place))
     return reads
 
 
@@ -175,51 +198,14 @@ def _places(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> di
     keys = {place: tensor.keys(layer, shape[1:]) for place, layer in enumerate(config.layers_with(tensor.mixer))}
     return {
         key: (place, expert) if tensor.by_expert else (place,)
-        for place, found in keys.items()
-        for expert, key in enumerate(found)
+        for place, tensors in keys.items()
+        for expert, key in enumerate(tensors)
     }
 
 
 def _stacks_of(model: Model, name: str) -> tuple[str, ...]:
     """The names of a parameter's arrays: with its scales, where it is quantized."""
     return (name, name + SCALE) if name in model.quantized else (name,)
-
-
-def _target_of(
-    model: Model,
-    wanted: Mapping[str, DType],
-    tensor: Tensor,
-    depth: int,
-    mesh: Mesh,
-    taken: tuple[int, ...],
-    number: int,
-) -> Target:
-    """What the tensors of one of our parameters become, or of several that take turns in them.
-
-    Args:
-        wanted: their names, and the dtypes of those that are not quantized. All are alike.
-        depth: how many of our axes number the tensors: layers, experts.
-        taken: which of those that take turns they are; empty where none do.
-        number: how many take turns.
-    """
-    name, *_ = wanted
-    shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
-    plain = replace(tensor.single, name="")
-    turned = plain.is_transposed and _host_turns(mesh)
-    read = plain.turned if turned else plain
-    if taken:
-        read, shape, axes = read.in_turns(number), (number, *shape), (None, *axes)
-    stacks = [(one, dtype) for own, dtype in wanted.items() for one in _stacks_of(model, own)]
-    return Target(
-        read,
-        turned,
-        shape,
-        sharding(axes, shape, mesh),
-        tuple(sharding(model.axes[one], model.shapes[one], mesh) for one, _ in stacks),
-        tuple(jax.ShapeDtypeStruct(model.shapes[one], model.kinds.get(one, dtype)) for one, dtype in stacks),
-        model.rounding(name) if name in model.quantized else None,
-        taken,
-    )
 
 
 def _host_turns(mesh: Mesh) -> bool:
@@ -230,9 +216,8 @@ def _host_turns(mesh: Mesh) -> bool:
 def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
     """The parts of this host's devices, being read."""
     target = read.target
-    found = target.spread.addressable_devices_indices_map(target.read_shape)
     parts: dict[Any, Part] = {}
-    for device, index in found.items():
+    for device, index in target.spread.addressable_devices_indices_map(target.read_shape).items():
         assert index is not None, "a device of this host"
         start, stop, _ = index[target.axis].indices(target.read_shape[target.axis])
         # Made here, since malloc keeps memory for each thread that asks for some.
@@ -241,7 +226,7 @@ def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
         array[there:] = 0  # rows beyond the last
         step = max(PIECE * len(array) // max(array.nbytes, 1), 1)
         pieces = [(array[at : min(at + step, there)], start + at) for at in range(0, there, step)]
-        parts[device] = array, [pool.submit(read.stored.read_into, *piece) for piece in pieces]
+        parts[device] = array, [pool.submit(read.stored.read_into, rows, begin) for rows, begin in pieces]
     return parts
 
 
@@ -255,17 +240,6 @@ def _whole(read: Read, parts: dict[Any, Part]) -> jax.Array:
     parts.clear()
     shape, place = read.target.read_shape, read.target.spread
     return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)
-
-
-def _stacks(read: Read, loaded: Params) -> tuple[jax.Array, ...]:
-    """The stacks to be written into, taken out of what is loaded, or new ones; none for a table, which is no stack."""
-    if not read.place:
-        return ()
-    kinds = zip(read.names, read.target.stacked, read.target.places, strict=True)
-    return tuple(
-        loaded.pop(name) if name in loaded else jnp.zeros(one.shape, one.dtype, device=place)
-        for name, one, place in kinds
-    )
 
 
 def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -284,9 +258,9 @@ def _put(target: Target) -> Callable[..., tuple[jax.Array, ...]]:
         there = jax.lax.slice_in_dim(read, 0, target.rows, axis=target.axis)
         there = jax.lax.with_sharding_constraint(there, NamedSharding(target.single.mesh, target.split))
         weight = target.tensor.read(there, target.shape)
-        weights = [weight[one] for one in target.taken] if target.taken else [weight]
-        parts = [part for one in weights for part in (quantize(one, *target.rounding) if target.rounding else (one,))]
-        cast = [part.astype(one.dtype) for part, one in zip(parts, target.stacked, strict=True)]
+        weights = [weight[i] for i in target.taken] if target.taken else [weight]
+        parts = [part for x in weights for part in (quantize(x, *target.rounding) if target.rounding else (x,))]
+        cast = [part.astype(stack.dtype) for part, stack in zip(parts, target.stacked, strict=True)]
         if not stacks:
             return tuple(cast)
         return tuple(_written(stack, part, place) for stack, part in zip(stacks, cast, strict=True))
@@ -303,3 +277,55 @@ def _written(stack: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
     # As bits: XLA's CPU compiler would widen the whole bfloat16 stack, and narrow it again.
     bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, whole)]
     return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(bits[0], bits[1], start), stack.dtype)
+
+
+def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
+    """Sends one tensor of a stack to the host.
+
+    Args:
+        array: the stack, or a table.
+        place: index of the tensor in it.
+        write: lays it out as in a file.
+        dtype: in which it is sent.
+    """
+    there = everywhere(_taken(array, place).astype(dtype))
+    there.copy_to_host_async()
+    return lambda: write(np.asarray(there))
+
+
+def sent_rounded(
+    array: jax.Array, place: Place, tensor: Tensor, packing: Packing
+) -> tuple[Callable[[], Sent], Callable[[], Sent]]:
+    """How the rounded values of a layer's matrix are sent, and how their scales are.
+
+    The matrix is rounded once for each: kept in between, all matrices would be on the host at once.
+    """
+
+    def rounded(part: int) -> jax.Array:
+        assert packing.rule.weights is not None
+        rounding = Quantization(packing.rule.weights, packing.tile)
+        arrays = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
+        arriving = everywhere(arrays[part])
+        arriving.copy_to_host_async()
+        return arriving
+
+    def values() -> Sent:
+        arriving = rounded(0)
+        return lambda: tensor.write(np.asarray(arriving))
+
+    def scales() -> Sent:
+        arriving, runs = rounded(1), tensor.order_of_runs(array.shape[len(place) :])
+
+        def laid() -> np.ndarray:
+            outputs = np.asarray(arriving).reshape(len(arriving), -1).T
+            return outputs if runs is None else outputs.take(runs, axis=0)
+
+        return laid
+
+    return values, scales
+
+
+def _taken(array: jax.Array, place: Place) -> jax.Array:
+    for index in place:
+        array = jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
+    return array

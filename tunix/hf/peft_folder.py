@@ -1,0 +1,564 @@
+"""Adapters in PEFT's format (https://huggingface.co/docs/peft): adapter_config.json, adapter_model.safetensors, and
+beside them tunix_base.json, which says what base the adapter belongs to.
+
+Every field of adapter_config.json that would change what the adapter computes is either understood or refused by name.
+
+The base is known by a few numbers of every matrix, saved with the adapter and compared at loading. The file also says
+how the base was rounded when the adapter was trained (QLoRA), so that it is rounded in the same way under it. Numbers
+are compared by their distance and not as a digest, because a base that was saved again in another dtype is the same
+base, and a fine-tuned version of it may be intended. So equal weights pass, changed ones cause a note, and only
+unrelated weights are refused. An adapter that another tool wrote has no numbers: it only names its base.
+
+Our A and B keep the axes of the weight that they adapt (`[L D r]` and `[L r N H]` for q); PEFT flattens them
+(`[r D]` and `[(N H) r]`, one pair in each layer). The layouts follow from the base's own. Of experts, PEFT's pair is
+that of a parameter that holds all of them (`target_parameters`): `[(E r) D]` and `[(2 F) (r E)]` for gate and up, whose
+wrapper is within that of down where both are adapted; `[(F 2) (r E)]` where gate and up take turns in the parameter
+(`FamilyText.alternate`). That such a parameter has inputs before outputs changes nothing: A's inputs are the product's.
+A reward model's adapter includes its scalar head, as PEFT's does for sequence classifiers, and tables that train are
+saved whole.
+
+Axes: L layers, r rank, D model width, N query heads, H head dim, E experts, F ffn width; 2 is gate and up.
+"""
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+
+from tunix.distributed import processes
+from tunix.distributed.shared_folder import shared_folder
+from tunix.errors import UserError
+from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer, named_tensors, rename, write_generation_config
+from tunix.hf.safetensors_io import DTYPES, Entry, Stored, check_tensors, some, tensors_of_file, write_share
+from tunix.hf.tensor_transfer import sent
+from tunix.lora.adapt import plain_pairs, quantization, tables
+from tunix.lora.config import AdapterConfig, Table
+from tunix.models.config import DecoderConfig
+from tunix.models.families.base import AXES, SCORE, Tensor
+from tunix.models.families.table import FAMILIES, read_json
+from tunix.models.quantization.formats import Quantization
+from tunix.models.quantization.modules import (
+    BANKS,
+    EXPERTS,
+    MODULES,
+    PROJECTIONS,
+    matched,
+    modules_of,
+    projections_of,
+    short,
+)
+
+CONFIG = "adapter_config.json"
+TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
+"""PEFT's task types, by whether the model is a reward model."""
+HEADS = (SCORE.removesuffix(".weight"), "classifier")
+"""Names of the scalar head that a reward model's adapter saves whole: the one we write, and PEFT's alternative."""
+TABLES: tuple[Table, ...] = ("embed_tokens", "lm_head")
+
+HARMLESS = frozenset(
+    (
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",  # a tied table is one here anyway
+        "inference_mode",
+        "lora_dropout",  # only while training, and its training is over
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    )
+)
+"""Fields of adapter_config.json that do not affect what the adapter computes."""
+READ = frozenset(
+    (
+        "peft_type",
+        "task_type",
+        "bias",
+        "init_lora_weights",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "target_modules",
+        "target_parameters",
+        "modules_to_save",
+    )
+)
+
+OF_LANGUAGE = r"(.*\.)?(language_model|model)\.layers\.\d+\.\w+\.(%s)"
+"""A pattern of the text part's modules in a multimodal model, and in a model of text alone."""
+
+Refuse = Callable[[str, str], UserError]
+"""A function (field, reason) -> the error that refuses the field."""
+
+
+class Described(NamedTuple):
+    """The content of an adapter_config.json."""
+
+    adapter: AdapterConfig
+    scores: bool
+    """Whether the adapter is a reward model's, which includes its scalar head."""
+
+
+def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig) -> str:
+    """The content of an adapter's adapter_config.json, as JSON text.
+
+    Args:
+        adapter: its settings; PiSSA is written as the equivalent plain adapter of twice the rank, with alphas that keep
+            its scale.
+        base: hub id or path of the base model, where PEFT will look for it.
+        scores: whether the model is a reward model.
+        config: the base model.
+    """
+    tied, targeted = config.tied, adapter.targeted_in(config)
+    wider = 2 if adapter.start == "pissa" else 1
+    louder = math.sqrt(wider) if adapter.rslora else wider
+    # PEFT's pattern `down_proj` would match the experts' too.
+    called = {short(name): name if config.experts else short(name) for name in modules_of(config)}
+    ranks = {called[name]: adapter.modules[PROJECTIONS[name][0]].rank for name in targeted}
+    alphas = {called[name]: adapter.alpha_of(name) for name in targeted}
+    modules = [name for name in targeted if not name.startswith(EXPERTS)]
+    whole = (["embed_tokens"] if tied and adapter.also else list(adapter.also)) + ([HEADS[0]] if scores else [])
+    fields = {
+        "peft_type": "LORA",
+        "task_type": TASKS[scores],
+        "modules_to_save": whole or None,
+        "ensure_weight_tying": tied and bool(adapter.also),
+        "base_model_name_or_path": base,
+        "r": wider * adapter.rank,
+        "lora_alpha": louder * adapter.alpha,
+        "rank_pattern": {name: wider * rank for name, rank in ranks.items() if rank != adapter.rank},
+        "alpha_pattern": {name: louder * alpha for name, alpha in alphas.items() if alpha != adapter.alpha},
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
+        # A tower has modules of the same names.
+        "target_modules": modules if config.vision is None else OF_LANGUAGE % "|".join(modules),
+        "target_parameters": [called[name] for name in targeted if name.startswith(EXPERTS)] or None,
+        "lora_dropout": adapter.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def described(file: Path, tied: bool) -> Described:
+    """Reads an adapter_config.json.
+
+    Args:
+        file: its path.
+        tied: whether the base's head is its embedding.
+
+    Raises:
+        UserError: it is missing or damaged, or describes a kind that tunix does not support.
+    """
+    raw = read_json(file)
+
+    def refuse(name: str, why: str) -> UserError:
+        return UserError(f"{file}: {name} = {raw.get(name)!r} {why}")
+
+    if raw.get("peft_type") != "LORA":
+        raise refuse("peft_type", "is not supported; only LORA is.")
+    if raw.get("task_type") not in (*TASKS.values(), None):
+        raise refuse("task_type", f"is not supported; {' and '.join(TASKS.values())} are.")
+    if raw.get("bias", "none") != "none":
+        raise refuse("bias", "is not supported; only 'none' is.")
+    if raw.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        raise refuse("init_lora_weights", "changes the base's weights; convert the adapter to a plain LoRA first.")
+    for name in sorted(set(raw) - READ - HARMLESS):
+        if raw[name]:
+            raise refuse(name, "is not supported: tunix would compute another model.")
+    for name, kinds in (("r", int), ("lora_alpha", int | float)):
+        if not _positive(raw.get(name), kinds):
+            raise refuse(name, "must be a positive number.")
+    # Matrices of experts are parameters, which PEFT finds by the ends of their names.
+    ends = raw.get("target_parameters") or []
+    experts = {name: f"model.layers.0.mlp.{name}" for name in PROJECTIONS if name.startswith(EXPERTS)}
+    if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
+        raise refuse("target_parameters", "must be a list of names of parameters.")
+    foreign = sorted(end for end in ends if not any(name.endswith(f".{end}") for name in experts.values()))
+    if foreign:
+        raise refuse("target_parameters", f"has {some(foreign)}; tunix adapts only {', '.join(experts)}.")
+    parameters = tuple(x for x, name in experts.items() if any(name.endswith(f".{end}") for end in ends))
+    modules: tuple[str, ...] = ()
+    asked = raw.get("target_modules")
+    if asked or not parameters:
+        patterns = [".*"] if asked == "all-linear" else [asked] if isinstance(asked, str) else asked
+        if not isinstance(patterns, list) or not patterns or not all(isinstance(name, str) for name in patterns):
+            raise refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
+        if asked is patterns and (foreign := sorted(set(patterns) - set(PROJECTIONS) - set(MODULES))):
+            raise refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
+        try:
+            adapted = {name for pattern in patterns for name in matched(pattern)}
+        except ValueError as error:
+            raise refuse("target_modules", f"is not supported: {error}.") from None
+        modules = tuple(name for name in PROJECTIONS if name in adapted and not name.startswith(EXPERTS))
+    targets = modules + parameters
+    scores = raw.get("task_type") == TASKS[True]
+    ranks = _pattern(raw.get("rank_pattern"), "rank_pattern", int, targets, refuse)
+    alphas = _pattern(raw.get("alpha_pattern"), "alpha_pattern", int | float, targets, refuse)
+    # The tables that it saves whole; PEFT itself adds `model.embed_tokens` where the head is tied to it.
+    saved = {name.split(".")[-1] for name in raw.get("modules_to_save") or ()}
+    if scores and not saved & set(HEADS):
+        raise refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
+    if not saved <= {*TABLES, *(HEADS if scores else ())}:
+        raise refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
+    tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
+    if tied and not raw.get("ensure_weight_tying") and len(tables) == 1 and not scores:
+        raise refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
+    adapter = AdapterConfig(
+        rank=raw["r"],
+        alpha=float(raw["lora_alpha"]),
+        ranks=ranks,
+        alphas=alphas,
+        rslora=bool(raw.get("use_rslora", False)),
+        dora=bool(raw.get("use_dora", False)),
+        targets=targets,
+        also=tables,
+    )
+    return Described(adapter, scores)
+
+
+def _positive(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+
+
+def _pattern(patterns: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
+    """The patterns that match an adapted module; PEFT ignores others."""
+    kept = {}
+    for pattern, value in (patterns or {}).items():
+        if not _positive(value, kinds):
+            raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
+        try:
+            means = matched(pattern)
+        except ValueError as error:
+            raise refuse(name, f"is not supported: {error}.") from None
+        if set(means) & set(targets):
+            kept[pattern] = value
+        # A pattern of ours does not take `down_proj` for that of experts.
+        for expert in (name for name in targets if name.startswith(EXPERTS) and name not in means):
+            if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
+                kept.setdefault(expert, value)
+    return kept
+
+
+FILE = "tunix_base.json"
+"""File in the adapter's folder, next to adapter_config.json; PEFT ignores it."""
+VALUES = 8
+"""How many numbers of each matrix are compared."""
+SAME = 0.02
+"""Distance up to which two bases count as the same: bfloat16 changes numbers by 0.2 %, eight bits by 1 %."""
+UNRELATED = 0.5
+"""Distance from which two bases are unrelated: independent weights are 1.2 apart, fine-tuned ones below 0.3."""
+
+Numbers = Float[np.ndarray, "matrices 8"]
+
+
+class BaseFingerprint(NamedTuple):
+    """What an adapter's folder says about its base."""
+
+    base: str
+    """Name of the base: a hub id or a path, e.g. `meta-llama/Llama-3.2-1B`."""
+    rounding: Quantization | None
+    """How the base's matrices were rounded; None where they were not, or another tool wrote the adapter."""
+    numbers: Numbers | None
+    """A few numbers of each matrix of the base; None where another tool wrote the adapter."""
+
+
+def fingerprint(name: str, folder: Path, config: DecoderConfig, rounding: Quantization | None) -> str:
+    """The content of FILE for adapters of a base, as JSON text.
+
+    Args:
+        name: hub id or path of the base.
+        folder: the folder with its weights.
+        config: its structure.
+        rounding: how the weights are rounded while the adapter trains on them; None where they are not.
+
+    Raises:
+        UserError: the folder's files are missing or damaged.
+    """
+    numbers = _numbers(folder, config)
+    assert numbers is not None, "the base was loaded, so its tensors are there"
+    encoded = base64.b64encode(numbers.astype(ml_dtypes.bfloat16).tobytes()).decode()
+    rounded = None if rounding is None else {"base": rounding.base, "tile": rounding.tile}
+    content = {"base": name, "rounded": rounded, "matrices": len(numbers), "numbers": encoded}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def named_base(adapter: Path) -> str:
+    """The base that a PEFT folder names; empty where it names none."""
+    return str(read_json(adapter / CONFIG).get("base_model_name_or_path") or "")
+
+
+def rounding_of(adapter: Path) -> Quantization | None:
+    """How the base was rounded when an adapter was trained on it; None where the folder mentions no rounding.
+
+    Raises:
+        UserError: the fingerprint in the folder is damaged.
+    """
+    return _fingerprint_of(adapter).rounding
+
+
+def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) -> str:
+    """A note to the user where an adapter may belong to another base than the one it is loaded on; empty if not.
+
+    Args:
+        adapter: a PEFT folder.
+        name: hub id or path of the base that it is loaded on.
+        folder: the folder with that base's weights.
+        config: that base's structure.
+
+    Raises:
+        UserError: it belongs to weights that have nothing in common with these.
+    """
+    known = _fingerprint_of(adapter)
+    numbers = None if known.numbers is None else _numbers(folder, config)
+    # Where the shapes differ, loading reports which of the two does not fit.
+    if known.numbers is None or numbers is None or numbers.shape != known.numbers.shape:
+        # Names are compared by their last part: folders are often moved, but rarely renamed.
+        if not known.base or Path(known.base).name == Path(name).name:
+            return ""
+        return (
+            f"note: {adapter} was trained on {known.base} and is put on {name}: their shapes fit, their weights may not"
+        )
+    moved = distance(known.numbers, numbers)
+    if moved <= SAME:
+        return ""
+    now = f"is put on {name}" if known.base != name else "its weights are others now"
+    if moved < UNRELATED:
+        return f"note: {adapter} was trained on {known.base} and {now}: the matrices have moved by {moved:.0%}"
+    raise UserError(
+        f"{adapter} was trained on {known.base} and {now}: the shapes fit, but the matrices have nothing in common. "
+        f"Give it the base that it was trained on; if these weights are meant, remove {adapter / FILE}"
+    )
+
+
+def distance(a: Numbers, b: Numbers) -> float:
+    """Mean over the matrices of `|a - b| / max(|a|, |b|)`: 0 for equal bases, about 1.2 for independent ones."""
+    size = np.maximum(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+    return float(np.mean(np.linalg.norm(a - b, axis=1) / np.maximum(size, np.finfo(np.float32).tiny)))
+
+
+def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
+    """A few numbers of every matrix's middle row, evenly spaced, from the files; None where a matrix is missing or
+    unusual (loading reports it)."""
+    stored, table = named_tensors(folder, config.family), FAMILIES[config.family].tensors
+    wanted = [table["embed/w"].name]
+    # Without those of experts, which are most of a mixture's tensors.
+    names = [f"layers/{name}/w" for ours in projections_of(config).values() for name in ours if name not in BANKS]
+    matrices = [table[name] for name in names if name in table]
+    wanted += [x.key(n) for n in range(config.num_layers) for x in matrices if n in config.layers_with(x.mixer)]
+    if not all(key in stored and len(stored[key].shape) == 2 and stored[key].dtype in DTYPES for key in wanted):
+        return None
+    numbers = []
+    for key in wanted:
+        rows, columns = stored[key].shape
+        (row,) = stored[key].read(rows // 2, rows // 2 + 1)
+        numbers.append(row[np.linspace(0, columns - 1, VALUES).astype(int)].astype(np.float32))
+    return np.stack(numbers)
+
+
+def _fingerprint_of(adapter: Path) -> BaseFingerprint:
+    if not (adapter / FILE).is_file():
+        return BaseFingerprint(named_base(adapter), None, None)
+    content = read_json(adapter / FILE)
+    try:
+        numbers = np.frombuffer(base64.b64decode(content["numbers"], validate=True), ml_dtypes.bfloat16)
+        rounded = content.get("rounded")
+        rounding = None if rounded is None else quantization(AdapterConfig.model_validate({"kind": "qlora", **rounded}))
+        return BaseFingerprint(str(content["base"]), rounding, numbers.astype(np.float32).reshape(-1, VALUES))
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise UserError(f"{adapter / FILE} is damaged ({error}): copy the adapter again, or remove this file") from None
+
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+HEAD = "value/w"
+LANGUAGE = "model.language_model."
+"""Begins the names of the text part's modules in transformers' multimodal models."""
+
+
+def save_adapter(
+    path: Path,
+    params: Mapping[str, jax.Array],
+    adapter: AdapterConfig,
+    config: DecoderConfig,
+    base: str,
+    scores: bool = False,
+    fingerprint: str | None = None,
+    tokenizer: Path | None = None,
+    stops: Sequence[int] = (),
+) -> None:
+    """Writes a PEFT folder that loads on transformers' model of the family.
+
+    Args:
+        path: the new folder; must not exist, or be an empty folder.
+        params: the adapter's weights and the tables that train with them; others are left out.
+        adapter: the adapter's settings.
+        config: the base model.
+        base: hub id or path of the base model, where PEFT will look for it.
+        scores: whether the value head is written too, as a reward model's.
+        fingerprint: the base's (`fingerprint`), if it is known.
+        tokenizer: folder of a tokenizer that is not the base's, or has another chat template; None where it is the
+            base's.
+        stops: ids that end a completion; generation_config.json goes with the tokenizer.
+
+    Raises:
+        UserError: something is at `path`, or the disk refuses.
+    """
+    with shared_folder(path) as folder:
+        with folder.in_step():
+            if processes.lead() and fingerprint is not None:
+                (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
+            if processes.lead():
+                (folder.path / CONFIG).write_text(text(adapter, base, scores, config), encoding="utf-8")
+            if processes.lead() and tokenizer is not None:
+                copy_tokenizer(tokenizer, folder.path)
+                write_generation_config(folder.path, (tokenizer,), stops, config.stops)
+        write_share(folder, 0, WEIGHTS, list(_entries(params, adapter, config, scores)))
+
+
+def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
+    """Reads a PEFT folder.
+
+    Args:
+        folder: holds adapter_config.json and adapter_model.safetensors.
+        config: the base model.
+
+    Returns:
+        The adapter's settings, and its arrays by our names, stacked over layers. A reward model's includes the value
+        head; tables that were saved whole have the base's names.
+
+    Raises:
+        UserError: a file is missing or damaged, the adapter is of a kind that tunix does not compute, or its tensors do
+            not fit the model.
+    """
+    adapter, scores = described(folder / CONFIG, config.tied)
+    if not (folder / WEIGHTS).is_file():
+        remedy = (
+            "tunix loads no pickles: save it again with safe_serialization"
+            if (folder / PICKLE).is_file()
+            else "is it whole?"
+        )
+        raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
+    family = FAMILIES[config.family]
+    stored = {
+        rename(key.removeprefix(PREFIX), family.prefixes) or key: tensor
+        for key, tensor in tensors_of_file(folder / WEIGHTS).items()
+    }
+    parts = _parts(adapter, config)
+    whole = _whole(adapter, config, scores)
+    wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
+    for tensor, shape in parts.values():
+        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in config.layers_with(tensor.mixer)}
+    embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
+    if config.tied and adapter.also and head in stored:
+        # A tied table may be there twice, as embedding and as head.
+        copy = stored.pop(head)
+        table = stored.setdefault(embed, copy)
+        if table is not copy and (table.shape != copy.shape or not np.array_equal(table.read(), copy.read())):
+            raise UserError(
+                f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
+            )
+    hint = f"Is this the base of the adapter? It names {named_base(folder) or 'none'}."
+    check_tensors(stored, wanted, folder / WEIGHTS, hint)
+    extra = sorted(set(stored) - set(wanted))
+    if extra:
+        raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
+    arrays = {name: _read(stored[tensor.key(None)], tensor, shape) for name, (tensor, shape) in whole.items()}
+    for name, (tensor, shape) in parts.items():
+        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in config.layers_with(tensor.mixer)]
+        arrays[name] = np.stack(layers)
+    return adapter, arrays
+
+
+def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
+    return tensor.read(stored.read(), shape)
+
+
+Place = tuple[Tensor, tuple[int, ...]]
+"""A parameter's tensor in a PEFT file, and its shape in our layout, in one layer."""
+
+
+def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
+    """The tensors of A, B and magnitudes. The layouts of A and B follow from that of the weight: its input axes are the
+    last group of PEFT's layout."""
+    family, tensors = FAMILIES[config.family], {}
+    sizes = family.axes(config)
+    modules = adapter.modules_of(config)
+    for name, low in modules.items():
+        if name in BANKS:
+            continue
+        base = family.tensors[f"layers/{name}/w"]
+        output, inputs = re.findall(AXES, base.theirs)
+        stem, of_x, of_y = base.name.removesuffix(".weight"), inputs.strip("()"), output.strip("()")
+        layouts = {
+            "a": Tensor(f"{stem}.lora_A.weight", f"r {inputs}", f"{of_x} r", base.mixer),
+            "b": Tensor(f"{stem}.lora_B.weight", f"{output} r", f"r {of_y}", base.mixer, base.runs),
+        }
+        if adapter.dora:
+            layouts["m"] = Tensor(f"{stem}.lora_magnitude_vector", output, of_y, base.mixer, base.runs)
+        for letter, tensor in layouts.items():
+            shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
+            tensors[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
+    # PEFT wraps the parameters of a module of experts one after the other, down last.
+    sizes = {**sizes, "F": config.ffn, "2": 2}
+    inner = "base_layer." if "gates" in modules and "downs" in modules else ""
+    both = "(F 2)" if family.alternate else "(2 F)"
+    of_experts = {
+        "gates": (inner, {"A": ("(E r) D", "E D r"), "B": (f"{both} (r E)", "E r 2 F")}),
+        "downs": ("", {"A": ("(E r) F", "E F r"), "B": ("D (r E)", "E r D")}),
+    }
+    for name, (wrapper, layout) in of_experts.items():
+        for letter, (theirs, ours) in layout.items() if name in modules else ():
+            stem = f"model.layers.{{layer}}.{config.experts_module}"
+            tensor = Tensor(f"{stem}.{wrapper}lora_{letter}.weight", theirs, ours)
+            shape = tuple({**sizes, "r": modules[name].rank}[axis] for axis in ours.split())
+            tensors[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
+    return tensors
+
+
+def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
+    """The tensors that are saved whole: tables that train, and a reward model's head."""
+    table = FAMILIES[config.family].tensors
+    tensors = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
+    return tensors | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
+
+
+def _entries(
+    params: Mapping[str, jax.Array], adapter: AdapterConfig, config: DecoderConfig, scores: bool
+) -> Iterator[Entry]:
+    params = plain_pairs(dict(params), adapter)
+
+    def entry(name: str, tensor: Tensor, layer: int | None) -> Entry:
+        array = params[name]
+        shape = array.shape if layer is None else array.shape[1:]
+        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
+        send = partial(sent, array, place, tensor.write, str(array.dtype))
+        key = tensor.key(layer)
+        key = key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key)
+        return Entry(PREFIX + key, tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
+
+    for name, (tensor, _) in _whole(adapter, config, scores).items():
+        yield entry(name, tensor, None)
+        if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
+            yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
+    parts = _parts(adapter, config)
+    for layer in range(config.num_layers):
+        for name, (tensor, _) in parts.items():
+            if layer in config.layers_with(tensor.mixer):
+                yield entry(name, tensor, layer)
