@@ -20,11 +20,10 @@ from jaxtyping import Array, Float
 
 from tunix.errors import UserError
 from tunix.mesh import Axes, partition
-from tunix.models.expert_products import Routes, from_experts, from_rounded, to_experts, to_rounded
+from tunix.models.expert_products import RoundedBank, Routes, from_experts, from_rounded, to_experts, to_rounded
 from tunix.models.layers import weight
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, check_tile, quantize
-from tunix.models.rounded_bank import RoundedBank
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=1, out_axis=2, batch_axis=0)
 """An expert's initial A is that of any matrix: uniform within 1 / sqrt(inputs), as in PEFT."""

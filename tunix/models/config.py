@@ -219,7 +219,7 @@ class DecoderConfig:
     shared_wide: bool = False
     """Gemma 4 E2B: the ffn of these layers is twice as wide."""
     layer_inputs: int = 0
-    """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`per_layer.py`), e.g. 256; 0 where
+    """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`blocks.py`), e.g. 256; 0 where
     it has none."""
     layer_vocab: int | None = None
     """Ids that have such embeddings, from 0 on, e.g. 262144; those beyond have none. None: all of the vocabulary."""

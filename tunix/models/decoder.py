@@ -21,17 +21,15 @@ from jaxtyping import Array, Float, Int, PyTree
 from tunix.config import DType, GradientSums
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import Auxiliary, Block
+from tunix.models.blocks import Auxiliary, Block, LayerInputs, layer_inputs
 from tunix.models.config import SHARED, DecoderConfig, Stage
 from tunix.models.layers import MATRICES, Norm, RopeTables, TokenKeys, fold_tokens, rms_norm, rope_tables, weight
 from tunix.models.moe import CHOSEN
-from tunix.models.per_layer import LayerInputs, layer_inputs
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, in_compute
 from tunix.models.scan import Others, Path, Remat, Weights, over_layers
 from tunix.models.self_attention import Kept
-from tunix.models.towers import TOWERS
-from tunix.models.vision import with_pictures
+from tunix.models.vision import TOWERS, with_pictures
 from tunix.types import Pictures
 from tunix.util.trees import tree_of
 

@@ -9,7 +9,7 @@ over rows, leaves foreign rows out. Tokens are gathered where they are multiplie
 first costs a CPU as much as a third of their product.
 
 Axes: E experts, k chosen experts of a token; D inputs and F outputs of a product, n tokens, r rows: those of all pairs
-in their order, and on a CPU some spare ones.
+in their order, and on a CPU some spare ones; t tiles of inputs.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,38 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from tunix.mesh import platform
 from tunix.models.grouped_products import grouped_gradients, grouped_products
-from tunix.models.rounded_bank import RoundedBank
+from tunix.models.quantization.formats import dequantize
 from tunix.util.loops import loop
+
+
+class RoundedBank(NamedTuple):
+    """A matrix of each expert, rounded (`quantization/formats.py`); dequantized one at a time as experts take turns."""
+
+    values: Shaped[Array, "E D F"]
+    scales: Float[Array, "E t F"]
+    like: Shaped[Array, "0"]
+    """Nothing, of the dtype that matrices are dequantized to."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(E, D, F)`."""
+        return self.values.shape
+
+    def matrix(self, number: jax.Array) -> Float[Array, "D F"]:
+        """An expert's matrix."""
+        return dequantize(self.values[number], self.scales[number]).astype(self.like.dtype)
+
+    def whole(self, x: jax.Array) -> Float[Array, "E D F"]:
+        """All of them, for what multiplies `x` with all at once: as much memory as if they were not rounded, until the
+        layer is computed."""
+        # Tied to x: a sampling loop would otherwise dequantize all layers before it starts, and hold them.
+        values, _ = jax.lax.optimization_barrier((self.values, jax.lax.stop_gradient(x)))
+        return jax.vmap(dequantize)(values, self.scales).astype(self.like.dtype)
+
 
 LEAST, MOST = 8, 32
 """Bounds of what numbers of rows are rounded up to on a CPU; between them, an eighth of the mean of an expert."""

@@ -22,7 +22,7 @@ from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.decode_spec import DecodeSpec
 from tunix.models.attention.layouts import Columns, Pages, placed
 from tunix.models.attention.pages import CachedView
-from tunix.models.blocks import Cache
+from tunix.models.blocks import NAMES, Cache, layer_inputs
 from tunix.models.config import SHARED, DecoderConfig, LayerKind
 from tunix.models.decoder import embedded
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
@@ -30,7 +30,6 @@ from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params
 from tunix.models.moe import CHOSEN
 from tunix.models.param_names import TOWER
-from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
 from tunix.models.self_attention import Kept
 from tunix.models.vision import with_pictures

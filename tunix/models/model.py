@@ -10,7 +10,7 @@ Axes: B rows, T time, D model width, V vocabulary, L layers.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -380,3 +380,24 @@ def _flatten(nested: dict, path: Path = ()) -> Params:
         here = (*path, key)
         flat |= _flatten(value, here) if isinstance(value, dict) else {name_of(here): value}
     return flat
+
+
+def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:
+    """The weights rounded as a model with `simulated` computes with them, one matrix after the other.
+
+    Returns:
+        All weights, and for each rounded matrix its change in the compute dtype: the root mean square of the change,
+        divided by that of the matrix.
+    """
+    changed, moved = dict(params), {}
+    for name in (f"layers/{one}/w" for one, rounding in model.simulated if rounding.weights and one in model.matrices):
+        changed[name], error = _rounded(model, name, params[name])
+        moved[name] = math.sqrt(float(error))
+    return changed, moved
+
+
+@partial(jit, static_argnames=("model", "name"))
+def _rounded(model: Model, name: str, w: Float[Array, "L ..."]) -> tuple[jax.Array, jax.Array]:
+    on_grid = jax.lax.map(partial(model.on_grid, name), w)
+    change = on_grid.astype(model.dtype).astype(jnp.float32) - w.astype(jnp.float32)
+    return on_grid, jnp.sum(change**2) / jnp.sum(w.astype(jnp.float32) ** 2)

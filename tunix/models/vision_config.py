@@ -15,7 +15,7 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A tower (`models/towers.py`) and the soft tokens that it makes."""
+    """A tower (`models/vision.py`) and the soft tokens that it makes."""
 
     tower: str
     """Its name in `TOWERS`, e.g. `siglip`."""

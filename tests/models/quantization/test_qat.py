@@ -17,8 +17,7 @@ from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.models.model import Model
-from tunix.models.on_grid import rounded
+from tunix.models.model import Model, rounded
 from tunix.models.quantization.fake_quant import LARGEST, Simulated, simulated
 from tunix.models.quantization.formats import Quantization, dequantize, quantize
 from tunix.models.quantization.rules import Rules

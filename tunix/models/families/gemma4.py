@@ -3,21 +3,160 @@ one global.
 
 Global layers have wider heads than local ones, fewer kv heads, and rotate a quarter of each head; in the large models
 their values are made of their keys. Queries and keys are normed, and values without a weight, so that attention has no
-scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
-earlier ones; in 26B-A4B each has experts beside its ffn (`gemma4_experts.py`). Of a multimodal folder the text part is
+scale. In E2B and E4B each layer has inputs of its own (`blocks.py`), and the last layers read the keys and values of
+earlier ones; in 26B-A4B each has experts beside its ffn (`models/moe.py`). Of a multimodal folder the text part is
 read; an export is always a `gemma4_text` folder. Sizes are those of
 https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
+
+Global layers have tensors of the names that local layers use, in other shapes: for them, our names begin with
+`global_`. So do those of an ffn twice as wide, with `wide_`. Where layers have experts, `gate`, `up` and `down` are
+those of the dense ffn beside them.
+
+Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
+Dp width of inputs of layers, Da width of all of them, Vl ids that have inputs of layers, F ffn width, Fw wider ffn
+width, E experts, Fe ffn width of an expert.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, Experts, GlobalHeads, Rope
-from tunix.models.families.base import FamilyText, layer_types, sizes, written
-from tunix.models.families.gemma import GELU, every
-from tunix.models.families.gemma4_experts import STACKED, read_experts, write_experts
-from tunix.models.families.gemma4_tensors import TENSORS, axes, spare
+from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, GlobalHeads, Rope
+from tunix.models.families.base import SHARED as SHARED_TENSORS
+from tunix.models.families.base import FamilyText, Tensor, axis_sizes, in_layers, layer_types, sizes, written
+from tunix.models.families.gemma import FOUR_NORMS, GELU, every
 from tunix.models.families.hf_config import Fields, write_rope
+
+
+def axes(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of the family's weights."""
+    own, experts = config.global_heads, config.experts
+    assert own is not None, "the family has them"
+    return {
+        **axis_sizes(config),
+        "Kw": own.kv_heads,
+        "Hw": own.head_dim,
+        "Vl": config.layer_vocab or config.vocab_size,
+        "Dp": config.layer_inputs,
+        "Da": config.num_layers * config.layer_inputs,
+        "L": config.num_layers,
+        "Fw": 2 * config.ffn,
+        "Fe": config.ffn,
+        "F": config.ffn if experts is None else experts.shared,
+        "E": 0 if experts is None else experts.number,
+    }
+
+
+def spare(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor would make keys or values in a layer that reads those of another."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
+    return found is not None and int(found[1]) in config.layers_with(tuple(SHARED))
+
+
+def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
+    """The tensors of attention in layers with this mixer, and in those that read their keys and values.
+
+    Args:
+        start: begins our names.
+        wider: ends the letters of the axes.
+    """
+    every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
+    alone = {
+        "k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        "v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        "k_norm/w": ("self_attn.k_norm.weight", h, h),
+    }
+    both = {
+        "q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
+        "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
+        "q_norm/w": ("self_attn.q_norm.weight", h, h),
+    }
+    found = {**in_layers(alone, source), **in_layers(both, every)}
+    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in found.items()}
+
+
+_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
+_TABLES = {name: one for name, one in SHARED_TENSORS.items() if not name.startswith("layers/")}
+_FFN = {
+    f"layers/{name}/w": replace(SHARED_TENSORS[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")
+}
+_WIDE = in_layers(
+    {
+        "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
+        "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
+        "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
+    },
+    WIDE,
+)
+_INPUTS = {
+    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
+    "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
+    "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
+    **in_layers(
+        {
+            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
+            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
+            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
+        }
+    ),
+}
+
+
+FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+"""What means nothing where no layer has experts."""
+EXPERT_TENSORS = in_layers(
+    {
+        "router/w": ("router.proj.weight", "E D", "D E"),
+        "router/norm/w": ("router.scale", "D", "D"),
+        "router/factor": ("router.per_expert_scale", "E", "E"),
+        "gates/w": ("experts.{expert}.gate_proj.weight", "Fe D", "E D Fe"),
+        "ups/w": ("experts.{expert}.up_proj.weight", "Fe D", "E D Fe"),
+        "downs/w": ("experts.{expert}.down_proj.weight", "D Fe", "E Fe D"),
+        "dense_norm/w": ("post_feedforward_layernorm_1.weight", "D", "D"),
+        "pre_experts_norm/w": ("pre_feedforward_layernorm_2.weight", "D", "D"),
+        "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
+    }
+)
+STACKED = {".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"), ".down_proj": (".down_proj.weight",)}
+"""How a folder holds the matrices of all experts of a layer."""
+
+
+def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
+    """The settings of layers with experts, as DecoderConfig names them; none where there are none.
+
+    Args:
+        dense: width of the dense ffn.
+        wide: whether it is twice as wide in some layers.
+    """
+    if not fields.flag("enable_moe_block", False):
+        fields.read |= set(FIELDS)
+        return {}
+    if wide:
+        fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
+    experts = Experts(fields.integer("num_experts"), fields.integer("top_k_experts"), shared=dense)
+    if experts.active > experts.number:
+        fields.refuse("top_k_experts", f"is more than the {experts.number} experts that there are.")
+    return {
+        "ffn": fields.integer("moe_intermediate_size"),
+        "experts": experts,
+        "feed_forward": DENSE_AND_EXPERTS,
+    }
+
+
+def write_experts(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of config.json for layers with experts, or for layers without."""
+    experts = config.experts
+    if experts is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": experts.number,
+        "top_k_experts": experts.active,
+        "moe_intermediate_size": config.ffn,
+        "intermediate_size": experts.shared,
+    }
+
 
 _TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
 _OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
@@ -202,6 +341,19 @@ def _gemma4(
 SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
 """What E2B and E4B have in common."""
 
+
+TENSORS: Mapping[str, Tensor] = {
+    **_TABLES,
+    **_attention("attention", "", ""),
+    **_attention(GLOBAL, "global_", "w"),
+    **_FFN,
+    **_WIDE,
+    **FOUR_NORMS,
+    **_INPUTS,
+    **EXPERT_TENSORS,
+    "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
+}
+"""Our parameter name -> the tensor."""
 
 GEMMA4 = FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),

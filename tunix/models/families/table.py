@@ -19,12 +19,9 @@ from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
 from tunix.models.families.gpt_oss import GPT_OSS
 from tunix.models.families.hf_config import Fields
-from tunix.models.families.llama import LLAMA
-from tunix.models.families.mixtral import MIXTRAL
-from tunix.models.families.qwen import QWEN2, QWEN3
-from tunix.models.families.qwen35 import QWEN35
-from tunix.models.families.qwen35_moe import QWEN35_MOE
-from tunix.models.families.qwen_moe import QWEN3_MOE
+from tunix.models.families.llama import LLAMA, MIXTRAL
+from tunix.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from tunix.models.families.qwen35 import QWEN35, QWEN35_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
 from tunix.models.vision_config import VisionConfig
 from tunix.util.atomic_io import refuse_foreign
