@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import CachedView, SlotsView
+from tunix.models.attention.pages import CachedView, Pages, SlotsView
 from tunix.models.banks import Bank
 from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView

@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType, DType
 from tunix.mesh import Axes, constrain, partition, platform
-from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.layouts import Columns, Pages, placed
-from tunix.models.attention.pages import CachedView
+from tunix.models.attention.inputs import DecodeSpec
+from tunix.models.attention.pages import CachedView, Columns, Pages, placed
 from tunix.models.blocks import NAMES, Cache, layer_inputs
 from tunix.models.config import SHARED, DecoderConfig, LayerKind
 from tunix.models.decoder import embedded

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import CachedView
+from tunix.models.attention.pages import CachedView, Pages
 from tunix.models.config import DecoderConfig
 from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys, rotate, unit_rms
 

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int, UInt8
 from tunix.config import DType
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
+from tunix.models.config import COLOURS, FRAMES, ROPE_THETA, VisionConfig
 from tunix.models.layers import RopeTables, rms_norm, rotate, weight
 from tunix.models.quantization.formats import in_compute
-from tunix.models.vision_config import COLOURS, FRAMES, ROPE_THETA, VisionConfig
 from tunix.types import Pictures
 
 QKV = ("q", "k", "v")

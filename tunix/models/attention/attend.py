@@ -36,8 +36,7 @@ from tunix.models.attention.inputs import (
     merged,
     past_sinks,
 )
-from tunix.models.attention.layouts import Pages, placed, rounded
-from tunix.models.attention.pages import CachedView, PieceView
+from tunix.models.attention.pages import CachedView, Pages, PieceView, placed, rounded
 from tunix.models.attention.tokamax_ops import capability
 from tunix.util.loops import switch
 

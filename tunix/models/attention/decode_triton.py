@@ -20,10 +20,8 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
 from tunix.mesh import platform
-from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.inputs import HIDDEN, Mixed, grouped, scaled
-from tunix.models.attention.layouts import Rows, scaled_up
-from tunix.models.attention.pages import PieceView, SlotsView, block_of, settled
+from tunix.models.attention.inputs import HIDDEN, DecodeSpec, Mixed, grouped, scaled
+from tunix.models.attention.pages import PieceView, Rows, SlotsView, block_of, scaled_up, settled
 from tunix.models.attention.pages import before_piece as plain_before_piece
 
 ROWS = 16

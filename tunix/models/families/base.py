@@ -15,9 +15,8 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, VisionConfig
 from tunix.models.families.hf_config import Fields, write_rope_fields
-from tunix.models.vision_config import VisionConfig
 
 SCORE = "score.weight"
 """The scalar head of a reward model's folder."""

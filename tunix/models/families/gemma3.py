@@ -4,8 +4,8 @@ Over Gemma 2: norms of each head's query and key instead of soft caps. Of a mult
 whose tensors have a prefix, and exported as a `gemma3_text` folder; where a recipe has pictures, with the SigLIP tower
 and the projector. Tensors of such folders are called as published (`language_model.model.`,
 `vision_tower.vision_model.`) or as transformers 5 writes them (`vision_tower.`); an export calls them as the folder
-that was loaded does. Sizes are those of the config.json files under https://huggingface.co/google (gemma-3-270m, -1b-pt,
--4b-pt, -12b-pt, -27b-pt), and of the tower, which 12B and 27B share, of gemma-3-4b-it.
+that was loaded does. Sizes are those of the config.json files under https://huggingface.co/google (gemma-3-270m,
+-1b-pt, -4b-pt, -12b-pt, -27b-pt), and of the tower, which 12B and 27B share, of gemma-3-4b-it.
 
 Axes: D model width, Pl learned positions, Pr rows of a patch, Pc columns of a patch, Rb colours, Dt width of a tower,
 Ft ffn width of a tower, Nt heads of a tower, Ht head dim of a tower.
@@ -15,7 +15,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import TOWER, DecoderConfig, Rope
+from tunix.models.config import COLOURS, TOWER, DecoderConfig, Rope, VisionConfig
 from tunix.models.families.base import QK_NORMS, SHARED, FamilyText, Tensor, VisionText, in_layers
 from tunix.models.families.gemma import (
     FOUR_NORMS,
@@ -29,7 +29,6 @@ from tunix.models.families.gemma import (
     write_gemma2,
 )
 from tunix.models.families.hf_config import Fields, write_rope
-from tunix.models.vision_config import COLOURS, VisionConfig
 
 VISION_TYPE = "siglip_vision_model"
 

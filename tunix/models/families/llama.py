@@ -1,7 +1,8 @@
 """Llama 3 (Dubey et al. 2024, https://arxiv.org/abs/2407.21783) and Mixtral (https://arxiv.org/abs/2401.04088).
 
-Llama is the plainest architecture here; from 3.1 on its rope is stretched (`llama3`). Sizes are those of the config.json files under
-https://huggingface.co/meta-llama (Meta-Llama-3-8B, Llama-3.1-8B, Llama-3.1-70B, Llama-3.2-1B, Llama-3.2-3B).
+Llama is the plainest architecture here; from 3.1 on its rope is stretched (`llama3`). Sizes are those of the
+config.json files under https://huggingface.co/meta-llama (Meta-Llama-3-8B, Llama-3.1-8B, Llama-3.1-70B,
+Llama-3.2-1B, Llama-3.2-3B).
 
 Mixtral has Llama's attention, and experts in every layer. Its tensors call an expert's gate, up and down matrices w1,
 w3 and w2. The weights of the chosen experts are always divided by their sum. Sizes are those of

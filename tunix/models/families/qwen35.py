@@ -25,7 +25,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import DELTANET, EXPERTS, TOWER, DecoderConfig, DeltaNet, Experts, Rope
+from tunix.models.config import (
+    COLOURS,
+    DELTANET,
+    EXPERTS,
+    FRAMES,
+    ROPE_THETA,
+    TOWER,
+    DecoderConfig,
+    DeltaNet,
+    Experts,
+    Rope,
+    VisionConfig,
+)
 from tunix.models.families.base import (
     QK_NORMS,
     SHARED,
@@ -41,7 +53,6 @@ from tunix.models.families.base import (
 )
 from tunix.models.families.hf_config import Fields, write_rope
 from tunix.models.families.qwen import BANKS
-from tunix.models.vision_config import COLOURS, FRAMES, ROPE_THETA, VisionConfig
 
 GELU = "gelu_pytorch_tanh"
 VISION_TYPE = "qwen3_5_vision"

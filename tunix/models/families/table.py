@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
-from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
+from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, VisionConfig
 from tunix.models.families.base import FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
@@ -23,7 +23,6 @@ from tunix.models.families.llama import LLAMA, MIXTRAL
 from tunix.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from tunix.models.families.qwen35 import QWEN35, QWEN35_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
-from tunix.models.vision_config import VisionConfig
 from tunix.util.atomic_io import refuse_foreign
 
 SIZE_NAMES = (
